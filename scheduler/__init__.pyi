@@ -3,7 +3,7 @@ from .api.inline_runtime import InlineRuntime
 from .api.recorded_step import RecordingError, Step, Ticket
 from .api.runtime import Runtime
 from .api.task_runtime import Access, Handle, TaskRuntime, View, contribution, kept_in_contribution, tree
-from .core.codelet import Codelet, Cost
+from .core.codelet import Codelet, Cost, Tail
 from .core.errors import (
     DeviceFailed,
     DoesNotFit,
@@ -57,6 +57,7 @@ __all__ = [
     "Source",
     "Stalled",
     "Step",
+    "Tail",
     "TaskError",
     "TaskRuntime",
     "Ticket",

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from scheduler import SCRATCH, Access, Codelet, Cost, Mode, TaskRuntime, W
+from scheduler import SCRATCH, Access, Codelet, Cost, Mode, Tail, TaskRuntime, W
 
 from .kernels.catalog import bf16_kernel, has_cuda, kernel
 from .kernels.registry import BF16, NARROW, Kernel, Native, own_activation, registered, registered_flops
@@ -23,14 +23,41 @@ from .view import TileView
 _ALIGNMENT: Final = 64
 
 
+class _End(NamedTuple):
+    """The operation that an operation ends with; the other fields as of `scheduler.Tail`."""
+
+    op: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    constants: tuple[str, ...]
+
+
+_ENDS: Final = {"linear_activation": _End("activation", reads=(-2,), writes=(-1,), constants=("kind",))}
+"""Operations whose kernels end with those of another one, on tiles as they are: its results can be made again without the rest."""
+
+
 def codelet(op: str) -> Codelet:
     """The codelet of operation `op`; the same object as long as its kernels are the same."""
-    return _codelet(op, kernel(op, "cpu"), registered(op, "cuda"))
+    return _codelet_of(op, kernel(op, "cpu"), registered(op, "cuda"))
+
+
+def _codelet_of(op: str, cpu: Kernel | None, cuda: Kernel | None) -> Codelet:
+    return _codelet(op, cpu, cuda, _tail(_ENDS[op], op, cpu, cuda) if op in _ENDS else None)
 
 
 @cache
-def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None) -> Codelet:
-    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op))
+def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None, tail: Tail | None) -> Codelet:
+    return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op), tail=tail)
+
+
+def _tail(end: _End, op: str, cpu: Kernel | None, cuda: Kernel | None) -> Tail:
+    """The tail of an operation whose kernels are these; it runs where they do."""
+    native, bare = bf16_kernel(op), bf16_kernel(end.op)
+    if native is not None and bare is not None and cpu is native.kernel:
+        own: Kernel | None = bare.kernel
+    else:
+        own = None if cpu is None else kernel(end.op, "cpu")
+    return Tail(_codelet_of(end.op, own, None if cuda is None else kernel(end.op, "cuda")), end.reads, end.writes, end.constants)
 
 
 @cache
@@ -85,10 +112,10 @@ def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority:
     narrow = [view for view in views if view.dtype in NARROW]
     own = runtime.has_gpus and own_activation(constants.get("kind", "")) is not None
     if not narrow:
-        runtime.submit(_codelet(op, kernel(op, "cpu"), None) if own else codelet(op), accesses, constants, priority=priority)
+        runtime.submit(_codelet_of(op, kernel(op, "cpu"), None) if own else codelet(op), accesses, constants, priority=priority)
         return
     if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
-        runtime.submit(_codelet(op, None, kernel(op, "cuda")), accesses, constants, priority=priority)
+        runtime.submit(_codelet_of(op, None, kernel(op, "cuda")), accesses, constants, priority=priority)
         return
     native = native_for(op, views, constants)
     if native is None:
@@ -96,7 +123,7 @@ def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority:
         found = _widening_codelet(op, kernel(op, "cpu"), tuple(mode for _, mode in accesses))
     else:
         nbytes = native.scratch_nbytes(views, constants)
-        found = _codelet(op, native.kernel, None)
+        found = _codelet_of(op, native.kernel, None)
     if nbytes:
         accesses = [*accesses, (scratch(runtime, nbytes), SCRATCH)]
     runtime.submit(found, accesses, constants, priority=priority)

@@ -88,7 +88,13 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
     return {
         "name": name_of(settings),
         "directory": directory_of(settings, resumed),
-        "step": StepSpec(known(settings.tiling.batch), settings.tiling.minibatch, known(settings.tiling.lanes), settings.resources.order),
+        "step": StepSpec(
+            known(settings.tiling.batch),
+            settings.tiling.minibatch,
+            known(settings.tiling.lanes),
+            settings.resources.order,
+            settings.resources.recompute,
+        ),
         "optimizer": OptimizerSpec(
             cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # the other name of adamw is gone
             lr,
@@ -206,7 +212,6 @@ def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling
         dtype=dtype_of(settings.model.dtype),
         seed=settings.data.seed,
         flash=settings.model.flashattention,
-        recomputes=settings.model.recompute == "block",
         adapters=adapters_of(settings),
     )
 

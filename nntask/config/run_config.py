@@ -49,14 +49,12 @@ class ModelSpec(LanguageSpec):
     Args:
         tiling: sizes between 1 and the dimension.
         flash: whether attention does without the full score matrix.
-        recomputes: whether blocks keep only their input for the backward pass.
         adapters: what is trained beside frozen weights; None where all weights are trained.
     """
 
     config: ModelConfig
     tiling: ModelTiling
     flash: bool
-    recomputes: bool
     adapters: LoRA | None
 
 
@@ -68,12 +66,14 @@ class StepSpec:
         batch, minibatch: sequences of the step, and of those in flight at once.
         lanes: parallel lanes of gradient sums.
         order: in which the step executes when memory is short.
+        recompute: what it makes again instead of keeping it, see `scheduler.planning.choose_plan`.
     """
 
     batch: int
     minibatch: int
     lanes: int
     order: str
+    recompute: str
 
     @property
     def num_minibatches(self) -> int:
@@ -236,6 +236,15 @@ class LanguageRun:
     def in_order(self, order: str) -> Self:
         """The run with its steps in another order."""
         return replace(self, step=replace(self.step, order=order))
+
+    def recomputing(self, recompute: str) -> Self:
+        """The run with other data made again in its steps."""
+        return replace(self, step=replace(self.step, recompute=recompute))
+
+    def planned(self, order: str, recompute: str) -> Self:
+        """The run with the order of its steps that a planner has chosen, and with what that makes again, where it was free to choose."""
+        run = self.in_order(order)
+        return run.recomputing(recompute) if self.step.recompute == "auto" else run
 
 
 @dataclass(frozen=True, slots=True)

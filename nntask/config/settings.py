@@ -36,8 +36,6 @@ class ModelSettings:
     """probability for all dropouts of the config (default: the config's)"""
     flashattention: bool = True
     """attention without the full score matrix; --no-flashattention stores the scores"""
-    recompute: Literal["none", "block"] = "none"
-    """block: keep only the input of each block and compute the rest again in the backward pass"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +234,9 @@ class ResourceSettings(MachineSettings):
 
     order: str = "auto"
     """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
+    recompute: str = "auto"
+    """what the backward pass computes again instead of reading it: auto where memory is short, none, block for all but the inputs of blocks, or names
+    of operations, such as layer_norm,attention"""
     strict: bool = False
     """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
     restrict: Literal["none", "cpu", "cuda"] = "none"

@@ -79,6 +79,8 @@ _RANGES: Final = (
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
+_OPERATION: Final = r"[\w.]+(\[\d+\])?(>[\w.+]+)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
+_RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
 
@@ -139,6 +141,11 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
         raise UsageError(
             f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
             f"got {resources.order!r}; use --order auto"
+        )
+    if _RECOMPUTE.fullmatch(resources.recompute) is None:
+        raise UsageError(
+            "--recompute must be auto, none, block, or operations separated by commas, each perhaps with a share of its layers, such as "
+            f"layer_norm,attention:0.5, got {resources.recompute!r}; use --recompute auto"
         )
     trace_range(settings.observe.trace_steps)
 

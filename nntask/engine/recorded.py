@@ -82,7 +82,6 @@ def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> 
         runtime,
         dtype=DTYPES[spec.dtype],
         seed=spec.seed if fill else None,
-        recompute=spec.recomputes,
         flash=spec.flash,
     )
     if spec.adapters is not None:
@@ -323,7 +322,7 @@ class RecordedEngine(Inference):
 
     def _training_step(self) -> Step:
         if self._step is None:
-            with self.runtime.record(self.run.step.order) as step:
+            with self.runtime.record(self.run.step.order, self.run.step.recompute) as step:
                 self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)
             self._step = step
         return self._step

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final, cast
 
 import numpy as np
@@ -242,8 +243,9 @@ def _guessed(task: RecordedTask, rate: Rate) -> float:
     return max(flops / rate.flops, nbytes / rate.nbytes)
 
 
+@cache
 def measured_rates(num_workers: int) -> dict[WorkerKind, Rate]:
-    """What one of so many busy workers on this machine's cores does at best. Takes 0.3 s."""
+    """What one of so many busy workers on this machine's cores does at best, measured once in a process, which takes 0.3 s."""
     num_threads = max(1, min(num_workers, os.cpu_count() or 1))
     rate = Rate(gemm_peak(num_threads) / max(num_workers, 1), memory_bandwidth(num_threads) / max(num_workers, 1))
     return {"cpu": rate, "sim": rate, "cuda": Rate(DEVICE_FLOPS, DEVICE_BANDWIDTH)}

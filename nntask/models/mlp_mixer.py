@@ -23,7 +23,7 @@ from tiles import TileTensor
 
 from ..errors import UsageError
 from ..nn import functional
-from ..nn.autograd import Tensor, checkpoint
+from ..nn.autograd import Tensor
 from ..nn.functional import Masks
 from ..nn.initializers import constant, normal
 from ..nn.layers import Dropout, LayerNorm, TransposedLinear
@@ -163,11 +163,10 @@ class MlpMixer(LanguageModel):
         *,
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
-        recompute: bool = False,
         flash: bool = True,
     ) -> None:
         super().__init__(config, tiling, runtime)
-        self.recompute, self.names = recompute, config.names.modules
+        self.names = config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
         width, std = config.hidden_size, config.initializer_range
         self.stem = TransposedLinear(config.patch_width, width, (-1, cut.embd_tile), std=std, has_bias=True)
@@ -220,7 +219,8 @@ class MlpMixer(LanguageModel):
         """What the head reads: (B, N, P) -> (B, 1, C)."""
         x = self.stem(functional.cast(Tensor(images), self.stem.weight.dtype))  # (B, N, P) @ (C, P)^T -> (B, N, C)
         for block in self.blocks:
-            x = checkpoint(lambda x, block=block: block(x, masks), x) if self.recompute else block(x, masks)
+            with x.data.runtime.block():
+                x = block(x, masks)
         return functional.mean_tokens(self.norm(x))  # (B, N, C) -> (B, 1, C)
 
     def class_scores(self, images: TileTensor) -> Tensor:

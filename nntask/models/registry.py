@@ -113,7 +113,6 @@ def build(
     *,
     dtype: npt.DTypeLike = np.float32,
     seed: int | None = 0,
-    recompute: bool = False,
     flash: bool = True,
 ) -> LanguageModel:
     """Build the model that a config describes.
@@ -124,7 +123,6 @@ def build(
         runtime: the runtime that executes the tasks.
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
-        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
         flash: whether attention avoids the full matrix of scores.
     """
-    return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, recompute=recompute, flash=flash)
+    return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, flash=flash)

@@ -17,7 +17,7 @@ from tiles import TileTensor
 from tiles.ops import elementwise
 
 from ..nn import functional
-from ..nn.autograd import Tensor, checkpoint
+from ..nn.autograd import Tensor
 from ..nn.functional import Masks, RelativeBias
 from ..nn.initializers import constant, normal
 from ..nn.kv_cache import Past
@@ -45,7 +45,7 @@ class Stack(Module):
         self.norm = None if shape.norm is None else made.norm(shape.norm)
         self.last_dropout = made.dropout(shape.dropout if shape.drops_last else None)
 
-    def __call__(self, x: Tensor, given: ForwardPass, past: Past | None, *, recompute: bool) -> Tensor:
+    def __call__(self, x: Tensor, given: ForwardPass, past: Past | None) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = self.dropout(self._embedded(x, given, past), given.masks)
         first = self.blocks[0].attention
@@ -53,11 +53,7 @@ class Stack(Module):
             shape = first.shape.relative
             given = replace(given, bias=RelativeBias(first.relative.weight, not first.shape.is_causal, shape.max_distance))
         for block, before in zip(self.blocks, past.layers if past is not None else [None] * len(self.blocks), strict=True):
-            if recompute and given.encoded is not None:
-                x = checkpoint(lambda x, e, block=block, before=before: block(x, replace(given, encoded=e), before), x, given.encoded)
-            elif recompute:
-                x = checkpoint(lambda x, block=block, before=before: block(x, given, before), x)
-            else:
+            with x.data.runtime.block():
                 x = block(x, given, before)
         return self.last_dropout(x if self.norm is None else self.norm(x), given.masks)
 
@@ -104,7 +100,6 @@ class Transformer(LanguageModel):
         runtime: the runtime that executes the tasks.
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
-        recompute: whether the forward pass keeps only the input of each block and the backward pass computes the other activations again.
         flash: whether attention avoids the full matrix of scores.
     """
 
@@ -116,11 +111,9 @@ class Transformer(LanguageModel):
         *,
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
-        recompute: bool = False,
         flash: bool = True,
     ) -> None:
         super().__init__(config, tiling, runtime)
-        self.recompute = recompute
         described, width = config.description, config.n_embd
         self.described, self.names = described, config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
@@ -160,15 +153,15 @@ class Transformer(LanguageModel):
         shared = self._pass(tokens, masks, past, given)
         if self.encoder is not None and past is None:
             assert given.decoder_tokens is not None  # has been checked
-            encoded = self.encoder(self.embed(tokens), replace(shared, across_documents=None), None, recompute=self.recompute)  # (B, S, C)
+            encoded = self.encoder(self.embed(tokens), replace(shared, across_documents=None), None)  # (B, S, C)
             tokens, shared = given.decoder_tokens, replace(shared, encoded=encoded, documents=None)
             del encoded
-        return self.head(self.stack(self.embed(tokens), shared, past, recompute=self.recompute), masks)
+        return self.head(self.stack(self.embed(tokens), shared, past), masks)
 
     def encode(self, tokens: TileTensor, documents: TileTensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values that each block of the decoder sees of the sources: (B, S) int32 -> 2 x (B, S, G*D) each."""
         assert self.encoder is not None  # has been checked
-        x = self.encoder(self.embed(tokens), self._pass(tokens, None, None, ExtraInputs(documents)), None, recompute=False)  # (B, S, C)
+        x = self.encoder(self.embed(tokens), self._pass(tokens, None, None, ExtraInputs(documents)), None)  # (B, S, C)
         return [block.cross.of_source(x, None) for block in self.stack.blocks]
 
     def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:

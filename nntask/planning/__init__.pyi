@@ -1,4 +1,4 @@
-from .memory_fit import CapturedStep, capture, more_memory, needs_of, no_collections, order_on, untouched
+from .memory_fit import CapturedStep, capture, more_memory, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step
 
@@ -12,6 +12,8 @@ __all__ = [
     "order_on",
     "plan_run",
     "plan_step",
+    "recomputing",
     "shortage",
+    "thriftiest_needs",
     "untouched",
 ]

@@ -14,7 +14,7 @@ from typing import Final
 
 from scheduler import CapturingRuntime, Codelet
 from scheduler.machine import FILE, POLICIES, RecordedTask, StepPlan
-from scheduler.planning import AUTO, SUBMISSION, PlannedOrder, arrange, last_tier_bytes, plan_order, repetition
+from scheduler.planning import AUTO, BLOCK, NONE, SUBMISSION, PlannedOrder, arrange, as_asked, choose_plan, last_tier_bytes, most_again, repetition
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
@@ -33,6 +33,8 @@ MOST_TASKS: Final = 1_000_000
 """Steps of more tasks are refused: recording one takes minutes and gigabytes."""
 MOST_TRIED: Final = 100_000
 """Changes that make more tasks of a minibatch are not tried: capturing them takes many seconds."""
+MOST_WHOLE: Final = 10_000
+"""Changes that make more tasks of a step are judged by three of its minibatches: the others need about as much each."""
 TASKS_PER_WORK: Final = 6
 """Tasks per product of a weight tile and a tile of activations (`work_of`), at least: forward, two backward, and what lies between them."""
 MOST_ENLARGED: Final = 8
@@ -92,7 +94,7 @@ def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[Mach
     """
     check_budgets(run.machine)
     target = this_machine(run.machine)
-    needs = least_needs(found.plan, run, target, reading=found.reading)
+    needs = least_needs(found.plan, run, target, quick=True, reading=found.reading)
     if not needs.fit(target):
         raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes(target, needs))}")
     return choose_order(found.plan, run, target.without(found.reading))
@@ -133,8 +135,21 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    runtime.plan.idle = untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    return CapturedStep(runtime.plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
+    plan = recomputing(runtime.plan, run.step.recompute)
+    plan.idle = untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
+    return CapturedStep(plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
+
+
+def recomputing(plan: StepPlan, recompute: str) -> StepPlan:
+    """The step with what --recompute says made again; unless that is left to the planner, who looks at budgets.
+
+    Raises:
+        UsageError: nothing that an operation makes here could be made again.
+    """
+    try:
+        return as_asked(plan, recompute)
+    except ValueError as error:
+        raise UsageError(f"--recompute {recompute}: {error}") from error
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
@@ -171,20 +186,38 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
     return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
 
 
-def least_needs(plan: StepPlan, run: LanguageRun, target: MachineModel, order: PlannedOrder | None = None, *, reading: int = 0) -> Needs:
-    """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or early updates.
+def least_needs(
+    plan: StepPlan, run: LanguageRun, target: MachineModel, order: PlannedOrder | None = None, *, quick: bool = False, reading: int = 0
+) -> Needs:
+    """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or early updates, and make
+    again what it can.
 
     Args:
-        order: None to look no further once the submission order fits.
+        order: that of the run, if it is known.
+        quick: whether to look no further once a step fits.
         reading: bytes of host memory for file readers.
     """
     name = run.step.order
     if name not in (AUTO, SUBMISSION):
         return needs_of((order or choose_order(plan, run, target)).plan, reading=reading)
-    found = [needs_of(plan, reading=reading)]
-    if name == AUTO and not (order is None and found[0].fit(target)):
-        found.append(needs_of(plan, thrifty=True, reading=reading))
-    return min(found, key=lambda needs: needs.last(target))
+    found = needs_of(plan, reading=reading)
+    if name != AUTO or (quick and found.fit(target)):
+        return found
+    least = thriftiest_needs(plan, target, run.step.recompute, quick=quick, reading=reading)
+    return min(found, least, key=lambda needs: needs.last(target))
+
+
+def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, quick: bool = False, reading: int = 0) -> Needs:
+    """What the step needs with updates as early as they can, and as much made again as a planner would if it is free to choose.
+
+    Args:
+        quick: whether to look no further once it fits without.
+    """
+    found = needs_of(plan, thrifty=True, reading=reading)
+    if recompute != AUTO or (quick and found.fit(target)):
+        return found
+    again = needs_of(most_again(plan), thrifty=True, reading=reading)
+    return min(found, again, key=lambda needs: needs.last(target))
 
 
 def _touched(task: RecordedTask) -> int:
@@ -217,30 +250,31 @@ def _tiles_of_positions(run: RunConfig) -> int:
 
 
 def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
-    """As `Runtime.plan_order`."""
+    """As `Runtime.plan_step`, of a step that has been given what --recompute says."""
     try:
-        return order_on(plan, run.step.order, target, target.policy)
+        return order_on(plan, run.step.order, target, target.policy, AUTO if run.step.recompute == AUTO else NONE)
     except ValueError as error:
         is_open = run.step.num_minibatches == 1 and not run.start.is_continued
         more = "; the others need a --minibatch below --batch" if is_open else ""
         raise UsageError(f"--order {run.step.order}: {error}{more}") from error
 
 
-def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str) -> PlannedOrder:
-    """As `Runtime.plan_order`, on a machine that need not exist, under a scheduling policy.
+def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE) -> PlannedOrder:
+    """As `Runtime.plan_step`, on a machine that need not exist, under a scheduling policy.
 
     Raises:
         ValueError: the step has no order of that name.
     """
     last, compute_nodes = target.last, target.compute_nodes
-    return plan_order(
+    return choose_plan(
         plan,
         order,
+        recompute,
         memory=target.memory,
         last=target.nodes[last][1],
         computes_on_last=last in compute_nodes,
         num_devices=len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1,
-        pace=lambda parted: pace_on(parted, target),
+        pace=lambda planned: pace_on(planned, target),
     )
 
 
@@ -266,7 +300,7 @@ def advice(
         found += filter(None, [_smaller_tile(run, target, needs)])
     if is_last_short:
         found += filter(None, [_smaller_minibatch(run, target)])
-    if is_last_short and not run.model.recomputes and not _short(with_free_order(run.with_model(recomputes=True)), target):
+    if is_last_short and run.step.recompute == NONE and not _short(with_free_order(run.recomputing(BLOCK)), target):
         found.append("--recompute block")
     return found
 
@@ -321,15 +355,16 @@ def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[
 
 
 def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
-    """Nodes that a step leaves short, see `Needs.short`; of many minibatches three are looked at, each more needs as much more as the third."""
+    """Nodes that a step leaves short, see `Needs.short`; of a long step three minibatches are looked at: each more needs as much as the third."""
+    count = run.step.num_minibatches
+    looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
 
     def look(num_minibatches: int) -> Needs:
         found = capture(run, num_minibatches)
-        return least_needs(found.plan, run, target, reading=found.reading)
+        return least_needs(found.plan, run, target, quick=looked_at == count, reading=found.reading)
 
-    count = run.step.num_minibatches
-    needs = look(min(count, 3))
-    if count > 3:
+    needs = look(looked_at)
+    if looked_at < count:
         two = look(2)
         needs = replace(
             needs,

@@ -87,7 +87,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
 
     @contextmanager
     def open_on(runtime: Runtime) -> Iterator[Opened]:
-        engine = RecordedEngine(run.in_order(known.order.name), runtime, model_to_start_from(run, runtime))
+        engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime))
         counts = counts_of(run, engine)
         about, timed = partial(about_tiled, run, engine, runtime.gpus), partial(print_timing, engine, run, counts)
         yield Opened(engine, counts, about, timed_loops=timed)
@@ -109,7 +109,7 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     foreseen, lower = _Foreseen(order, _explained(run.settings.observe.explain, step), {}), "--minibatch" if run.start.resumed is None else ""
 
     def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
-        return model.open(run.in_order(order.name), runtime)
+        return model.open(run.planned(order.name, order.recompute), runtime)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 

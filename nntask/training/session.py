@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.machine import DEFAULT_EVICTION
-from scheduler.planning import AUTO, SUBMISSION, PlannedOrder
+from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
 
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.toml import to_toml
@@ -208,6 +208,8 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
             + ("; of equally fast ones it moves least" if run.step.order == AUTO and order.moves_least_of_equals else "")
         )
+        if order.mix is not None and order.recompute != NONE:
+            say(f"made again instead of kept: {order.recompute}; without, forecast to take {order.mix.seconds_without:.3g} s a step")
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:

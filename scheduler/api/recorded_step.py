@@ -162,7 +162,7 @@ class Recorder:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
-        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin))
+        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block))
 
     def _input(self, handle: Handle, mode: Mode) -> HandleRecord:
         record: HandleRecord = handle.record
@@ -203,8 +203,8 @@ class Replayer(Protocol):
 
     inbox: ReleaseInbox
 
-    def plan_order(self, plan: StepPlan, order: str) -> PlannedOrder:
-        """Plan the order of that name."""
+    def plan_step(self, plan: StepPlan, order: str, recompute: str) -> PlannedOrder:
+        """Plan the order of that name, and what is made again."""
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step, and a twin of each handle that the step owns."""
@@ -266,11 +266,11 @@ class Step:
         self._kept: dict[HandleRecord, Handle] = {}
         self._num_tasks = 0
 
-    def complete(self, recorder: Recorder, order: str) -> None:
-        """Take over the captured tasks, and plan their execution in the order of that name."""
+    def complete(self, recorder: Recorder, order: str, recompute: str) -> None:
+        """Take over the captured tasks, and plan their execution in the order of that name, and what they make again."""
         plan = recorder.finish()
-        self._num_tasks = len(plan.tasks)
-        self.order = self._runtime.plan_order(plan, order)
+        self.order = self._runtime.plan_step(plan, order, recompute)
+        self._num_tasks = self.order.num_tasks
         self.plan = self.order.plan
         self._kept = recorder.kept
 

@@ -29,7 +29,8 @@ from ..execution.trace import Trace
 from ..execution.waiting import Waiter
 from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds
-from ..planning.choose_order import PlannedOrder, plan_order, reach_of
+from ..planning.choose_order import PlannedOrder, reach_of
+from ..planning.choose_recompute import NONE, choose_plan
 from ..planning.task_fusion import ScratchView, fuse_if_it_fits
 from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets
@@ -275,14 +276,16 @@ class Runtime(RecordingRuntime):
             raise failure
 
     @contextmanager
-    def record(self, order: str = "auto") -> Iterator[Step]:
+    def record(self, order: str = "auto", recompute: str = NONE) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
+            recompute: what is made again instead of kept, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
 
         Raises:
-            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name.
+            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name, or
+                nothing to make again by such an operation.
         """
         if self._recorder is not None:
             raise RecordingError("a step is already being recorded; recordings do not nest")
@@ -294,21 +297,22 @@ class Runtime(RecordingRuntime):
             self._combine_all()
         finally:
             self._recorder = None
-        step.complete(recorder, order)
+        step.complete(recorder, order, recompute)
 
-    def plan_order(self, plan: StepPlan, order: str) -> PlannedOrder:
-        """The planned order of a recorded step on this machine.
+    def plan_step(self, plan: StepPlan, order: str, recompute: str) -> PlannedOrder:
+        """The planned order of a recorded step on this machine, and what it makes again.
 
         Raises:
-            RecordingError: the step has no order of that name.
+            RecordingError: the step has no order of that name, or nothing to make again by such an operation.
         """
         machine = self._executor.machine
         nodes, last = machine.memory, machine.memory.last
         reach = reach_of(machine, self._executor.models)
         try:
-            found = plan_order(
+            found = choose_plan(
                 plan,
                 order,
+                recompute,
                 memory=reach.memory,
                 last=nodes.budget(last) - (nodes.readers_bytes if last == RAM else 0),
                 computes_on_last=machine.computes_on_last,

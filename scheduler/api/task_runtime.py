@@ -123,6 +123,8 @@ class TaskRuntime(abc.ABC):
             raise ValueError(f"lanes must be at least 1, got {lanes}; use --lanes 1 for plain sums")
         self.lanes = lanes
         self._summing: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self.current_block: int | None = None
+        self._num_blocks = 0
 
     @abc.abstractmethod
     def handle(
@@ -220,6 +222,20 @@ class TaskRuntime(abc.ABC):
                 self._overwrite(handle)
             plain.append((handle, mode))
         self._submit(codelet, plain, constants or {}, priority, terms)
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """The tasks that are recorded inside the ``with`` block belong to one block of a model, such as a layer: where a step is planned with
+        ``recompute="block"``, what they make is made again in the backward pass, from what they have read. Of blocks within it only the outer one
+        counts."""
+        before = self.current_block
+        if before is None:
+            self._num_blocks += 1
+            self.current_block = self._num_blocks
+        try:
+            yield
+        finally:
+            self.current_block = before
 
     def _overwrite(self, handle: Handle) -> None:
         """Note that a task writes the handle; its lanes are dropped without being summed."""

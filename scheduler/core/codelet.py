@@ -29,6 +29,21 @@ Later, once, from any thread, ``done(None)`` or ``done(error)`` must be called. 
 CostFunction = Callable[[Sequence[Any], Mapping[str, Any]], Cost]
 
 
+class Tail(NamedTuple):
+    """The end of a computation, which makes some of its results from the others, bit by bit the same.
+
+    Attributes:
+        codelet: what it is by itself.
+        reads, writes: the accesses of the whole task that it reads and writes, in the order of its own; those that it reads may be results.
+        constants: names of the task's constants that it takes.
+    """
+
+    codelet: Codelet
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    constants: tuple[str, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Codelet:
     """A named computation.
@@ -40,6 +55,7 @@ class Codelet:
         host: begins something that occupies no worker while it is under way, such as waiting for data from elsewhere; see `Begin`. Any number of
             such tasks are under way at a time, over data in host memory.
         cost: from the ``view`` objects of the task's handles (they know shapes) and its constants to the task's `Cost`.
+        tail: the end of the computation, where a part of its results follows from the rest.
     """
 
     name: str
@@ -47,6 +63,7 @@ class Codelet:
     cuda: Kernel | None = None
     host: Begin | None = None
     cost: CostFunction | None = None
+    tail: Tail | None = None
 
     @property
     def kinds(self) -> tuple[WorkerKind, ...]:

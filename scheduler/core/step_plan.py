@@ -17,7 +17,11 @@ from .records import ANY, FILE, RW, HandleRecord, Mode, R, Replay, SharedUse, Ta
 
 @dataclass(slots=True, eq=False)
 class RecordedTask:
-    """One captured task; fields as in `Task`."""
+    """One captured task; fields as in `Task`.
+
+    Attributes:
+        block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all.
+    """
 
     codelet: object
     name: str
@@ -27,6 +31,7 @@ class RecordedTask:
     priority: int
     pin: WorkerId | None = None
     model_key: tuple[str, int] | None = None
+    block: int | None = None
 
 
 @dataclass(slots=True)

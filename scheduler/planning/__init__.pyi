@@ -1,17 +1,24 @@
 from .bounds import lower_bounds
 from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, pace_of, plan_order
-from .forecast import Pace
+from .choose_recompute import BLOCK, NONE, as_asked, choose_plan, most_again
+from .forecast import Pace, departures
 from .orders import arrange, candidates, repetition
 
 __all__ = [
     "AUTO",
+    "BLOCK",
+    "NONE",
     "SUBMISSION",
     "Pace",
     "PlannedOrder",
     "arrange",
+    "as_asked",
     "candidates",
+    "choose_plan",
+    "departures",
     "last_tier_bytes",
     "lower_bounds",
+    "most_again",
     "pace_of",
     "plan_order",
     "repetition",

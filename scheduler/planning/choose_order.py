@@ -15,6 +15,7 @@ from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.disk import THREADS
 from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, departures, forecast
 from .orders import Repetition, candidates, named, repetition
+from .recompute import Mix
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"
@@ -26,6 +27,9 @@ WINDOW: Final = 256
 
 EQUAL: Final = 1.02
 """Orders whose seconds differ by less than this factor count as equally fast; of these the planner takes the one that moves the fewest bytes."""
+
+ALIKE: Final = 1.05
+"""Of these, such as move more bytes by less than this factor count as moving equally many, and the fastest is taken."""
 
 TILE: Final = 1 << 20
 """Bytes of the copy whose forecast duration stands for the rate of a link."""
@@ -40,12 +44,18 @@ class PlannedOrder:
         plan: the step's tasks in that order.
         forecasts: cost of each order that was considered, and of the submission order, by name; empty when everything fits.
         moves_least_of_equals: whether another order counts as equally fast and moves more bytes.
+        num_tasks: of the step, tasks that are fused counted one by one.
+        recompute: what the step makes again, as it can be asked for; "none" for nothing.
+        mix: how that was chosen, if a planner has.
     """
 
     name: str
     plan: StepPlan
     forecasts: Mapping[str, Forecast]
     moves_least_of_equals: bool = False
+    num_tasks: int = 0
+    recompute: str = "none"
+    mix: Mix | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -150,6 +160,7 @@ def plan_order(
     computes_on_last: bool,
     num_devices: int = 1,
     pace: Callable[[StepPlan], Pace] | None = None,
+    only: Sequence[str] = (),
 ) -> PlannedOrder:
     """Choose the order of a step, and the device of each minibatch.
 
@@ -164,6 +175,7 @@ def plan_order(
         computes_on_last: whether tasks run on the last tier.
         num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
         pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
+        only: names of the orders that "auto" chooses from; none for all.
 
     Raises:
         ValueError: the step has no order of that name.
@@ -173,8 +185,8 @@ def plan_order(
         plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
     fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
-        return PlannedOrder(SUBMISSION, plan, {})
-    found = candidates(plan, repeated) if order == AUTO else _asked_for(plan, order, repeated)
+        return PlannedOrder(SUBMISSION, plan, {}, num_tasks=len(plan.tasks))
+    found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
     speed = None if pace is None else pace(plan)
     only_files = computes_on_last and reads_files(plan)
 
@@ -192,12 +204,15 @@ def plan_order(
         forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
     least = min(forecasts[name].seconds for name in considered)
     equal = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
-    order = min(equal, key=lambda name: forecasts[name].total)
-    moves_least = any(forecasts[name].total > forecasts[order].total for name in equal)
+    fewest = min(forecasts[name].total for name in equal)
+    alike = [name for name in equal if forecasts[name].total <= ALIKE * fewest]
+    order = min(alike, key=lambda name: (forecasts[name].seconds, forecasts[name].total))
+    moves_least = forecasts[order].total == fewest < max(forecasts[name].total for name in equal)
     chosen = arranged(order)
     if not computes_on_last:  # the last tier has no tier below to write back to
         _foresee(chosen, memory, num_devices)
-    return PlannedOrder(order, chosen, {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])}, moves_least)
+    shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])}
+    return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks))
 
 
 def _considered(pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[int, Forecast]], last: int) -> tuple[dict[str, Forecast], list[str]]:
@@ -219,6 +234,13 @@ def _considered(pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[in
         if considered:
             break
     return {name: forecast for name, (_, forecast) in assessed.items()}, considered or [min(assessed, key=lambda name: assessed[name][0])]
+
+
+def _some(plan: StepPlan, names: Sequence[str], repeated: Repetition | None) -> dict[str, list[int]]:
+    """Positions of the named orders that the step has; the submission order in any case."""
+    repeated = repetition(plan) if repeated is None else repeated
+    orders = {name: named(plan, repeated, name) for name in dict.fromkeys([SUBMISSION, *names])}
+    return {name: positions for name, positions in orders.items() if positions is not None}
 
 
 def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[str, list[int]]:

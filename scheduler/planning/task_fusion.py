@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from ..core.codelet import Codelet, Cost
@@ -103,7 +104,7 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Callable[
     scratch = (budget - found.plan.needed_bytes() // len(budgets)) // 4
     if found.forecasts or scratch <= 0:
         return found
-    return PlannedOrder(found.name, fuse(found.plan, scratch, budget // 4, make), {})
+    return replace(found, plan=fuse(found.plan, scratch, budget // 4, make))
 
 
 def fuse(plan: StepPlan, scratch: int, budget: int, make: Callable[[int, ScratchView], HandleRecord]) -> StepPlan:

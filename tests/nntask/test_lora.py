@@ -28,6 +28,7 @@ from nntask.optim.optimizers import SGD, AdamW
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskRuntime, Trace
 from scheduler.api.capturing_runtime import CapturingRuntime
+from scheduler.planning import BLOCK, NONE, as_asked
 from wrappers.torch.interchange import to_torch
 
 PAGE = 4096
@@ -69,10 +70,10 @@ def truth(family: str) -> list[bytes]:
 def plan(family: str, recompute: bool = False):
     """The step in submission order."""
     runtime = CapturingRuntime(1)
-    found = job(runtime, family, recompute=recompute)
+    found = job(runtime, family)
     with runtime.record():
         found.outputs = found.emit()
-    return runtime.plan, found.model
+    return as_asked(runtime.plan, BLOCK if recompute else NONE), found.model
 
 
 def pages(tensors) -> int:
@@ -224,7 +225,8 @@ def test_more_matrices_than_there_are_places_for_dropout() -> None:
 @pytest.mark.parametrize("family", MODELS)
 def test_losses_are_the_same_bits_recomputed(family: str) -> None:
     """--recompute block, of which the first block too is recomputed although nothing below it is learnt."""
-    assert job(InlineRuntime(), family, recompute=True).run(STEPS) == truth(family)
+    with Runtime(cpu_workers=1) as runtime:
+        assert job(runtime, family, recompute=BLOCK).run(STEPS) == truth(family)
     kept, _ = plan(family)
     recomputed, _ = plan(family, True)
     assert Counter(task.name for task in recomputed.tasks)["attention"] == 2 * Counter(task.name for task in kept.tasks)["attention"]

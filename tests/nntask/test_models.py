@@ -16,7 +16,9 @@ from nntask.models.registry import build
 from nntask.optim.lr_schedule import make_schedule
 from nntask.optim.optimizers import decay_groups, norm_of
 from nntask.tiling.model_tiling import ModelTiling
-from scheduler import InlineRuntime, Runtime
+from scheduler import CapturingRuntime, InlineRuntime, Runtime
+from scheduler.planning.choose_recompute import all_groups
+from scheduler.planning.recompute import Values
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=str)
 one_family = pytest.mark.parametrize("family", [pytest.param(FAMILIES[0], marks=pytest.mark.long), FAMILIES[1]], ids=str)
@@ -74,39 +76,24 @@ def test_logits_and_gradients_are_those_of_transformers(family, seed):
 
 @families
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("options", [{"recompute": True}, {"flash": False}, {"recompute": True, "flash": False}], ids=str)
-def test_recomputation_and_stored_scores_change_nothing(family, options, tied):
-    """Same bounds with checkpoint() around every block, and with the scores kept."""
+def test_stored_scores_change_nothing(family, tied):
+    """Same bounds with the scores kept."""
     config = gpt2.oracle.random_config(7) if family is gpt2 else replace(family.config, mlp_bias=tied)
-    check_parity(family, replace(config, tie_word_embeddings=tied), family.uneven[tied], **options)
+    check_parity(family, replace(config, tie_word_embeddings=tied), family.uneven[tied], flash=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
-def test_fp64_is_exact_to_ten_digits(options):
+def test_fp64_is_exact_to_ten_digits():
     """What is left between us and torch is rounding; LLaMA's oracle computes its angles in fp32, so it is held against itself in fp64 below."""
-    check_parity(gpt2, gpt2.oracle.random_config(3), gpt2.uneven[0], 1e-10, dtype=np.float64, **options)
+    check_parity(gpt2, gpt2.oracle.random_config(3), gpt2.uneven[0], 1e-10, dtype=np.float64)
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "options"),
-    [
-        (gpt2, True, {"recompute": True}),
-        (llama, False, {}),
-        late(gpt2, False, {"recompute": True}),
-        late(gpt2, True, {}),
-        late(gpt2, False, {}),
-        late(llama, True, {"recompute": True}),
-        late(llama, False, {"recompute": True}),
-        late(llama, True, {}),
-    ],
-    ids=str,
-)
-def test_twenty_steps_of_adamw_follow_torch(family, tied, options):
+@pytest.mark.parametrize(("family", "tied"), [(gpt2, True), (llama, False), late(gpt2, False), late(llama, True)], ids=str)
+def test_twenty_steps_of_adamw_follow_torch(family, tied):
     """With clipping, warm-up and decay of matrices only: losses within 1e-4, norms alike."""
     config = gpt2.oracle.random_config(11, n_layer=2) if family is gpt2 else replace(family.config, initializer_range=0.1)
     config = replace(config, tie_word_embeddings=tied)
     theirs = family.oracle.hf_model(config)
-    model = family.oracle.our_model(theirs, config, family.uneven[0], InlineRuntime(), **options)
+    model = family.oracle.our_model(theirs, config, family.uneven[0], InlineRuntime())
     schedule = make_schedule("cosine", 1e-2, steps=20, warmup_steps=5, min_lr=1e-4)
     matrices = [p for p in theirs.parameters() if p.ndim > 1]
     vectors = [p for p in theirs.parameters() if p.ndim == 1]
@@ -188,23 +175,9 @@ def test_bf16_stays_near_fp32(family):
     assert runs[1] != runs[0]
 
 
-@families
-def test_recomputation_gives_the_same_bits(family):
-    """Also under dropout, whose masks depend on position only."""
-    config = family.with_dropout(0.2)
-    tokens, targets = batches(config, 1, 3, LENGTH)[0]
-    found = [
-        loss_and_gradients(family, family.kind(config, family.uneven[0], InlineRuntime(), recompute=again), tokens, targets)
-        for again in (False, True)
-    ]
-    assert found[0][0] == found[1][0]
-    for name, gradient in found[0][1].items():
-        assert np.array_equal(gradient, found[1][1][name]), name
-
-
-def recorded(family, runtime, config):
-    """Losses, norms and final weights of two steps of two minibatches each, with dropout, clipping and lanes; recorded where the runtime records."""
-    model = family.kind(config, family.uneven[0], runtime, seed=4, recompute=True)
+def emission(family, runtime, config):
+    """Model, optimizer, inputs, and a function that emits a step of two minibatches, with clipping."""
+    model = family.kind(config, family.uneven[0], runtime, seed=4)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=0.1)
     given = [model.input_tensors(2, LENGTH) for _ in range(2)]
 
@@ -215,8 +188,14 @@ def recorded(family, runtime, config):
         optimizer.step()
         return [*losses, optimizer.grad_norm]
 
+    return model, optimizer, given, emit
+
+
+def recorded(family, runtime, config, recompute="none"):
+    """Losses, norms and final weights of two steps of two minibatches each, with dropout, clipping and lanes; recorded where the runtime records."""
+    model, optimizer, given, emit = emission(family, runtime, config)
     if isinstance(runtime, Runtime):
-        with runtime.record() as step:
+        with runtime.record(recompute=recompute) as step:
             outputs = emit()
     found = []
     for number, (tokens, targets) in enumerate(batches(config, 2, 4, LENGTH), 1):
@@ -233,13 +212,22 @@ def recorded(family, runtime, config):
     return [*found, *(p.read() for p in model.parameters())]
 
 
-@one_family
-def test_a_recorded_step_on_workers_gives_the_bits_of_the_inline_one(family):
-    """Recording reads no value, keeps nothing too short, and the order in which workers run does not matter."""
+@families
+@pytest.mark.parametrize("recompute", ["none", "block", pytest.param("half", marks=pytest.mark.long), "all"])
+def test_a_recorded_step_on_workers_gives_the_bits_of_the_inline_one(family, recompute):
+    """Recording reads no value, keeps nothing too short, and neither the order in which workers run matters nor what is made again, under dropout."""
     config = family.with_dropout(0.1)
     expected = recorded(family, InlineRuntime(lanes=3), config)
+    if recompute in ("half", "all"):
+        captured = CapturingRuntime(3)
+        *_, emit = emission(family, captured, config)
+        with captured.record():
+            outputs = emit()
+        share = 0.5 if recompute == "half" else 1
+        recompute = ",".join(f"{group.name}:{share}" for group in all_groups(Values(captured.plan)))
+        del outputs
     with Runtime(cpu_workers=2, lanes=3, ram=1 << 28) as runtime:
-        found = recorded(family, runtime, config)
+        found = recorded(family, runtime, config, recompute)
     assert len(found) == len(expected)
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 

@@ -1,6 +1,7 @@
 """At or above the planned minimum every task of a recorded step gets its turn, whatever ends first; below it the refusal names the number.
 
-Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files, tasks placed by hand) on one to four nodes with
+Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, outputs, data in files, tasks placed by hand, data made again) on one
+to four nodes with
 budgets from the minimum upwards, under every policy, several replays, in random completion orders, now and then with a file that cannot be read. Each
 case ends with the sequential truth, and `FakeDriver` validates the ledger after every event.
 More cases: ``NNTASK_NO_HANG_CASES=20000 pytest --hypothesis-profile=many tests/scheduler/test_no_hang.py -k random_steps``.
@@ -25,7 +26,9 @@ from scheduler.core.memory.extents import PAGE
 from scheduler.core.memory.reservations import Reservations
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R, W
-from scheduler.testing import FakeDriver, FakeStep
+from scheduler.core.step_plan import StepPlan
+from scheduler.planning.recompute import Values, recomputed
+from scheduler.testing import FakeDriver, FakeStep, mix
 
 NUM_CASES = int(os.environ.get("NNTASK_NO_HANG_CASES", "1000"))
 Access = tuple[HandleRecord, Mode]
@@ -102,6 +105,11 @@ class DrawnStep:
         elif what == 5 and self.persistent:  # overwrite
             target = self.persistent[b % len(self.persistent)]
             self.tasks.append([(target, W)] if target is old else [(old, R), (target, W)])
+        elif what == 7:  # two results, the second of which another task adds to as it makes one more
+            parts = [self.new(pages, "tmp") for _ in range(3)]
+            self.tasks.append([(old, R), (parts[0], W), (parts[1], W)])
+            self.tasks.append([(parts[0] if a % 2 else other, R), (parts[1], RW), (parts[2], W)])
+            self.readable += parts
         else:
             self.tasks.append([(old, RW)])
 
@@ -121,7 +129,7 @@ STEPS = st.tuples(
     st.lists(st.integers(1, 4), min_size=2, max_size=5),
     st.integers(0, 2),
     st.one_of(st.just(0), st.integers(0, 31)),
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=9),
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9), st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=9),
 )
 EXTRA = st.sampled_from((0, 0, 0, 1, 2, 3, 5, 9, 30))
 
@@ -146,11 +154,13 @@ def prepare(
     prefetch: bool,
     pins: Sequence[int] = (),
     below: int = 0,
+    again: int = 0,
 ) -> Case:
     """A machine with so many pages more than the minimum on each node, and `below` less where tasks run, with the step's data in place.
 
     Args:
         pins: in turn, the worker that must run a task, by a number; negative for any.
+        again: bits of the values that are made again, in the order of the handles.
     """
     num_nodes, workers, storage = layout
     sizes, num_inputs, in_files, adds = numbers
@@ -162,11 +172,16 @@ def prepare(
         drawn.begin(sizes, num_inputs, in_files, extras[-1] % 3)
         for add in adds:
             drawn.add(*add)
-        parts = [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
+        parts = [] if again else [at % 3 - 1 for at in range(len(drawn.tasks))]  # two, which count on two devices only
         placed = [None if pin < 0 else pin % len(joined) for pin in pins]
         placed = [placed[at % len(placed)] for at in range(len(drawn.tasks))] if placed else []
         leaves = frozenset(range(extras[0] % 3, len(drawn.tasks), 1 + extras[-1] % 4))
-        return driver, drawn, driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves)
+        step = driver.record(drawn.tasks, drawn.owned, num_urgent=len(drawn.inputs), partitions=parts, pins=placed, leaves=leaves)
+        if again:
+            plan = recomputed(Values(step.plan), [handle for at, handle in enumerate(drawn.owned) if again >> at & 1 and handle in step.plan.uses])
+            assert left_by(plan) == left_by(step.plan)
+            step = FakeStep(driver, plan)
+        return driver, drawn, step
 
     first, _, recorded = draw([64] * num_nodes)
     plan, readers = recorded.plan, first.machine.memory.readers_bytes // PAGE
@@ -207,6 +222,17 @@ def program(case: Case, chance: Random, replays: int, failing: float = 0.0) -> N
             driver.end(which, TierFailed("planted") if fails else None)
 
 
+def left_by(plan: StepPlan) -> dict[HandleRecord, int]:
+    """What the tasks of a step leave behind, one after another."""
+    values: dict[HandleRecord, int] = {}
+    for task in plan.tasks:
+        salt = task.constants["salt"]
+        assert isinstance(salt, int)
+        read = [values.setdefault(handle, handle.id) for handle, mode in task.accesses if mode == R or mode == RW]
+        values.update((handle, mix(salt + at, read)) for at, (handle, mode) in enumerate(task.accesses) if mode == W or mode == RW)
+    return {handle: value for handle, value in values.items() if plan.owned.get(handle) is not False}
+
+
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 
 
@@ -222,6 +248,7 @@ PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
     failing=st.sampled_from((0.0, 0.0, 0.1)),
     replays=st.integers(1, 4),
     tiny=st.sampled_from((victims.TINY, 4)),
+    again=st.one_of(st.just(0), st.integers(1, (1 << 30) - 1)),
     seed=st.integers(0, 1 << 30),
 )
 @search(NUM_CASES, phases=PHASES, suppress_health_check=list(HealthCheck))
@@ -237,12 +264,13 @@ def test_random_steps_end_at_the_planned_minimum(
     failing: float,
     replays: int,
     tiny: int,
+    again: int,
     seed: int,
 ) -> None:
     """Nothing is refused, nothing hangs, the ledger holds, and the values are those of sequential execution; what fails is what cannot be read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(victims, "TINY", tiny)  # small tiles are tiny in these memories, too
-        case = prepare(layout, numbers, extras, policy, eviction, window, prefetch, pins)
+        case = prepare(layout, numbers, extras, policy, eviction, window, prefetch, pins, again=again)
         program(case, Random(seed), replays, failing)
     for run in case.driver.runs:
         assert run.error is None or (failing and isinstance(run.error, TaskError | TierFailed)), run.error

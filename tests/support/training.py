@@ -72,6 +72,7 @@ class Job:
         family: str = "gpt2",
         *,
         order: str = "auto",
+        recompute: str = "none",
         minibatches: int = 2,
         start: ModelDirectory | None = None,
         **options: Any,
@@ -84,7 +85,7 @@ class Job:
         self.inputs = [self.model.inputs(SEQUENCES // minibatches) for _ in range(minibatches)]
         self.step = None
         if isinstance(runtime, Runtime):
-            with runtime.record(order) as self.step:
+            with runtime.record(order, recompute) as self.step:
                 self.outputs = self.emit()
 
     def emit(self) -> list[TileTensor]:

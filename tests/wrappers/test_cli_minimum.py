@@ -109,16 +109,21 @@ def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.Capture
 
 def test_a_resumed_run_is_offered_what_it_accepts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiles, minibatches and recomputation are its checkpoint's: memory alone is offered. What is offered is enough, and so are bytes as printed."""
+    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 6}))
     flags = [flag for flag in FLAGS if not flag.startswith("--vocab-tile")]
     assert main(["train", *flags, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=0", "--run-dir=a"]) == 0
-    begin, resume = ["train", *flags, *RUN, "--run-dir=b", "--ncpu=1"], ["train", "--resume=a", "--ncpu=1"]
+    begin, resume = ["train", *flags, *RUN, "--run-dir=b", "--ncpu=1", "--recompute=none"], ["train", "--resume=a", "--ncpu=1"]
     assert main([*resume, "--steps=1000", "--ram=1MiB"]) == 3
     needed = re.search(r"needs ([\d,]+ B) of ram at least", capsys.readouterr().err)
     assert needed is not None
     total = [f"--ram={int(needed[1][:-2].replace(',', '')) - PAGE}"]
     task = ["--ram=200KiB", "--disk=scratch:1GiB"]
-    for budgets, smaller in ((total, "--recompute block"), (task, "--vocab-tile ")):
-        assert main([*begin, *budgets]) == 3
+    assert main([*begin, "--ram=1MiB"]) == 3
+    kept = re.search(r"needs ([\d,]+) B of ram at least", capsys.readouterr().err)
+    assert kept is not None
+    all_kept = [f"--ram={int(kept[1].replace(',', '')) - PAGE}"]
+    for budgets, first, smaller in ((total, all_kept, "--recompute block"), (task, task, "--vocab-tile ")):
+        assert main([*begin, *first]) == 3
         assert smaller in capsys.readouterr().err
         assert main([*resume, "--steps=1000", *budgets]) == 3
         err = capsys.readouterr().err

@@ -16,8 +16,9 @@ import torch
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
 from nntask.optim import Optimizer
-from nntask.planning import needs_of, shortage
+from nntask.planning import recomputing, shortage, thriftiest_needs
 from scheduler import Handle, Runtime, Step
+from scheduler.planning import NONE
 from tiles import TileTensor
 
 from .batches import check_batch, shapes_of, signature_of
@@ -99,7 +100,7 @@ class StepRecorder:
         options: the optimizer of torch.optim that it follows.
         max_norm: norm to which the gradient is clipped; 0 is off.
         machine: the budgets, within which a step is checked to fit; None where the caller has done so.
-        order: in which a training step executes when memory is short, a name of `Runtime.record`.
+        order, recompute: in which a training step executes when memory is short, and what it makes again, as of `Runtime.record`.
 
     Attributes:
         fallbacks: of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step.
@@ -116,9 +117,11 @@ class StepRecorder:
         max_norm: float,
         machine: MachineSpec | None,
         order: str,
+        recompute: str,
     ) -> None:
         self._captures, self._state, self._key, self._optimizer = captures, state, key, optimizer
-        self._options, self._max_norm, self._machine, self._order = options, max_norm, machine, order
+        self._options, self._max_norm, self._machine = options, max_norm, machine
+        self._planned = {"order": order, "recompute": recompute}
         self.fallbacks: dict[str, int] = {}
         self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # those used last come last
 
@@ -161,7 +164,7 @@ class StepRecorder:
         emission = StepTasks(passes, self._state, minibatches)
         runtime = self._state.runtime
         assert isinstance(runtime, Runtime)  # a dry state is never recorded for replays
-        with runtime.record(self._order if is_training else "auto") as step:
+        with runtime.record(**(self._planned if is_training else {})) as step:
             kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
         return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
 
@@ -174,7 +177,8 @@ class StepRecorder:
         terms, module = self._captures.terms, self._captures.module
         plan = captured_step(module, self._options if training else None, passes, minibatches, terms, max_norm=self._max_norm).plan
         self.fallbacks.update(fallbacks_of(plan.tasks, spec))
-        needs, machine = needs_of(plan, thrifty=True), this_machine(spec)
+        machine = this_machine(spec)
+        needs = thriftiest_needs(recomputing(plan, self._planned["recompute"]), machine, self._planned["recompute"] if training else NONE, quick=True)
         if not needs.fit(machine):
             story = shortage(machine, needs)
             is_of_device = " of cuda:" in story or " of sim:" in story or (spec.has_gpus and "largest memory" in story)

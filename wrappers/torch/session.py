@@ -111,6 +111,7 @@ class Session:
         on: a machine and its runtime, which the caller has opened and will close, in place of `ram` to `gpu_memory`. Failures are then the caller's
             to explain, and so is a step that does not fit.
         order: in which a training step executes when memory is short, a name of `Runtime.record`.
+        recompute: what a training step makes again in the backward pass instead of keeping it, as of `Runtime.record`: "auto" where memory is short.
         largest_tile: parameters above this size are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
             none need fit the budget as a whole. Part of the numerics: a product that is cut rounds otherwise.
         weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
@@ -149,6 +150,7 @@ class Session:
         gpu_memory: str | None = None,
         on: tuple[MachineSpec, Runtime] | None = None,
         order: str = "auto",
+        recompute: str = "auto",
         largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
         compiled: bool = False,
@@ -187,6 +189,7 @@ class Session:
             max_norm=max_grad_norm,
             machine=None if self._host.is_borrowed else self._host.machine,
             order=order,
+            recompute=recompute,
         )
         self.num_steps, self._half_done = 0, ""
 

@@ -17,7 +17,7 @@ import torch
 from nntask.checkpoints import Checkpoint
 from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, parse_size, resolve_untiled
 from nntask.hardware import FlopCounts, MachineModel, check_budgets, devices_of, reuse_freed_memory, this_machine, with_budgets
-from nntask.planning import CapturedStep, Needs, more_memory, needs_of, no_collections, plan_step
+from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, recomputing, thriftiest_needs
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime
 
@@ -110,7 +110,7 @@ class TorchModel:
     def __init__(self, config: LanguageModelConfig, settings: TrainSettings) -> None:
         self._config = config
         self._made: Collator | None = None
-        if settings.model.recompute == "block":
+        if settings.resources.recompute == "block":
             config.recompute_blocks()
         module = config.module
         self._terms = PassTerms(tiles_of(module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
@@ -141,7 +141,8 @@ class TorchModel:
         count = run.step.num_minibatches
         passes = [self._pass(run)] * count
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
-        return captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
+        found = captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
+        return replace(found, plan=recomputing(found.plan, run.step.recompute))
 
     def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
         """Changes of flags of which each would make the step fit."""
@@ -150,7 +151,7 @@ class TorchModel:
             return found
         smaller = replace(run, step=replace(run.step, minibatch=1))
         captured = self.capture(smaller)
-        if needs_of(captured.plan, thrifty=True, reading=captured.reading).fit(target):
+        if thriftiest_needs(captured.plan, target, run.step.recompute, quick=True, reading=captured.reading).fit(target):
             found.append("--minibatch 1")
         return found
 
@@ -161,7 +162,8 @@ class TorchModel:
         module, counts, start = self._config.module, self._counts(run), run.start
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
         weights: Path | None = start.directory if start.resumed is None else start.resumed.path
-        terms: dict[str, Any] = {"max_grad_norm": clip, "seed": run.model.seed, "on": (run.machine, runtime), "order": run.step.order}
+        terms: dict[str, Any] = {"max_grad_norm": clip, "seed": run.model.seed, "on": (run.machine, runtime)}
+        terms |= {"order": run.step.order, "recompute": run.step.recompute}
         with Session(module, optimizer, minibatches=run.step.num_minibatches, weights=weights, **terms) as session:
             engine = TorchEngine(run, session, self._collator(run))
             says_bits, about = self._config.kind == "causal", partial(self._about, run, engine)

@@ -201,6 +201,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["forecast_bytes"] == {}:
         memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
+    yield from _recomputed(figures)
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
     if figures["seconds_per_step"] is not None:
@@ -224,6 +225,21 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
     """Neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
     groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
     return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
+
+
+def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:
+    """What is made again, and of each kind of data that could be, what becomes of it and what both ways cost."""
+    if figures["recompute_is_given"] and figures["recompute"] != "none":
+        yield f"recompute           {figures['recompute']} (given)"
+    if not figures["values"]:
+        return
+    without = f"without any, forecast {figures['seconds_without_recompute']:.3g} s a step"
+    yield f"recompute           {figures['recompute']} (chosen; {without})"
+    for value in figures["values"]:
+        fates = {"again": value["again_bytes"], "moved": value["moved_bytes"], "kept": value["kept_bytes"]}
+        shown = ", ".join(f"{nbytes / 1e9:.3g} GB {fate}" for fate, nbytes in fates.items() if nbytes)
+        costs = f"{value['seconds_again']:.2g} s to make all again, {value['seconds_moved']:.2g} s to move them each way"
+        yield f"  {value['name']:17} {shown}; {costs}"
 
 
 def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:

@@ -1,0 +1,230 @@
+"""Values that are made again: which can be, from what, and what a planner chooses. Random graphs are in test_no_hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.toy_steps import PAGE, PlanBuilder, toy_step
+
+from scheduler.core.codelet import Codelet, Tail
+from scheduler.core.records import HandleRecord
+from scheduler.core.step_plan import RecordedTask, StepPlan
+from scheduler.planning import AUTO, BLOCK, NONE, as_asked, choose_plan, last_tier_bytes, most_again
+from scheduler.planning.choose_recompute import all_groups, groups_of
+from scheduler.planning.forecast import Pace
+from scheduler.planning.recompute import Values, recomputed
+
+
+def tasks_of(plan: StepPlan) -> list[str]:
+    """Each task as "name: what it reads > what it writes"."""
+
+    def names(task: RecordedTask, *, read: bool) -> str:
+        return " ".join(handle.name for handle, mode in task.accesses if (mode == "R") is read)
+
+    return [f"{task.name}: {names(task, read=True)} > {names(task, read=False)}" for task in plan.tasks]
+
+
+def again(builder: PlanBuilder, *handles: HandleRecord) -> StepPlan:
+    """The step that makes these again."""
+    plan = builder.plan()
+    return recomputed(Values(plan), handles)
+
+
+def far(builder: PlanBuilder, x: HandleRecord, count: int = 3) -> HandleRecord:
+    """A chain of tasks after x, which makes what comes later late."""
+    for _ in range(count):
+        before, x = x, builder.tile("far")
+        builder.task("far", (before, "R"), (x, "W"))
+    return x
+
+
+def test_a_value_is_made_again_where_it_is_wanted_and_the_first_one_dies_early() -> None:
+    """By a clone of its writer before its late reader; what it reads is the same."""
+    builder = PlanBuilder()
+    w, a, b, c, out = builder.tile("w", "persistent"), builder.tile("a"), builder.tile("b"), builder.tile("c"), builder.tile("out")
+    builder.task("make", (w, "R"), (a, "W"))
+    builder.task("double", (a, "R"), (b, "W"))
+    builder.task("use", (b, "R"), (c, "W"))
+    last = far(builder, c)
+    builder.task("join", (a, "R"), (b, "R"), (last, "R"), (out, "W"))
+    found = again(builder, b)
+    assert tasks_of(found)[-2:] == ["double: a > b", "join: a b far > out"]
+    assert found.uses[b].positions == [1, 2]
+    (late,) = {handle for handle, mode in found.tasks[-1].accesses if handle.name == "b" and mode == "R"}
+    assert late is not b
+    assert found.owned[late] is False
+
+
+def test_what_a_clone_reads_is_made_again_too() -> None:
+    """A chain: what is not kept, and what is dead by then; each once, though two want it."""
+    builder = PlanBuilder()
+    w, a, b, c, d = builder.tile("w", "persistent"), builder.tile("a"), builder.tile("b"), builder.tile("c"), builder.tile("d")
+    builder.task("one", (w, "R"), (a, "W"))
+    builder.task("two", (a, "R"), (b, "W"))
+    builder.task("three", (b, "R"), (c, "W"))
+    builder.task("four", (b, "R"), (d, "W"))
+    last = far(builder, d)
+    builder.task("join", (c, "R"), (d, "R"), (last, "R"), (builder.tile("out"), "W"))
+    found = again(builder, c, d)
+    assert tasks_of(found)[-5:] == ["one: w > a", "two: a > b", "three: b > c", "four: b > d", "join: c d far > out"]
+
+
+def test_sums_are_made_again_as_a_whole() -> None:
+    """The task that begins a sum and those that add to it, with what they make beside it."""
+    builder = PlanBuilder()
+    w, total, side = builder.tile("w", "persistent"), builder.tile("total"), builder.tile("side")
+    builder.task("begin", (w, "R"), (total, "W"))
+    builder.task("add", (w, "R"), (total, "RW"), (side, "W"))
+    last = far(builder, total)
+    builder.task("join", (total, "R"), (last, "R"), (builder.tile("out"), "W"))
+    found = again(builder, total)
+    assert tasks_of(found)[-3:] == ["begin: w > total", "add: w > total side", "join: total far > out"]
+    assert tasks_of(again(builder, side)) == tasks_of(builder.plan())  # nobody reads it
+
+
+def test_nothing_is_cloned_that_could_differ_or_be_felt() -> None:
+    """Outputs, data that outlives the step, updates in place, sums that are read unfinished, waits for others, copies of the program's inputs, and
+    what reads data that is overwritten in between or comes later."""
+    builder = PlanBuilder()
+    w, given, copy = builder.tile("w", "persistent"), builder.tile("given", "input"), builder.tile("copy")
+    out, updated, partial, awaited, stale, pair = (builder.tile(name) for name in ("out", "updated", "partial", "awaited", "stale", "pair"))
+    second, late = builder.tile("second"), builder.tile("late")
+    builder.owned[out] = True
+    builder.task("copy", (given, "R"), (copy, "W"))
+    builder.task("make", (w, "R"), (out, "W"))
+    builder.task("make", (w, "R"), (updated, "W"))
+    builder.task("peek", (updated, "R"), (builder.tile("seen"), "W"))
+    builder.task("update", (updated, "RW"))
+    builder.task("begin", (w, "R"), (partial, "W"))
+    builder.task("begin", (w, "R"), (builder.tile("x"), "W"), (partial, "RW"), (w, "RW"))
+    builder.task("wait", (w, "R"), (awaited, "W"))
+    builder.tasks[-1].kinds = ("host",)
+    builder.task("make", (w, "R"), (stale, "W"))
+    builder.task("make", (copy, "R"), (pair, "W"), (second, "W"))
+    last = far(builder, stale)
+    builder.task("overwrite", (last, "R"), (w, "W"))
+    handles = [copy, out, updated, partial, awaited, stale, pair]
+    for handle in handles:
+        builder.task("join", (handle, "R"), (builder.tile("end"), "W"))
+    builder.task("later", (last, "R"), (late, "W"))
+    builder.task("add", (late, "R"), (second, "RW"))
+    values = Values(builder.plan())
+    found = {handle.name for handle in handles if (value := values.of(handle)) is not None and value.wanted}
+    assert found == set()
+
+
+def test_the_tail_of_a_task_is_enough() -> None:
+    """What makes one result from the other, with its own constants; the other is kept."""
+    builder = PlanBuilder()
+    x, w, pre, y = builder.tile("x", "persistent"), builder.tile("w", "persistent"), builder.tile("pre"), builder.tile("y")
+    activation = Codelet("activation", cpu=print)
+    both = Codelet("both", cpu=print, tail=Tail(activation, reads=(-2,), writes=(-1,), constants=("kind",)))
+    builder.task("both", (x, "R"), (w, "R"), (pre, "W"), (y, "W"))
+    builder.tasks[-1] = replace(builder.tasks[-1], codelet=both, constants={"kind": "gelu", "trans": True})
+    last = far(builder, y)
+    builder.task("join", (y, "R"), (pre, "R"), (last, "R"), (builder.tile("out"), "W"))
+    clone = again(builder, y).tasks[-2]
+    assert (clone.name, clone.codelet, clone.constants) == ("activation", activation, {"kind": "gelu"})
+    assert [(handle.name, mode) for handle, mode in clone.accesses] == [("pre", "R"), ("y", "W")]
+    assert tasks_of(again(builder, y, pre))[-2:] == ["both: x w > pre y", "join: y pre far > out"]
+
+
+def test_blocks_keep_what_others_read() -> None:
+    """Also what they read themselves, and what is wanted within the block."""
+    builder = PlanBuilder()
+    w = builder.tile("w", "persistent")
+    x = [builder.tile("x0")]
+    inner = []
+    builder.task("embed", (w, "R"), (x[0], "W"))
+    for block in range(2):
+        inner.append(builder.tile(f"inner{block}"))
+        x.append(builder.tile(f"x{block + 1}"))
+        builder.task("inner", (x[-2], "R"), (inner[-1], "W"))
+        builder.task("outer", (inner[-1], "R"), (x[-2], "R"), (x[-1], "W"))
+        for task in builder.tasks[-2:]:
+            task.block = block
+    dx = far(builder, x[-1], 6)
+    for block in (1, 0):
+        before, dx = dx, builder.tile("dx")
+        builder.task("backward", (x[block], "R"), (inner[block], "R"), (before, "R"), (dx, "W"))
+    assert tasks_of(as_asked(builder.plan(), BLOCK))[-4:] == [
+        "inner: x1 > inner1",
+        "backward: x1 inner1 far > dx",
+        "inner: x0 > inner0",
+        "backward: x0 inner0 dx > dx",
+    ]
+
+
+def test_names_of_operations() -> None:
+    """With a share of their layers, the first ones; unknown ones are named with those that there are."""
+    plan = toy_step(layers=8, minibatches=2)
+    assert as_asked(plan, NONE) is plan
+    (group,) = (group for group in all_groups(Values(plan)) if group.op == "forward")
+    assert [len(layer) for layer in group.layers] == [2] * len(group.layers)
+    clones = len(as_asked(plan, "forward").tasks) - len(plan.tasks)
+    half = len(as_asked(plan, " forward:0.5").tasks) - len(plan.tasks)
+    assert clones > half > 0
+    with pytest.raises(ValueError, match=r"nothing to make again that 'glue' makes; it has of .*forward"):
+        as_asked(plan, "forward,glue")
+
+
+def pace(plan: StepPlan) -> Pace:
+    """Computing that costs less than moving."""
+    return Pace(dict.fromkeys(plan.tasks, 1e-3), read=PAGE / 1e-3, write=PAGE / 1e-3, duplex=True)
+
+
+def wide_step(layers: int = 10, minibatches: int = 2) -> StepPlan:
+    """A residual stream beside which each layer makes four times as much from it, cheaply."""
+    builder = PlanBuilder()
+    weights = [builder.tile(f"w{at}", "persistent", 1) for at in range(layers)]
+    gradients = [builder.tile(f"d{at}", pages=1) for at in range(layers)]
+    for minibatch in range(minibatches):
+        data, copy = builder.tile("data", "input"), builder.tile("copy")
+        builder.task("copy input", (data, "R"), (copy, "W"))
+        x, wide = [copy], []
+        for weight in weights:
+            wide.append(builder.tile("wide", pages=8))
+            x.append(builder.tile("x"))
+            builder.task("widen", (x[-2], "R"), (wide[-1], "W"))
+            builder.task("product", (wide[-1], "R"), (weight, "R"), (x[-2], "R"), (x[-1], "W"))
+        dx = builder.tile("dx")
+        builder.task("loss", (x[-1], "R"), (dx, "W"))
+        for at in reversed(range(layers)):
+            before, dx = dx, builder.tile("dx")
+            builder.task("backward", (wide[at], "R"), (x[at], "R"), (before, "R"), (gradients[at], "RW" if minibatch else "W"), (dx, "W"))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        builder.task("update", (weight, "RW"), (gradient, "R"))
+    return builder.plan()
+
+
+def test_what_can_only_be_made_from_its_like_is_kept() -> None:
+    """The residual stream, whose every sum needs the one before."""
+    groups = groups_of(Values(wide_step()), pace)
+    assert [group.name for group in groups] == ["widen"]
+
+
+@pytest.mark.parametrize("order", [AUTO, "submission"])
+def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
+    """Faster than without by its own forecast; a step that fits is left alone, and one that only fits like that is not refused."""
+    plan = wide_step()
+    roomy = {"memory": 1 << 40, "last": 1 << 40, "computes_on_last": False, "pace": pace}
+    assert choose_plan(plan, order, AUTO, **roomy).plan.tasks == plan.tasks
+    short = {**roomy, "memory": plan.needed_bytes() // 3}
+    kept, chosen = (choose_plan(plan, order, each, **short) for each in (NONE, AUTO))
+    assert chosen.recompute.startswith("widen")
+    assert chosen.seconds < 0.9 * kept.seconds
+    assert chosen.mix is not None
+    assert chosen.mix.seconds_without == kept.seconds
+    assert choose_plan(plan, order, chosen.recompute, **short).seconds == chosen.seconds
+    least = last_tier_bytes(most_again(plan), computes=True)
+    fitting = choose_plan(plan, order, AUTO, memory=least, last=least, computes_on_last=True, pace=pace).plan
+    assert last_tier_bytes(fitting, computes=True) <= least < last_tier_bytes(plan, computes=True)
+
+
+def test_moving_is_preferred_where_links_are_fast() -> None:
+    """Clones are not worth their seconds there."""
+    plan = wide_step()
+    fast = {"memory": plan.needed_bytes() // 3, "last": 1 << 40, "computes_on_last": False}
+    found = choose_plan(plan, AUTO, AUTO, **fast, pace=lambda plan: replace(pace(plan), read=1e15, write=1e15))
+    assert (found.recompute, len(found.plan.tasks)) == (NONE, len(plan.tasks))
