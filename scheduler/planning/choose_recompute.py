@@ -207,6 +207,7 @@ class _Search:
     ) -> None:
         self._plan, self._base, self._order, self._find, self._fits, self._pace = plan, base, order, find, fits, pace
         self._found: dict[tuple[int, float], PlannedOrder] = {(0, 1.0): base}
+        self._keys: dict[tuple[int, float], tuple[bool, float, int]] = {}
         self._orders: Sequence[str] = ()
         self._least, self._slowness = 0.0, (0.0, 0.0)
         if pace is not None:
@@ -230,12 +231,12 @@ class _Search:
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            ends = self._key(self._of(low, 1.0)), self._key(self._of(high, 1.0))
-            low, high = (low, middle) if ends[0] < ends[1] else (middle, high)
-        count = min(self._found, key=lambda key: self._key(self._found[key]))[0] or 1
+            low, high = (low, middle) if self._key((low, 1.0)) < self._key((high, 1.0)) else (middle, high)
+        count = min(self._found, key=self._key)[0] or 1
         for share in SHARES:
             self._of(count, share)
-        (count, share), chosen = min(self._found.items(), key=lambda pair: self._key(pair[1]))
+        count, share = min(self._found, key=self._key)
+        chosen = self._found[count, share]
         if not count or (self._fits(self._base) and self._cost(chosen) > CLOSE * self._cost(self._base)):
             return replace(self._base, mix=Mix(self._groups, 0, 1.0, self._base.seconds))
         mix = Mix(self._groups, count, share, self._base.seconds)
@@ -248,8 +249,12 @@ class _Search:
             self._found[count, share] = self._find(plan, self._order, only=self._orders)
         return self._found[count, share]
 
-    def _key(self, chosen: PlannedOrder) -> tuple[bool, float, int]:
-        return not self._fits(chosen), self._cost(chosen), chosen.moved_bytes
+    def _key(self, mix: tuple[int, float]) -> tuple[bool, float, int]:
+        """What a mix is compared by, worked out once."""
+        if mix not in self._keys:
+            chosen = self._of(*mix)
+            self._keys[mix] = not self._fits(chosen), self._cost(chosen), chosen.moved_bytes
+        return self._keys[mix]
 
     def _cost(self, chosen: PlannedOrder) -> float:
         """What mixes are compared by: seconds, and some of what copies take; of a step that fits, what its tasks take."""

@@ -36,14 +36,14 @@ class Value:
     Attributes:
         handle: that holds it.
         production: positions of the tasks that make it again, or of the one whose tail does.
-        is_tail: whether the tail of that task is enough.
+        tail: of that task, where it is enough; None where whole tasks are cloned.
         leaves: position of the last use before it is away.
         wanted: position of the first use after it.
     """
 
     handle: HandleRecord
     production: tuple[int, ...]
-    is_tail: bool
+    tail: Tail | None
     leaves: int
     wanted: int
 
@@ -93,23 +93,21 @@ class Values:
 
     def inputs(self, value: Value) -> list[HandleRecord]:
         """What the production reads beside what it makes."""
-        if value.is_tail:
-            task = self.plan.tasks[value.production[0]]
-            tail = _tail(task)
-            assert tail is not None
-            return [task.accesses[at][0] for at in tail.reads]
+        if value.tail is not None:
+            return self._results(value, value.tail.reads)
         tasks = [self.plan.tasks[at] for at in value.production]
         made = {handle for task in tasks for handle, mode in task.accesses if mode == W}
         return [*dict.fromkeys(handle for task in tasks for handle, mode in task.accesses if mode == R and handle not in made)]
 
     def made(self, value: Value) -> list[HandleRecord]:
         """What the production makes."""
-        if value.is_tail:
-            task = self.plan.tasks[value.production[0]]
-            tail = _tail(task)
-            assert tail is not None
-            return [task.accesses[at][0] for at in tail.writes]
+        if value.tail is not None:
+            return self._results(value, value.tail.writes)
         return [handle for at in value.production for handle, mode in self.plan.tasks[at].accesses if mode == W]
+
+    def _results(self, value: Value, accesses: Iterable[int]) -> list[HandleRecord]:
+        """Handles of some accesses of the task whose tail makes a value."""
+        return [self.plan.tasks[value.production[0]].accesses[at][0] for at in accesses]
 
     def is_unchanged(self, value: Value, at: int) -> bool:
         """Whether the production has ended before the task at a position, and everything that it reads still is what it was."""
@@ -133,13 +131,13 @@ class Values:
         at = last + max(range(len(widths)), key=widths.__getitem__)
         leaves, wanted = uses[at], uses[at + 1]
         task = self.plan.tasks[written[-1]]
-        tail = _tail(task)
+        tail = task.codelet.tail if isinstance(task.codelet, Codelet) else None
         if tail is not None and len(written) == 1 and handle in (task.accesses[each][0] for each in tail.writes):
-            return Value(handle, (written[-1],), True, leaves, wanted)
+            return Value(handle, (written[-1],), tail, leaves, wanted)
         production = self._production(handle)
         if production is None:
             return None
-        value = Value(handle, production, False, leaves, wanted)
+        value = Value(handle, production, None, leaves, wanted)
         return value if self.is_unchanged(value, wanted) else None
 
     def _production(self, handle: HandleRecord) -> tuple[int, ...] | None:
@@ -165,10 +163,6 @@ class Values:
                         seen.add(other)
                         wanted.append(other)
         return tuple(sorted(found))
-
-
-def _tail(task: RecordedTask) -> Tail | None:
-    return task.codelet.tail if isinstance(task.codelet, Codelet) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,11 +307,10 @@ class _Rewriting:
 
     def _enter(self, value: Value, at: int) -> None:
         """Clone a production whose inputs are there."""
-        made = {handle: self._twin(handle) for handle in self._values.made(value)}
+        made, tail = {handle: self._twin(handle) for handle in self._values.made(value)}, value.tail
         for position in value.production:
             task = self._plan.tasks[position]
             accesses, codelet, constants = task.accesses, task.codelet, task.constants
-            tail = _tail(task) if value.is_tail else None
             if tail is not None:
                 codelet, constants = tail.codelet, {name: constants[name] for name in tail.constants}
                 accesses = (*((accesses[each][0], R) for each in tail.reads), *((accesses[each][0], W) for each in tail.writes))

@@ -177,8 +177,8 @@ class StepRecorder:
         terms, module = self._captures.terms, self._captures.module
         plan = captured_step(module, self._options if training else None, passes, minibatches, terms, max_norm=self._max_norm).plan
         self.fallbacks.update(fallbacks_of(plan.tasks, spec))
-        machine = this_machine(spec)
-        needs = thriftiest_needs(recomputing(plan, self._planned["recompute"]), machine, self._planned["recompute"] if training else NONE, quick=True)
+        machine, recompute = this_machine(spec), self._planned["recompute"] if training else NONE
+        needs = thriftiest_needs(recomputing(plan, recompute), machine, recompute, quick=True)
         if not needs.fit(machine):
             story = shortage(machine, needs)
             is_of_device = " of cuda:" in story or " of sim:" in story or (spec.has_gpus and "largest memory" in story)
