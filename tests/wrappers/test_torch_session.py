@@ -654,3 +654,20 @@ def test_of_many_shapes_the_last_ones_are_kept() -> None:
             resident.append(session.runtime.stats()["resident_bytes"]["ram"])
     assert all(each == rounds[0] for each in rounds)
     assert resident[4] <= resident[1]
+
+
+def test_operations_made_again_change_nothing_and_are_of_training_alone() -> None:
+    """Losses and weights of a session that makes them again are those of one that keeps them; evaluation has nothing to make again."""
+    inputs = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for recompute in ("none", "gelu"):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(*[layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())])
+        with Session(module, "sgd", lr=0.1, loss=lambda out, batch: (out**2).mean(), workers=1, ram="64MB", recompute=recompute) as session:
+            found.append([session.step(input=inputs), session.step(input=inputs), session.predict(input=inputs).numpy().tobytes()])
+    assert found[0] == found[1]
+    with (
+        Session(torch.nn.Linear(4, 4), "sgd", lr=0.1, loss=lambda out, batch: out.sum(), workers=1, ram="64MB", recompute="glue") as session,
+        pytest.raises(UsageError, match="nothing to make again that 'glue' makes"),
+    ):
+        session.step(input=torch.ones(2, 4))
