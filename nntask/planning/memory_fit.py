@@ -216,8 +216,8 @@ def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, qu
     found = needs_of(plan, thrifty=True, reading=reading)
     if recompute != AUTO or (quick and found.fit(target)):
         return found
-    again = needs_of(most_again(plan), thrifty=True, reading=reading)
-    return min(found, again, key=lambda needs: needs.last(target))
+    again = [needs_of(each, thrifty=True, reading=reading) for each in most_again(plan)]
+    return min([found, *again], key=lambda needs: needs.last(target))
 
 
 def _touched(task: RecordedTask) -> int:

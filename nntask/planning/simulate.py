@@ -242,7 +242,7 @@ def _values(order: PlannedOrder, target: MachineModel) -> list[dict[str, Any]]:
     gone, pace = departures(order.plan, target.memory), pace_on(order.plan, target)
     found = []
     for group in order.mix.groups:
-        again = group.leading(order.mix.share_of(group))
+        again = order.mix.again(group)
         others = set(group.leading(1.0)).difference(again)
         found.append(
             {

@@ -30,7 +30,8 @@ from ..execution.waiting import Waiter
 from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds
 from ..planning.choose_order import PlannedOrder, reach_of
-from ..planning.choose_recompute import NONE, choose_plan
+from ..planning.choose_recompute import choose_plan
+from ..planning.recompute import NONE
 from ..planning.task_fusion import ScratchView, fuse_if_it_fits
 from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets

@@ -1,8 +1,9 @@
 from .bounds import lower_bounds
 from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, pace_of, plan_order
-from .choose_recompute import BLOCK, NONE, as_asked, choose_plan, most_again
+from .choose_recompute import as_asked, choose_plan, most_again
 from .forecast import Pace, departures
 from .orders import arrange, candidates, repetition
+from .recompute import BLOCK, NONE
 
 __all__ = [
     "AUTO",

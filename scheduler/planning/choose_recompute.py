@@ -13,7 +13,7 @@ of the whole step, so recomputation, orders, devices, files and the disk are wei
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -23,10 +23,7 @@ from ..core.step_plan import StepPlan
 from .choose_order import AUTO, PlannedOrder, last_tier_bytes, plan_order
 from .forecast import Pace
 from .orders import repetition
-from .recompute import Mix, ValueGroup, Values, clones_of, recomputed
-
-NONE: Final = "none"
-BLOCK: Final = "block"
+from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
 
 LEAST_SHARE: Final = 0.01
 """Groups of a smaller share of the bytes of all are kept."""
@@ -138,7 +135,10 @@ def choose_plan(
     found = find(plan, order)
     if not found.forecasts:  # everything fits
         return found
-    return _Search(plan, found, order, find, lambda chosen: last_tier_bytes(chosen.plan, computes=computes_on_last) <= last, pace).best()
+    weighing = _Weighing(plan, lambda chosen: last_tier_bytes(chosen.plan, computes=computes_on_last) <= last, pace)
+    if weighing.is_bound_by_tasks(found):
+        return found
+    return _Search(plan, found, order, find, weighing).best()
 
 
 def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
@@ -151,7 +151,7 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
         return plan
     values = Values(plan)
     if recompute == BLOCK:
-        return recomputed(values, *inside_blocks(values))
+        return blocks_again(values).apply(values)
     again: list[HandleRecord] = []
     groups = all_groups(values)
     for asked in recompute.split(","):
@@ -164,17 +164,24 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     return recomputed(values, again)
 
 
-def most_again(plan: StepPlan) -> StepPlan:
-    """The step that makes again as much as a planner does where it would not fit otherwise, whatever the machine."""
+def most_again(plan: StepPlan) -> Iterator[StepPlan]:
+    """The steps that make again as much as a planner does where it would not fit otherwise, whatever the machine; none where nothing can be."""
     values = Values(plan)
     groups = groups_of(values, None)
-    return recomputed(values, Mix(groups, len(groups)).handles)
+    mixes = Mix(groups, len(groups)), blocks_again(values)
+    return (mix.apply(values) for mix in mixes if mix.name != NONE)
 
 
-def inside_blocks(values: Values) -> tuple[list[HandleRecord], set[HandleRecord]]:
+def blocks_again(values: Values) -> Mix:
+    """The mix that makes again what is inside blocks; nothing, where the program marks none."""
+    inside, between = _inside_blocks(values)
+    return Mix(inside=inside, between=between)
+
+
+def _inside_blocks(values: Values) -> tuple[set[HandleRecord], set[HandleRecord]]:
     """Handles of the values that nothing outside their block reads before the backward pass wants them; and of what blocks read from each other."""
     plan = values.plan
-    again, kept = list[HandleRecord](), set[HandleRecord]()
+    again, kept = set[HandleRecord](), set[HandleRecord]()
     for handle, use in plan.uses.items():
         if (value := values.of(handle)) is None:
             continue
@@ -183,8 +190,40 @@ def inside_blocks(values: Values) -> tuple[list[HandleRecord], set[HandleRecord]
         if block is None or any(each != block for each in blocks):
             kept.add(handle)
         elif plan.tasks[value.wanted].block != block and values.is_away_for(value, 1):
-            again.append(handle)
+            again.add(handle)
     return again, kept
+
+
+class _Weighing:
+    """What planned steps are compared by.
+
+    Args:
+        plan: the step that makes nothing again.
+        fits: whether the last tier holds the data of a planned step.
+        pace: rates of the machine during a plan; without it steps are compared by the bytes that they move.
+    """
+
+    def __init__(self, plan: StepPlan, fits: Callable[[PlannedOrder], bool], pace: PaceOf | None) -> None:
+        self.fits, self.pace = fits, pace
+        self._least, self._slowness = 0.0, (0.0, 0.0)
+        if pace is not None:
+            rates = pace(plan)
+            self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
+
+    def is_bound_by_tasks(self, base: PlannedOrder) -> bool:
+        """Whether the step without any fits, and its tasks alone take about as long as it does."""
+        return self.pace is not None and self.fits(base) and self._least > CLOSE * self.cost(base)
+
+    def key(self, chosen: PlannedOrder) -> tuple[bool, float, int]:
+        """The smallest is the best."""
+        return not self.fits(chosen), self.cost(chosen), chosen.moved_bytes
+
+    def cost(self, chosen: PlannedOrder) -> float:
+        """Seconds, and some of what copies take; of a step that fits, what its tasks take."""
+        found = chosen.forecasts.get(chosen.name)
+        if found is not None:
+            return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])
+        return 0.0 if self.pace is None else sum(self.pace(chosen.plan).seconds.values())
 
 
 class _Search:
@@ -193,75 +232,53 @@ class _Search:
     Args:
         base: the step without any.
         find: plans a step under an order, or the best of some.
-        fits: whether the last tier holds the data of a planned step.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        base: PlannedOrder,
-        order: str,
-        find: Callable[..., PlannedOrder],
-        fits: Callable[[PlannedOrder], bool],
-        pace: PaceOf | None,
-    ) -> None:
-        self._plan, self._base, self._order, self._find, self._fits, self._pace = plan, base, order, find, fits, pace
-        self._found: dict[tuple[int, float], PlannedOrder] = {(0, 1.0): base}
-        self._keys: dict[tuple[int, float], tuple[bool, float, int]] = {}
-        self._orders: Sequence[str] = ()
-        self._least, self._slowness = 0.0, (0.0, 0.0)
-        if pace is not None:
-            rates = pace(plan)
-            self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
+    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, find: Callable[..., PlannedOrder], weighing: _Weighing) -> None:
+        self._values, self._base, self._order, self._find, self._weighing = Values(plan), base, order, find, weighing
+        self._groups = groups_of(self._values, weighing.pace if weighing.fits(base) else None)
+        none = Mix(self._groups, seconds_without=base.seconds)
+        self._found: dict[str, PlannedOrder] = {NONE: replace(base, mix=none)}
+        self._keys: dict[str, tuple[bool, float, int]] = {NONE: weighing.key(base)}
 
     def best(self) -> PlannedOrder:
         """The step with the best mix; the base where none is better."""
-        if self._pace is not None and self._fits(self._base) and self._least > CLOSE * self._cost(self._base):
-            return self._base  # tasks alone take as long
-        self._values = Values(self._plan)
-        self._groups = groups_of(self._values, self._pace if self._fits(self._base) else None)
-        if not self._groups:
-            return self._base
-        most = len(self._groups)
-        if self._order == AUTO:
-            self._orders = [*dict.fromkeys([*_fastest(self._base, 1), *LIKELY])]
-        full = self._of(most, 1.0)
-        if self._order == AUTO:
-            self._orders = [*dict.fromkeys([*_fastest(full, 2), *_fastest(self._base, 1)])]
+        most, none = len(self._groups), self._keys[NONE]
+        blocks = replace(blocks_again(self._values), groups=self._groups, seconds_without=self._base.seconds)
+        ends = [mix for mix in (self._mix(most), blocks) if mix.name != NONE]
+        for mix in ends:
+            self._try(mix, [*_fastest(self._base, 1), *LIKELY])
+        if most:
+            self._look_between(most)
+        name = min(self._keys, key=self._keys.__getitem__)
+        is_worth_it = none[0] or self._keys[name][1] <= CLOSE * none[1]
+        return self._found[name] if is_worth_it else self._found[NONE]
+
+    def _look_between(self, most: int) -> None:
+        """Try fewer groups, and smaller shares of the best number of them, under the orders that were the best at both ends."""
+        orders = [*_fastest(self._found[self._mix(most).name], 2), *_fastest(self._base, 1)]
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._key((low, 1.0)) < self._key((high, 1.0)) else (middle, high)
-        count = min(self._found, key=self._key)[0] or 1
+            is_low_better = self._try(self._mix(low), orders) < self._try(self._mix(high), orders)
+            low, high = (low, middle) if is_low_better else (middle, high)
+        self._try(self._mix(low), orders)
+        tried = [count for count in range(1, most + 1) if self._mix(count).name in self._keys]
+        count = min(tried, key=lambda count: self._keys[self._mix(count).name])
         for share in SHARES:
-            self._of(count, share)
-        count, share = min(self._found, key=self._key)
-        chosen = self._found[count, share]
-        if not count or (self._fits(self._base) and self._cost(chosen) > CLOSE * self._cost(self._base)):
-            return replace(self._base, mix=Mix(self._groups, 0, 1.0, self._base.seconds))
-        mix = Mix(self._groups, count, share, self._base.seconds)
-        return replace(chosen, recompute=mix.name, mix=mix)
+            self._try(self._mix(count, share), orders)
 
-    def _of(self, count: int, share: float) -> PlannedOrder:
-        """The best order of a mix."""
-        if (count, share) not in self._found:
-            plan = recomputed(self._values, Mix(self._groups, count, share).handles)
-            self._found[count, share] = self._find(plan, self._order, only=self._orders)
-        return self._found[count, share]
+    def _mix(self, count: int, share: float = 1.0) -> Mix:
+        return Mix(self._groups, count, share, seconds_without=self._base.seconds)
 
-    def _key(self, mix: tuple[int, float]) -> tuple[bool, float, int]:
-        """What a mix is compared by, worked out once."""
-        if mix not in self._keys:
-            chosen = self._of(*mix)
-            self._keys[mix] = not self._fits(chosen), self._cost(chosen), chosen.moved_bytes
-        return self._keys[mix]
-
-    def _cost(self, chosen: PlannedOrder) -> float:
-        """What mixes are compared by: seconds, and some of what copies take; of a step that fits, what its tasks take."""
-        found = chosen.forecasts.get(chosen.name)
-        if found is not None:
-            return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])
-        return 0.0 if self._pace is None else sum(self._pace(chosen.plan).seconds.values())
+    def _try(self, mix: Mix, orders: Sequence[str]) -> tuple[bool, float, int]:
+        """Plan the step with a mix under the best of some orders, unless that has been done; what it is compared by."""
+        if mix.name not in self._keys:
+            only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
+            found = self._find(mix.apply(self._values), self._order, only=only)
+            self._found[mix.name] = replace(found, recompute=mix.name, mix=mix)
+            self._keys[mix.name] = self._weighing.key(found)
+        return self._keys[mix.name]
 
 
 def _fastest(chosen: PlannedOrder, count: int) -> list[str]:

@@ -23,10 +23,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Final
 
 from ..core.codelet import Codelet, Tail
 from ..core.records import RW, SCRATCH, HandleId, HandleRecord, R, W
 from ..core.step_plan import RecordedTask, StepPlan
+
+NONE: Final = "none"
+BLOCK: Final = "block"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,28 +205,35 @@ class Mix:
         groups: all of the step, the cheapest first; K of them are made again.
         num_groups: K.
         share: of the values of each.
+        inside: instead of groups, the values that nothing outside their block reads, which "block" asks for; empty where groups were chosen.
+        between: what blocks read from each other, which is kept then.
         seconds_without: forecast of the step that makes nothing again.
     """
 
     groups: Sequence[ValueGroup] = ()
     num_groups: int = 0
     share: float = 1.0
+    inside: Set[HandleRecord] = frozenset()
+    between: Set[HandleRecord] = frozenset()
     seconds_without: float = 0.0
 
-    def share_of(self, group: ValueGroup) -> float:
-        """The share of a group's values that is made again."""
-        return self.share if group in self.groups[: self.num_groups] else 0.0
+    def again(self, group: ValueGroup) -> list[HandleRecord]:
+        """Those of a group's values that are made again."""
+        if self.inside:
+            return [handle for handle in group.leading(1.0) if handle in self.inside]
+        return group.leading(self.share) if group in self.groups[: self.num_groups] else []
 
-    @property
-    def handles(self) -> list[HandleRecord]:
-        """Of the values that are made again."""
-        return [handle for group in self.groups[: self.num_groups] for handle in group.leading(self.share)]
+    def apply(self, values: Values) -> StepPlan:
+        """The step that makes these again."""
+        return recomputed(values, self.inside or [handle for group in self.groups for handle in self.again(group)], self.between)
 
     @property
     def name(self) -> str:
         """By which it can be asked for."""
+        if self.inside:
+            return BLOCK
         share = "" if self.share == 1 else f":{self.share:g}"
-        return ",".join(group.name + share for group in self.groups[: self.num_groups])
+        return ",".join(group.name + share for group in self.groups[: self.num_groups]) or NONE
 
 
 def recomputed(values: Values, again: Iterable[HandleRecord], kept: Set[HandleRecord] = frozenset()) -> StepPlan:
