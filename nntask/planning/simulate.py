@@ -14,7 +14,7 @@ from typing import Any, Final
 import scheduler
 from scheduler import SCRATCH, DataClass, W
 from scheduler.machine import StepPlan
-from scheduler.planning import AUTO, PlannedOrder, departures
+from scheduler.planning import AUTO, PlannedOrder
 from scheduler.simulation import Simulation, simulate
 
 from ..adapters.lora import largest_rank
@@ -239,7 +239,8 @@ def _values(order: PlannedOrder, target: MachineModel) -> list[dict[str, Any]]:
     """What becomes of each group of values that could be made again, and what else it would cost: empty where the planner had no choice to make."""
     if order.mix is None or not order.forecasts:
         return []
-    gone, pace = departures(order.plan, target.memory), pace_on(order.plan, target)
+    pace = pace_on(order.plan, target)
+    gone = {handle for handle, use in order.plan.uses.items() if use.leaves}
     found = []
     for group in order.mix.groups:
         again = order.mix.again(group)

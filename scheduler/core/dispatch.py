@@ -19,7 +19,7 @@ from .memory.compaction import Compaction
 from .memory.replicas import Replicas
 from .performance_model import Estimates
 from .policies import Explained, Pinned, Placement, Policy
-from .records import ANY, HOST, RAM, NodeId, Task, TaskId, TaskState, Worker, WorkerId
+from .records import ANY, HOST, RAM, RW, NodeId, R, Task, TaskId, TaskState, Worker, WorkerId
 
 TaskEvent = Literal[
     "submitted", "freed", "drawn, fits", "drawn, inputs missing", "drawn, no free bytes", "inputs arrived", "worker free", "finished",
@@ -134,12 +134,18 @@ class Dispatch:
                 self._fill(worker, actions)
 
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
-        """Draw ready tasks for a worker while it has free slots; not many more while its memory is short."""
+        """Draw ready tasks for a worker while it has free slots; not many more while its memory is short.
+
+        Where all tasks that it has wait for copies, its last slot is for one that need not: else it would idle behind a slow link.
+        """
         assigned, depth = worker.assigned, worker.depth
         line, limit = self.blocked[worker.node], self._num_slots[worker.node]
         while len(assigned) < depth and len(line) < limit:
             task = self.policy.pop(worker)
             if task is None:
+                return
+            if len(assigned) == depth - 1 and _only_wait(assigned) and misses_input(task, worker.node):
+                self.policy.push(task, worker)
                 return
             self.num_ready -= 1
             self._assign(task, worker, actions)
@@ -321,6 +327,21 @@ class Dispatch:
         num_active = sum(task.state == "running" for task in self.admitted())
         if num_active != self.num_active:
             raise InvalidEvent(f"{num_active} tasks run, {self.num_active} were counted")
+
+
+def _only_wait(tasks: Sequence[Task]) -> bool:
+    """Whether there are tasks, and all of them wait for copies."""
+    return bool(tasks) and all(task.state == "fetching" for task in tasks)
+
+
+def misses_input(task: Task, node: NodeId) -> bool:
+    """Whether data that a task reads has yet to arrive on a node."""
+    for handle, mode in task.accesses:
+        if mode == R or mode == RW:
+            replica = handle.replicas.get(node)
+            if replica is None or replica.arriving or replica.state == "reserved":
+                return True
+    return False
 
 
 def _order(task: Task) -> int:

@@ -138,7 +138,20 @@ class EventLog:
             for use in replay.shared
         )
         schedules = tuple((handle.id, _dump_schedule(handle.use_schedule)) for handle, _ in replay.owned if handle.use_schedule is not None)
-        self.entries.append(("instance", key, tasks, owned, shared, tuple(replay.makes), tuple(replay.passing), replay.window, schedules))
+        self.entries.append(
+            (
+                "instance",
+                key,
+                tasks,
+                owned,
+                shared,
+                tuple(replay.makes),
+                tuple(replay.passing),
+                replay.window,
+                schedules,
+                tuple(tuple(each) for each in replay.returns),
+            )
+        )
 
 
 class Revival:
@@ -181,9 +194,10 @@ class Revival:
         passing: tuple[int, ...],
         window: int,
         schedules: tuple[tuple[int, _Schedule], ...],
+        returns: tuple[tuple[tuple[int, int], ...], ...],
     ) -> None:
         dying = [(self._handles[handle], uses) for handle, uses in owned]
-        replay = self._steps[key] = Replay([], [], dying, [], makes, passing, peaks_of(passing), window)
+        replay = self._steps[key] = Replay([], [], dying, [], makes, passing, peaks_of(passing), window, returns=returns)
         for handle, schedule in schedules:
             self._handles[handle].use_schedule = _load_schedule(schedule, replay)
         for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin) in enumerate(tasks):

@@ -283,6 +283,8 @@ class Machine:
             self._replicas.drop_unpinned(handle, actions)
         for task in arrived:
             self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
+        if arrived and self._dispatch.num_ready:  # a worker whose tasks all waited may take one more
+            self._dispatch.feed(actions)
 
     def _on_copy_failed(self, event: CopyFailed, actions: list[Action]) -> None:
         """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and tasks that wait for them are cancelled."""

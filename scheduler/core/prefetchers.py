@@ -46,7 +46,8 @@ class Lookaheads:
         nodes: Iterable[NodeId] = ()
         if len(self.by_node) == 1:
             replicas = self._replicas
-            nodes = self.by_node if replicas.num_evictions or replicas.wanted or any(replicas.copies.num_writing) else ()
+            is_short = replicas.num_evictions or replicas.wanted or any(replicas.copies.num_writing)
+            nodes = self.by_node if is_short or replicas.foresight.replays[0].returns else ()
         elif isinstance(event, StepStarted):
             nodes = self.by_node
         elif isinstance(event, TaskFinished):

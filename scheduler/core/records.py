@@ -208,6 +208,8 @@ class Replay:
         partitions: the positions of each partition of the step, see `Task.planned_node`.
         partition_nodes: the node where each partition belongs; empty where the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
+        returns: of each partition, or of all tasks where there are none: (from, position) of the tasks that miss data which has left the memory
+            where they run, in planned order; from that position on nothing else is expected to need the bytes for it.
         heads: of each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
         passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch where tasks run on
@@ -229,6 +231,7 @@ class Replay:
     partitions: Sequence[Sequence[int]] = ()
     partition_nodes: Sequence[NodeId] = ()
     has_pins: bool = False
+    returns: Sequence[Sequence[tuple[int, int]]] = ()
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)

@@ -67,6 +67,7 @@ class StepPlan:
         self.window = window
         self.partitions = list(partitions)
         self.idle = idle
+        self.returns: Sequence[Sequence[tuple[int, int]]] = ()
         self.owned = dict(owned)
         self.predecessors: list[set[int]] = []
         self.successors: list[list[int]] = [[] for _ in self.tasks]
@@ -105,8 +106,13 @@ class StepPlan:
             if use.first_writer is None:
                 use.first_writer = position
 
-    def foresee(self, leaves: Mapping[HandleRecord, Set[int]]) -> None:
-        """Note which handles are expected to leave the memory where tasks run, and before which of their uses; instances made later know it."""
+    def foresee(self, leaves: Mapping[HandleRecord, Set[int]], returns: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
+        """Note which handles are expected to leave the memory where tasks run, and before which of their uses; instances made later know it.
+
+        Args:
+            returns: `Replay.returns` of these instances.
+        """
+        self.returns = [list(each) for each in returns]
         for handle, positions in leaves.items():
             self.uses[handle].leaves = positions
 
@@ -143,7 +149,7 @@ class StepPlan:
         found = sum(handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned)
         return found + max(self.live_bytes(), default=0)
 
-    def minimum_bytes(self, *, is_last: bool, computes: bool, replays: int = 2) -> int:
+    def minimum_bytes(self, *, is_last: bool, computes: bool, replays: int = 2, ranks: Sequence[int] | None = None) -> int:
         """The smallest budget of a memory with which every task of the step gets its turn, whatever ends first: what a plan refuses to go below.
 
         A memory with a tier below it must hold the hungriest task, or, where no task runs, the largest tile, which the program may ask for. The
@@ -156,12 +162,13 @@ class StepPlan:
             is_last: whether no tier lies below.
             computes: whether tasks run on data in this memory.
             replays: that will ever run; with one, the outputs have one instance.
+            ranks: of the tasks, where they run in another order.
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
         kept = self.kept_bytes()
         outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
-        passing = max(self.temporary_bytes(scratch=computes), default=0)
+        passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
         borrowed = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # by the program: any of them
         return kept + min(replays, 2) * outputs + max(passing, borrowed)
 
@@ -174,21 +181,23 @@ class StepPlan:
         """Whether the handle's data lies in a file and the step only reads it."""
         return FILE in handle.replicas and self.uses[handle].first_writer is None
 
-    def temporary_bytes(self, *, scratch: bool) -> list[int]:
+    def temporary_bytes(self, *, scratch: bool, ranks: Sequence[int] | None = None) -> list[int]:
         """For each position in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch.
 
         Args:
             scratch: whether tasks run here, and need bytes for scratch and for what they read from files.
+            ranks: of the tasks, where they run in another order.
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
+            positions = use.positions if ranks is None else [ranks[at] for at in use.positions]
             if self._is_scratch(handle) or self.stays_in_file(handle):
-                for position in use.positions if scratch else ():
+                for position in positions if scratch else ():
                     change[position] += handle.size
                     change[position + 1] -= handle.size
             elif self.owned.get(handle) is False:
-                change[use.positions[0]] += handle.size
-                change[use.positions[-1] + 1] -= handle.size
+                change[min(positions)] += handle.size
+                change[max(positions) + 1] -= handle.size
         return list(accumulate(change[:-1]))
 
     def _is_scratch(self, handle: HandleRecord) -> bool:
@@ -237,6 +246,7 @@ class StepPlan:
             peaks=peaks_of(passing),
             window=self.window,
             partitions=positions_by_partition(self.partitions),
+            returns=self.returns,
         )
         replay.has_pins = any(task.pin is not None for task in self.tasks)
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]

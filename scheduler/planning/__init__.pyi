@@ -1,7 +1,7 @@
 from .bounds import lower_bounds
 from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, pace_of, plan_order
 from .choose_recompute import as_asked, choose_plan, most_again
-from .forecast import Pace, departures
+from .forecast import Pace
 from .orders import arrange, candidates, repetition
 from .recompute import BLOCK, NONE
 
@@ -16,7 +16,6 @@ __all__ = [
     "as_asked",
     "candidates",
     "choose_plan",
-    "departures",
     "last_tier_bytes",
     "lower_bounds",
     "most_again",

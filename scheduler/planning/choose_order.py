@@ -13,7 +13,7 @@ from ..core.performance_model import Models
 from ..core.records import FILE, RAM, HandleRecord, NodeId, Task, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.disk import THREADS
-from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, departures, forecast
+from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, Touches, forecast, foresee
 from .orders import Repetition, candidates, named, repetition
 from .recompute import Mix
 
@@ -31,8 +31,8 @@ EQUAL: Final = 1.02
 ALIKE: Final = 1.05
 """Of these, such as move more bytes by less than this factor count as moving equally many, and the fastest is taken."""
 
-TILE: Final = 1 << 20
-"""Bytes of the copy whose forecast duration stands for the rate of a link."""
+SMALL: Final = 64 << 10
+"""Data of fewer bytes does not count where the rate of a link follows from the size of what is copied: it is hardly ever evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,14 @@ class PlannedOrder:
         return 0.0 if found is None else found.seconds
 
 
-def last_tier_bytes(plan: StepPlan, *, computes: bool) -> int:
+def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | None = None) -> int:
     """Bytes that the last tier must hold for a program around a recorded step: the step's minimum, and a second set of inputs (for validation).
 
     Args:
         computes: whether tasks run on the last tier.
+        ranks: of the tasks, where they run in another order.
     """
-    return plan.minimum_bytes(is_last=True, computes=computes) + sum(handle.size for handle in plan.uses if handle.kind == "input")
+    return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
 
 
 def pace_of(
@@ -106,17 +107,24 @@ def pace_of(
     nodes = sorted({node for _, node in workers} - {below})
     if not nodes and reads_files(plan):
         nodes, below, channels = [below], FILE, THREADS
-    num_streams = channels or len(nodes)
+    num_streams, tile = channels or len(nodes), _typical_nbytes(plan)
     read, write = inf, inf
     if nodes:
-        read = num_streams * TILE / models.transfer_seconds(below, nodes[0], TILE)
-        write = inf if below == FILE else num_streams * TILE / models.transfer_seconds(nodes[0], below, TILE)
+        read = num_streams * tile / models.transfer_seconds(below, nodes[0], tile)
+        write = inf if below == FILE else num_streams * tile / models.transfer_seconds(nodes[0], below, tile)
     spill = None
     if nodes and disk is not None:
         node, capacity = disk
-        read_spill, write_spill = (THREADS * TILE / models.transfer_seconds(*ends, TILE) for ends in ((node, nodes[0]), (nodes[0], node)))
+        read_spill, write_spill = (THREADS * tile / models.transfer_seconds(*ends, tile) for ends in ((node, nodes[0]), (nodes[0], node)))
         spill = Spill(capacity, read_spill, write_spill)
     return Pace(seconds, read, write, duplex=not channels, spill=spill)
+
+
+def _typical_nbytes(plan: StepPlan) -> int:
+    """Mean bytes of what a step copies where memory is short: copies of less take longer for their bytes."""
+    sizes = [handle.size for handle in plan.uses]
+    large = [size for size in sizes if size >= SMALL] or sizes
+    return max(1, sum(large) // max(1, len(large)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,7 @@ def plan_order(
         computes_on_last: whether tasks run on the last tier.
         num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
         pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
-        only: names of the orders that "auto" chooses from; none for all.
+        only: names of the orders that "auto" chooses from, as far as the step has them, or else the submission order; none for all.
 
     Raises:
         ValueError: the step has no order of that name.
@@ -188,18 +196,19 @@ def plan_order(
         return PlannedOrder(SUBMISSION, plan, {}, num_tasks=len(plan.tasks))
     found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
     speed = None if pace is None else pace(plan)
-    only_files = computes_on_last and reads_files(plan)
+    step = _Assessed(plan, memory, num_devices, speed, only_files=computes_on_last and reads_files(plan))
 
-    def arranged(name: str) -> StepPlan:
-        devices = plan.partitions if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
-        return _permuted(plan, found[name], devices, num_devices)
+    def devices_of(name: str) -> Sequence[int]:
+        return plan.partitions if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
 
     def assess(name: str) -> tuple[int, Forecast]:
-        each = arranged(name)  # one at a time: all of them together take more memory than the step itself
-        return last_tier_bytes(each, computes=computes_on_last), _forecast(each, memory, num_devices, speed, only_files)
+        ranks = [0] * len(plan.tasks)
+        for at, position in enumerate(found[name]):
+            ranks[position] = at
+        return last_tier_bytes(plan, computes=computes_on_last, ranks=ranks), step.forecast(found[name], devices_of(name))
 
     if order == AUTO:
-        forecasts, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last)
+        forecasts, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last, () if only else (SUBMISSION,))
     else:
         forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
     least = min(forecasts[name].seconds for name in considered)
@@ -208,15 +217,17 @@ def plan_order(
     alike = [name for name in equal if forecasts[name].total <= ALIKE * fewest]
     order = min(alike, key=lambda name: (forecasts[name].seconds, forecasts[name].total))
     moves_least = forecasts[order].total == fewest < max(forecasts[name].total for name in equal)
-    chosen = arranged(order)
+    chosen = _permuted(plan, found[order], devices_of(order), num_devices)
     if not computes_on_last:  # the last tier has no tier below to write back to
-        _foresee(chosen, memory, num_devices)
-    shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered])}
+        step.foresee(chosen, found[order], devices_of(order))
+    shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks))
 
 
-def _considered(pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[int, Forecast]], last: int) -> tuple[dict[str, Forecast], list[str]]:
-    """Assess the submission order, then one pool of orders after another, until a pool has an order whose data the last tier holds.
+def _considered(
+    pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[int, Forecast]], last: int, always: Iterable[str]
+) -> tuple[dict[str, Forecast], list[str]]:
+    """Assess orders that are wanted in any case, then one pool of orders after another, until a pool has an order whose data the last tier holds.
 
     Args:
         assess: bytes of the last tier that the named order needs, and the order's forecast.
@@ -226,7 +237,7 @@ def _considered(pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[in
         Forecasts of all assessed orders, and the names to choose from: the orders of the last pool whose data the tier holds; if no pool has any,
         the one order that needs the fewest bytes of the tier.
     """
-    assessed = {SUBMISSION: assess(SUBMISSION)}
+    assessed = {name: assess(name) for name in always}
     considered: list[str] = []
     for names in pools:
         assessed |= {name: assess(name) for name in names if name not in assessed}
@@ -237,10 +248,10 @@ def _considered(pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[in
 
 
 def _some(plan: StepPlan, names: Sequence[str], repeated: Repetition | None) -> dict[str, list[int]]:
-    """Positions of the named orders that the step has; the submission order in any case."""
+    """Positions of the named orders that the step has; those of the submission order if it has none."""
     repeated = repetition(plan) if repeated is None else repeated
-    orders = {name: named(plan, repeated, name) for name in dict.fromkeys([SUBMISSION, *names])}
-    return {name: positions for name, positions in orders.items() if positions is not None}
+    orders = {name: named(plan, repeated, name) for name in names}
+    return {name: positions for name, positions in orders.items() if positions is not None} or {SUBMISSION: list(range(len(plan.tasks)))}
 
 
 def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[str, list[int]]:
@@ -272,50 +283,73 @@ def devices_of_tasks(plan: StepPlan, found: Repetition, num_devices: int, group:
     return [device[at] if at >= 0 and task.pin is None else -1 for task, at in zip(plan.tasks, found.minibatch, strict=True)]
 
 
-def _positions_of(plan: StepPlan, num_devices: int, device: int = 0) -> list[int]:
-    """Positions of the tasks that one device executes of a plan with parts: its own minibatches', and every D-th of the tasks outside all
-    minibatches."""
-    outside = itertools.count()
-    return [at for at, owner in enumerate(plan.partitions) if owner == device or (owner < 0 and next(outside) % num_devices == device)]
+class _Assessed:
+    """A step whose orders are forecast: as one pool of memory, or with parts as equal devices, whose copies from each other count as from below.
+
+    Args:
+        plan: the step in submission order.
+        memory: bytes where tasks run, all devices together.
+        only_files: as of `forecast`.
+    """
+
+    def __init__(self, plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, *, only_files: bool) -> None:
+        self._touches, self._num_devices, self._only_files = Touches(plan), num_devices if plan.partitions else 1, only_files
+        self._memory = memory // self._num_devices
+        self._pace = pace if pace is None or not plan.partitions else replace(pace, num_devices=num_devices)
+
+    def forecast(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
+        """The cost of a step.
+
+        Args:
+            positions: of all tasks, in their order.
+            devices: of each task in submission order, its device; empty for one pool.
+        """
+        if not devices:
+            return forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
+        own, pace, plan = self._own(positions, devices, 0), self._pace, self._touches.plan
+        if pace is not None and pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
+            excess = last_tier_bytes(_of_tasks(plan, positions), computes=False) - pace.spill.capacity
+            capacity = max(0, last_tier_bytes(_of_tasks(plan, own), computes=False) - excess // self._num_devices)
+            pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
+        one = forecast(self._touches, own, self._memory, pace, share=SHARE_BESIDE)
+        return Forecast(one.read * self._num_devices, one.written * self._num_devices, one.seconds)
+
+    def foresee(self, chosen: StepPlan, positions: Sequence[int], devices: Sequence[int]) -> None:
+        """Note in the plan in that order which data will leave the memory of equal devices before which use, and when it may come back; for data that
+        several devices use, departures from any."""
+        if not devices:
+            found = foresee(self._touches, positions, self._memory)
+            chosen.foresee(found.leaves, [found.returns])
+            return
+        leaves: dict[HandleRecord, set[int]] = {}
+        returns: list[list[tuple[int, int]]] = []
+        ranks, period = {position: at for at, position in enumerate(positions)}, len(positions)
+        for device in range(self._num_devices):
+            own = self._own(positions, devices, device)
+            found = foresee(self._touches, own, self._memory, SHARE_LEAVING)
+            for handle, uses in found.leaves.items():
+                leaves.setdefault(handle, set()).update(ranks[own[at]] for at in uses)
+            returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[at]]) for begin, at in found.returns])
+        chosen.foresee(leaves, returns)
+
+    def _own(self, positions: Sequence[int], devices: Sequence[int], device: int) -> list[int]:
+        """Positions of the tasks that one device executes, in their order: its own minibatches', and every D-th of the tasks outside all of them."""
+        outside = itertools.count()
+        return [at for at in positions if devices[at] == device or (devices[at] < 0 and next(outside) % self._num_devices == device)]
 
 
-def _only(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
+def _of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
     """A plan of some tasks of another."""
     return StepPlan([plan.tasks[at] for at in positions], plan.owned)
 
 
-def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
-    """Note in the plan which data will leave the memory of equal devices before which use; for data that several devices use, departures from any."""
-    if not plan.partitions:
-        plan.foresee(departures(plan, memory))
-        return
-    leaves: dict[HandleRecord, set[int]] = {}
-    for device in range(num_devices):
-        own = _positions_of(plan, num_devices, device)
-        for handle, positions in departures(_only(plan, own), memory // num_devices, SHARE_LEAVING).items():
-            leaves.setdefault(handle, set()).update(own[position] for position in positions)
-    plan.foresee(leaves)
-
-
 def _needed(plan: StepPlan, num_devices: int) -> int:
     """Bytes of device memory, all devices together, with which data moves between devices only."""
-    return num_devices * _only(plan, _positions_of(plan, num_devices)).needed_bytes() if plan.partitions else plan.needed_bytes()
-
-
-def _forecast(plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, only_files: bool) -> Forecast:
-    """The cost of a step within `memory` bytes: as one pool, or with parts as equal devices, whose copies from each other count as copies from
-    below."""
     if not plan.partitions:
-        return forecast(plan, memory, pace, only_files=only_files)
-    own = _only(plan, _positions_of(plan, num_devices))
-    if pace is not None:
-        pace = replace(pace, num_devices=num_devices)
-        if pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
-            excess = last_tier_bytes(plan, computes=False) - pace.spill.capacity
-            capacity = max(0, last_tier_bytes(own, computes=False) - excess // num_devices)
-            pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
-    one = forecast(own, memory // num_devices, pace, share=SHARE_BESIDE)
-    return Forecast(one.read * num_devices, one.written * num_devices, one.seconds)
+        return plan.needed_bytes()
+    outside = itertools.count()
+    own = [at for at, owner in enumerate(plan.partitions) if owner == 0 or (owner < 0 and next(outside) % num_devices == 0)]
+    return num_devices * _of_tasks(plan, own).needed_bytes()
 
 
 def _pools(found: Iterable[str], num_devices: int) -> list[list[str]]:

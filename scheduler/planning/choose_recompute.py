@@ -4,10 +4,11 @@ Values of one kind form a *group*: made by the same operation and read by the sa
 seconds that it takes to make a byte of them again, so norms and activation functions come first and products later. A group whose values could only
 be made from one another, such as the sums along a residual stream, is kept. Within a group, the values that are away for longest come first.
 
-A *mix* makes the first K groups again, each for the leading share of its values. What it does not make again stays in memory or moves, as the planned
-order and eviction by next use have it. The search begins with no group, under all orders, and with all groups, under those that are likely then. It
-goes to the best K in between by bisection, under the orders that were best at the ends, and tries smaller shares there. Every candidate is a forecast
-of the whole step, so recomputation, orders, devices, files and the disk are weighed together.
+A *mix* makes the first K groups again, the last of them for the leading share of its values; or what lies inside blocks, where the program marks
+them. What it does not make again stays in memory or moves, as the planned order and eviction by next use have it. The search begins with no group,
+under all orders, and with all groups or all blocks, under those that are likely then. It goes to the best K in between by bisection, under the
+orders that were best at the ends, and tries shares there. Every candidate is a forecast of the whole step, so recomputation, orders, devices, files
+and the disk are weighed together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, PlannedOrder, last_tier_bytes, plan_order
+from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from .forecast import Pace
 from .orders import repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
@@ -33,12 +34,12 @@ AWAY: Final = 4
 """A value counts as away for a while where other data of so many times its size is made in the meantime."""
 CLOSE: Final = 0.99
 """A mix that is forecast to take more than this fraction of the seconds without any is not worth its flops."""
-FRICTION: Final = 0.5
+FRICTION: Final = 0.2
 """Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
-better than a machine does: by 0.3 to 1.0 of them where computing decides (GPT-2 medium and XL on one device of a half to a twelfth of their need)."""
+better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
 LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
 """Orders under which a step that makes all it can again is tried; the others are hardly ever the best of one."""
-SHARES: Final = (0.25, 0.5, 0.75)
+SHARES: Final = (0.33, 0.67)
 
 PaceOf = Callable[[StepPlan], Pace]
 
@@ -265,8 +266,9 @@ class _Search:
         self._try(self._mix(low), orders)
         tried = [count for count in range(1, most + 1) if self._mix(count).name in self._keys]
         count = min(tried, key=lambda count: self._keys[self._mix(count).name])
-        for share in SHARES:
-            self._try(self._mix(count, share), orders)
+        for each in range(count, min(count + 1, most) + 1):
+            for share in SHARES:
+                self._try(self._mix(each, share), orders)
 
     def _mix(self, count: int, share: float = 1.0) -> Mix:
         return Mix(self._groups, count, share, seconds_without=self._base.seconds)
@@ -276,7 +278,8 @@ class _Search:
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
             found = self._find(mix.apply(self._values), self._order, only=only)
-            self._found[mix.name] = replace(found, recompute=mix.name, mix=mix)
+            plain = {SUBMISSION: self._base.forecasts[SUBMISSION]}  # what would run without a planner
+            self._found[mix.name] = replace(found, recompute=mix.name, mix=mix, forecasts={**plain, **found.forecasts})
             self._keys[mix.name] = self._weighing.key(found)
         return self._keys[mix.name]
 

@@ -3,7 +3,7 @@
 The model is coarse so that a candidate costs a planner about 0.1 s: bytes instead of extents, all workers as one, all links as two. The memory
 holds the tiles of the running task and as many others as fit; the tile that costs least per task until its next use is evicted first
 (`core.memory.eviction_policies.NextUse`). Missing tiles are fetched ahead of their task as far as the prefetcher looks ahead, and dirty victims are
-written behind the task as far as there is clean memory. The machine also writes departing tiles early (`departures`), so where links are the
+written behind the task as far as there is clean memory. The machine also writes departing tiles early (`foresee`), so where links are the
 bottleneck a real step takes up to a tenth less. The contents of the memory at the start are those that the step before leaves, so the step is
 forecast twice in a row and the second pass counts.
 
@@ -14,13 +14,12 @@ free bytes, else straight to the disk; it stays there until it is overwritten or
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from ..core.memory.prefetch import AHEAD, CLEAN
-from ..core.records import SCRATCH, HandleRecord, W
+from ..core.memory.prefetch import AHEAD, CLEAN, TASKS
+from ..core.records import SCRATCH, HandleRecord, R, W
 from ..core.step_plan import RecordedTask, StepPlan
 
 SHARE: Final = 0.84
@@ -33,6 +32,12 @@ SHARE_BESIDE: Final = 0.92
 SHARE_LEAVING: Final = 0.88
 """The same fraction in the forecast of departures from devices that share a step. A larger one writes too little back early (0.92: a 50B GPT on eight
 devices of 80 GiB takes 1.181 times its bound instead of 1.145 times), a smaller one moves more (0.84: 4 % for a small step at a quarter)."""
+
+MOST_AHEAD: Final = 512
+"""Tasks before its use from which on data may be fetched, at most."""
+
+DEAD: Final = -1
+"""In place of a next use: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,42 @@ class Forecast:
     def total(self) -> int:
         """Bytes in both directions."""
         return self.read + self.written
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What one task makes move.
+
+    Attributes:
+        used: bytes in use while it runs.
+        added: bytes that it misses, what it makes and scratch among them.
+        read: bytes that are fetched for it, of which `far_read` from the disk under the tier below.
+        evicted: what is written back for it: (position of its last use, bytes, whether they go to that disk).
+    """
+
+    used: int
+    added: int
+    read: int
+    far_read: int
+    evicted: list[tuple[int, int, bool]]
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the disk under the tier below serves it."""
+        return self.far_read > 0 or any(is_far for _, _, is_far in self.evicted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A pass through a step, the one before it done.
+
+    Attributes:
+        moves: of each task; positions count from the start of the pass, those of the pass before are below 0.
+        gone: what was evicted, with the position of its next use, counted from the start of the pass before.
+    """
+
+    moves: list[_Moves]
+    gone: list[tuple[HandleRecord, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,46 +133,59 @@ class _Clock:
     """Virtual time of a step: one queue of tasks, and one queue of copies in each direction, each entry as early as the rules allow.
 
     Args:
-        ahead: most bytes that are fetched before the running task has ended.
+        reach: most bytes that tasks ahead of the running one miss while the prefetcher fetches for them.
         backlog: most bytes that wait to be written while other tiles are fetched into the memory they leave.
     """
 
-    def __init__(self, pace: Pace, ahead: int, backlog: int) -> None:
-        self.pace, self.ahead, self.backlog = pace, ahead, backlog
+    def __init__(self, pace: Pace, reach: int, backlog: int) -> None:
+        self.pace, self.reach, self.backlog = pace, reach, backlog
         self.now = self.reads = self.writes = 0.0
-        self._ahead: deque[tuple[float, int]] = deque()  # start time and fetched bytes of the latest tasks
-        self._fetched = 0
-        self._fetch_from = 0.0  # start of the oldest task in the lookahead: no fetch begins before
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._oldest = 0  # task ahead of which the prefetcher has come as far as the one that is next
+        self._missing = 0  # bytes that the tasks from there on miss
+        self._added: list[int] = []
 
-    def run(self, task: RecordedTask, read: int, written: int, far_read: int = 0, far_written: int = 0) -> None:
-        """Run a task after `read` bytes were fetched for it and `written` bytes evicted, of which the far ones came from and went to the disk
-        below."""
-        pace = self.pace
-        reading, writing = (read - far_read) * pace.num_devices / pace.read, (written - far_written) * pace.num_devices / pace.write
-        spare, far_reading = self.backlog * pace.num_devices / pace.write, 0.0
-        if pace.spill is not None and (far_read or far_written):
-            spare = self.backlog * pace.num_devices / pace.spill.write
-            far_reading = far_read * pace.num_devices / pace.spill.read
-            reading += far_reading
-            writing += far_written * pace.num_devices / pace.spill.write
-        if pace.duplex:
-            if written:
-                self.writes = max(self.writes, self._fetch_from) + writing
-            if read:
-                self.reads = max(self.reads, self._fetch_from, self.writes - spare) + reading
-            if far_reading:  # the disk serves one direction at a time
-                self.writes = max(self.writes, self._fetch_from) + far_reading
-        elif read or written:  # one direction at a time until `writes`; reads overtake pending writes
-            self.reads = max(self.reads, self._fetch_from, self.writes - spare) + reading
-            self.writes = max(self.writes, self._fetch_from) + reading + writing
-        ready = self.reads if read else self.writes - spare if written else 0.0
-        start = max(self.now, ready)
-        self.now = start + pace.seconds[task] * pace.num_devices
-        self._ahead.append((start, read))
-        self._fetched += read
-        while self._fetched > self.ahead and len(self._ahead) > 1:
-            self._fetch_from, nbytes = self._ahead.popleft()
-            self._fetched -= nbytes
+    def run(self, seconds: float, moves: _Moves, start: int, begin: int) -> None:
+        """Run a task.
+
+        Args:
+            moves: what is copied before it.
+            start: number of tasks before the step, from which positions count.
+            begin: position of the task from which on its data may be fetched whatever the tasks in between miss.
+        """
+        pace, at = self.pace, len(self._starts)
+        self._look_ahead(at, moves.added)
+        per_read, per_write = pace.num_devices / pace.read, pace.num_devices / pace.write
+        far_per_read, far_per_write = per_read, per_write
+        if pace.spill is not None:
+            far_per_read, far_per_write = pace.num_devices / pace.spill.read, pace.num_devices / pace.spill.write
+        spare = self.backlog * (far_per_write if pace.spill is not None and moves.is_far else per_write)
+        far_reading = moves.far_read * far_per_read
+        reading = (moves.read - moves.far_read) * per_read + far_reading
+        fetch_from = self._starts[max(0, min(start + begin, self._oldest, at - 1))] if self._starts else 0.0
+        if not pace.duplex and moves.read:  # one direction at a time until `writes`; reads overtake pending writes
+            self.writes = max(self.writes, fetch_from) + reading
+        for since, nbytes, is_far in moves.evicted:
+            used_until = self._ends[start + since] if start + since >= 0 else 0.0
+            self.writes = max(self.writes, used_until) + nbytes * (far_per_write if is_far else per_write)
+        if moves.read:
+            self.reads = max(self.reads, fetch_from, self.writes - (reading if not pace.duplex else 0.0) - spare) + reading
+            if pace.duplex and far_reading:  # the disk serves one direction at a time
+                self.writes = max(self.writes, fetch_from) + far_reading
+        ready = self.reads if moves.read else self.writes - spare if moves.evicted else 0.0
+        begun = max(self.now, ready)
+        self.now = begun + seconds * pace.num_devices
+        self._starts.append(begun)
+        self._ends.append(self.now)
+
+    def _look_ahead(self, at: int, added: int) -> None:
+        """Go on to a task that misses so many bytes."""
+        self._added.append(added)
+        self._missing += added
+        while (self._missing > self.reach or at - self._oldest > TASKS) and self._oldest < at:
+            self._missing -= self._added[self._oldest]
+            self._oldest += 1
 
 
 class _Below:
@@ -167,52 +221,112 @@ class _Below:
             self.free += handle.size
 
 
+class Touches:
+    """What each task of a step touches, looked up once for forecasts of it in many orders.
+
+    Args:
+        plan: the step.
+
+    Attributes:
+        data: of each task, (handle, whether it reads what is there, whether it writes), scratch left out.
+        scratch: of each task, bytes.
+        mortal: handles that die with their last use.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.data = [[(handle, mode != W, mode != R) for handle, mode in task.accesses if mode != SCRATCH] for task in plan.tasks]
+        self.scratch = [sum(handle.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
+        self.mortal = {handle for handle, is_output in plan.owned.items() if not is_output}
+
+    def next_uses(self, positions: Sequence[int]) -> list[list[int]]:
+        """Of the tasks at some positions, in their order: for each of their data, which of these tasks uses it next, counted on into the next step;
+        `DEAD` if none does."""
+        latest: dict[HandleRecord, int] = {}
+        last: list[tuple[HandleRecord, list[int], int]] = []
+        found: list[list[int]] = []
+        for at in range(len(positions) - 1, -1, -1):
+            row: list[int] = []
+            for handle, _, _ in self.data[positions[at]]:
+                following = latest.get(handle, DEAD)
+                if following == DEAD and handle not in self.mortal:
+                    last.append((handle, row, len(row)))
+                row.append(following)
+                latest[handle] = at
+            found.append(row)
+        for handle, row, index in last:
+            row[index] = len(positions) + latest[handle]
+        found.reverse()
+        return found
+
+
 class _Memory:
     """Tiles in a memory of `capacity` bytes, and the next use of each.
 
     Args:
         below: the tier below if a disk is under it; None otherwise.
+        stays: tiles that may not be evicted.
 
     Attributes:
-        read, written: bytes from and to the tier below, of which `far_read` and `far_written` from and to the disk under it.
         gone: evicted tiles, each with its next use.
     """
 
-    def __init__(self, capacity: int, below: _Below | None = None) -> None:
+    def __init__(self, capacity: int, below: _Below | None = None, stays: Set[HandleRecord] = frozenset()) -> None:
         self.capacity = capacity
         self.below = below
+        self.stays = stays
         self.used = 0
-        self.read = self.written = self.far_read = self.far_written = 0
         self.next_use: dict[HandleRecord, int] = {}  # of resident tiles
+        self.last_use: dict[HandleRecord, int] = {}
         self.dirty: set[HandleRecord] = set()
         self.gone: list[tuple[HandleRecord, int]] = []
+        self._written: list[tuple[int, int, bool]] = []  # for the task at hand, as in `_Moves.evicted`
         self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (-next use, handle), clean and dirty
         self._by_id: dict[int, HandleRecord] = {}
 
-    def touch(self, handle: HandleRecord, *, reads: bool) -> None:
-        """Bring a tile in unless it is resident; `reads` tells whether its data is needed."""
-        if handle in self.next_use:
-            del self.next_use[handle]
-            return
-        self.used += handle.size
-        if reads:
-            self.read += handle.size
-            if self.below is not None and handle in self.below.spilled:
-                self.far_read += handle.size
+    def bring(self, data: Sequence[tuple[HandleRecord, bool, bool]], scratch: int, now: int) -> _Moves:
+        """Bring in what a task touches, and let go what has no room beside it."""
+        next_use, added, read, far_read = self.next_use, scratch, 0, 0
+        for handle, reads, _ in data:
+            if handle in next_use:
+                del next_use[handle]
+                continue
+            added += handle.size
+            if reads:
+                read += handle.size
+                if self.below is not None and handle in self.below.spilled:
+                    far_read += handle.size
+        self.used += added
+        self._written = []
+        if self.used > self.capacity:
+            self.evict(now)
+        moves = _Moves(self.used, added, read, far_read, self._written)
+        self.used -= scratch
+        return moves
 
-    def leave(self, handle: HandleRecord, next_use: int, *, written: bool, stays: bool) -> None:
-        """Release a tile after a task: it may be evicted unless it `stays`. `next_use` counts tasks from the start of the first pass."""
-        self.next_use[handle] = next_use
-        if stays:
-            return
-        if written:
-            self.dirty.add(handle)
-            if self.below is not None:
-                self.below.forget(handle)
-        self._by_id[handle.id] = handle
-        heapq.heappush(self._heaps[handle in self.dirty], (-next_use, handle.id))
+    def leave(self, data: Sequence[tuple[HandleRecord, bool, bool]], next_uses: Sequence[int], now: int, start: int) -> None:
+        """Release what a task has touched: what is dead goes, the rest may be evicted.
 
-    def kill(self, handle: HandleRecord) -> None:
+        Args:
+            now: the task's position.
+            start: number of tasks before the step, from which it and `next_uses` count.
+        """
+        for (handle, _, writes), following in zip(data, next_uses, strict=True):
+            if following == DEAD:
+                self._kill(handle)
+                continue
+            self.next_use[handle] = start + following
+            self.last_use[handle] = now
+            if handle in self.stays:
+                continue
+            if writes:
+                self.dirty.add(handle)
+                if self.below is not None:
+                    self.below.forget(handle)
+            self._by_id[handle.id] = handle
+            heapq.heappush(self._heaps[handle in self.dirty], (-start - following, handle.id))
+
+    def _kill(self, handle: HandleRecord) -> None:
         """Drop a tile that no task uses any more."""
         self.used -= handle.size
         self.next_use.pop(handle, None)
@@ -233,9 +347,8 @@ class _Memory:
             self.gone.append((handle, self.next_use.pop(handle)))
             self.used -= handle.size
             if which:
-                self.written += handle.size
-                if self.below is not None and not self.below.take(handle):
-                    self.far_written += handle.size
+                is_far = self.below is not None and not self.below.take(handle)
+                self._written.append((self.last_use[handle], handle.size, is_far))
                 self.dirty.discard(handle)
 
     def _top(self, which: int) -> tuple[int, int] | None:
@@ -249,74 +362,99 @@ class _Memory:
         return None
 
 
-def forecast(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: bool = False, share: float = SHARE) -> Forecast:
-    """Traffic and duration of a step in the order of `plan` within a budget.
+def forecast(
+    step: Touches, positions: Sequence[int], budget: int, pace: Pace | None = None, *, only_files: bool = False, share: float = SHARE
+) -> Forecast:
+    """Traffic and duration of a step within a budget.
 
     A task whose data exceeds the budget goes unnoticed here; it costs nothing extra.
 
     Args:
+        positions: of the tasks, in the order in which they run; those of one device only where others run the rest.
         budget: bytes.
         pace: rates of the machine; without them only bytes are forecast.
         only_files: whether only tiles that lie in files may be evicted, because there is no tier below.
         share: fraction of the budget that holds tiles between their uses.
     """
-    return _run(plan, int(budget * share), budget, pace, only_files=only_files)[0]
+    capacity = int(budget * share)
+    passed = _run(step, positions, capacity, budget, pace, only_files=only_files)
+    read = sum(moves.read for moves in passed.moves)
+    written = sum(nbytes for moves in passed.moves for _, nbytes, _ in moves.evicted)
+    return Forecast(read, written, 0.0 if pace is None else _seconds(step, positions, passed, capacity, budget, pace))
 
 
-def departures(plan: StepPlan, budget: int, share: float = SHARE) -> dict[HandleRecord, set[int]]:
-    """Which handles leave a memory of `budget` bytes in the order of `plan`: handle -> positions of the uses before which it has left."""
-    found: dict[HandleRecord, set[int]] = {}
-    for handle, position in _run(plan, int(budget * share), budget)[1]:
-        found.setdefault(handle, set()).add(position % len(plan.tasks))
+def _seconds(step: Touches, positions: Sequence[int], passed: _Passed, capacity: int, budget: int, pace: Pace) -> float:
+    """Duration of a step behind one that was alike."""
+    begins = {position: begin for begin, position in _returns(passed, capacity)}
+    clock, period = _Clock(pace, budget // AHEAD, budget // CLEAN), len(positions)
+    seconds = [pace.seconds[step.plan.tasks[at]] for at in positions]
+    before = 0.0
+    for start in (0, period):
+        before = clock.now
+        for position, moves in enumerate(passed.moves):
+            clock.run(seconds[position], moves, start, begins.get(position, position))
+    return clock.now - before
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a plan knows of the copies of a step.
+
+    Attributes:
+        leaves: handles that leave the memory where tasks run, and positions of the uses before which they have left.
+        returns: (from, position) of each task that misses such data, in planned order: from which task on the memory has bytes for it that
+            nothing else needs until then; below 0 for one of the step before.
+    """
+
+    leaves: dict[HandleRecord, set[int]]
+    returns: list[tuple[int, int]]
+
+
+def foresee(step: Touches, positions: Sequence[int], budget: int, share: float = SHARE) -> Foreseen:
+    """What leaves a memory of `budget` bytes, and when it may come back; arguments as of `forecast`, and positions count in that order."""
+    capacity = int(budget * share)
+    passed = _run(step, positions, capacity, budget)
+    leaves: dict[HandleRecord, set[int]] = {}
+    for handle, position in passed.gone:
+        leaves.setdefault(handle, set()).add(position % len(positions))
+    return Foreseen(leaves, _returns(passed, capacity))
+
+
+def _returns(passed: _Passed, capacity: int) -> list[tuple[int, int]]:
+    """`Foreseen.returns`: each task's data as early as there are bytes for it beside that of the tasks before."""
+    spare = [capacity - moves.used for moves in passed.moves]
+    found, most = [], min(MOST_AHEAD, len(spare) - 1)
+    for position, moves in enumerate(passed.moves):
+        if nbytes := moves.read:
+            begin = position
+            for begin in range(position, position - most, -1):  # below 0 the list goes on from its end, as the step before does
+                if spare[begin - 1] < nbytes:
+                    break
+                spare[begin - 1] -= nbytes
+            found.append((begin, position))
     return found
 
 
-def _run(
-    plan: StepPlan, capacity: int, budget: int, pace: Pace | None = None, *, only_files: bool = False
-) -> tuple[Forecast, list[tuple[HandleRecord, int]]]:
-    """`forecast`, and the evictions of the pass that counts: (handle, position of its next use, counted from the first pass's start).
+def _run(step: Touches, positions: Sequence[int], capacity: int, budget: int, pace: Pace | None = None, *, only_files: bool = False) -> _Passed:
+    """Two passes through the step, of which the second counts.
 
     Args:
         capacity: bytes of the budget that hold tiles between their uses.
     """
-    below = None
+    below, plan = None, step.plan
     if pace is not None and pace.spill is not None:
         below = _filled(plan, int(pace.spill.capacity * SHARE_BESIDE) - budget // CLEAN)  # tiles written early lie in both
-    memory = _Memory(capacity, below)
-    clock = None if pace is None else _Clock(pace, budget // AHEAD, budget // CLEAN)
-    period = len(plan.tasks)
-    before = (0, 0, 0.0)
+    stays = {handle for handle in plan.uses if not plan.stays_in_file(handle)} if only_files else frozenset[HandleRecord]()
+    memory = _Memory(capacity, below, stays)
+    next_uses, period, found = step.next_uses(positions), len(positions), list[_Moves]()
     for start in (0, period):
-        before = memory.read, memory.written, clock.now if clock else 0.0
         memory.gone.clear()
-        num_uses = dict.fromkeys(plan.uses, 0)
-        for position, task in enumerate(plan.tasks):
-            now = start + position
-            read, written, scratch = memory.read, memory.written, 0
-            far_read, far_written = memory.far_read, memory.far_written
-            for handle, mode in task.accesses:
-                if mode == SCRATCH:
-                    scratch += handle.size
-                else:
-                    memory.touch(handle, reads=mode != W)
-            memory.used += scratch
-            memory.evict(now)
-            memory.used -= scratch
-            if clock is not None:
-                clock.run(task, memory.read - read, memory.written - written, memory.far_read - far_read, memory.far_written - far_written)
-            for handle, mode in task.accesses:
-                if mode == SCRATCH:
-                    continue
-                use = plan.uses[handle]
-                stays = only_files and not plan.stays_in_file(handle)
-                count = num_uses[handle] = num_uses[handle] + 1
-                if count < len(use.positions):
-                    memory.leave(handle, start + use.positions[count], written=mode != "R", stays=stays)
-                elif plan.owned.get(handle) is False:
-                    memory.kill(handle)
-                else:
-                    memory.leave(handle, start + period + use.positions[0], written=mode != "R", stays=stays)
-    return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0), memory.gone
+        found.clear()
+        for now, position in enumerate(positions):
+            found.append(memory.bring(step.data[position], step.scratch[position], start + now))
+            memory.leave(step.data[position], next_uses[now], now, start)
+        memory.last_use = {handle: now - period for handle, now in memory.last_use.items()}
+    return _Passed(found, memory.gone)
 
 
 def _filled(plan: StepPlan, capacity: int) -> _Below:

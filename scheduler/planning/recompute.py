@@ -204,7 +204,7 @@ class Mix:
     Attributes:
         groups: all of the step, the cheapest first; K of them are made again.
         num_groups: K.
-        share: of the values of each.
+        share: of the values of the last one.
         inside: instead of groups, the values that nothing outside their block reads, which "block" asks for; empty where groups were chosen.
         between: what blocks read from each other, which is kept then.
         seconds_without: forecast of the step that makes nothing again.
@@ -221,7 +221,8 @@ class Mix:
         """Those of a group's values that are made again."""
         if self.inside:
             return [handle for handle in group.leading(1.0) if handle in self.inside]
-        return group.leading(self.share) if group in self.groups[: self.num_groups] else []
+        chosen = self.groups[: self.num_groups]
+        return group.leading(self.share if group is chosen[-1] else 1.0) if group in chosen else []
 
     def apply(self, values: Values) -> StepPlan:
         """The step that makes these again."""
@@ -233,7 +234,7 @@ class Mix:
         if self.inside:
             return BLOCK
         share = "" if self.share == 1 else f":{self.share:g}"
-        return ",".join(group.name + share for group in self.groups[: self.num_groups]) or NONE
+        return ",".join(group.name for group in self.groups[: self.num_groups]) + share or NONE
 
 
 def recomputed(values: Values, again: Iterable[HandleRecord], kept: Set[HandleRecord] = frozenset()) -> StepPlan:

@@ -313,7 +313,7 @@ def _detached(plan: StepPlan) -> StepPlan:
     ]
     owned = {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}
     found = StepPlan(tasks, owned, window=plan.window, partitions=plan.partitions)
-    found.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()})
+    found.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()}, plan.returns)
     return found
 
 

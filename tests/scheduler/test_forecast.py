@@ -10,8 +10,9 @@ from support.toy_steps import PAGE, toy_step
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import FILE, Replica, W
 from scheduler.core.step_plan import StepPlan
+from scheduler.planning import forecast as forecasts
 from scheduler.planning.choose_order import AUTO, EQUAL, SUBMISSION, plan_order
-from scheduler.planning.forecast import Pace, Spill, departures, forecast
+from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill, Touches
 from scheduler.planning.orders import candidates
 from scheduler.simulation.virtual_time import Simulation, simulate
 
@@ -33,6 +34,22 @@ def near(rate: float) -> list[Pace]:
 def ordered(name: str) -> StepPlan:
     """The step in one of its orders."""
     return StepPlan([STEP.tasks[at] for at in candidates(STEP)[name]], STEP.owned)
+
+
+def forecast(plan: StepPlan, budget: int, pace: Pace | None = None, *, only_files: bool = False) -> Forecast:
+    """The forecast of a plan in its order."""
+    return forecasts.forecast(Touches(plan), range(len(plan.tasks)), budget, pace, only_files=only_files)
+
+
+def foresee(plan: StepPlan, budget: int) -> Foreseen:
+    """What is foreseen of a plan in its order."""
+    return forecasts.foresee(Touches(plan), range(len(plan.tasks)), budget)
+
+
+def note(plan: StepPlan, budget: int) -> None:
+    """Note in the plan what is foreseen, as choosing an order does."""
+    found = foresee(plan, budget)
+    plan.foresee(found.leaves, [found.returns])
 
 
 def test_what_fits_takes_as_long_as_its_tasks() -> None:
@@ -68,7 +85,7 @@ def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
     plan, budget = ordered(name), STEP.needed_bytes() // 3
     speeds = near(rate)
     foreseen = [forecast(plan, budget, speed).seconds for speed in speeds]
-    plan.foresee(departures(plan, budget))
+    note(plan, budget)
     measured = [in_virtual_time(plan, budget, speed).seconds for speed in speeds]
     assert sum(foreseen) == pytest.approx(sum(measured), rel=0.2)
     assert all(0.6 * there <= here <= 1.6 * there for here, there in zip(foreseen, measured, strict=True))
@@ -81,7 +98,7 @@ def test_a_disk_under_host_memory_is_as_slow_as_in_virtual_time(name: str, share
     plan, budget, links = ordered(name), STEP.needed_bytes() // 3, pace(16.0)
     room, disk = int(share * STEP.needed_bytes()), links.read / 16
     foreseen = forecast(plan, budget, replace(links, spill=Spill(room, disk, disk)))
-    plan.foresee(departures(plan, budget))
+    note(plan, budget)
     found = simulate(
         plan,
         workers=[("cpu", 1, 3)],
@@ -123,13 +140,13 @@ def in_virtual_time(plan: StepPlan, budget: int, speed: Pace) -> Simulation:
 def test_what_leaves_is_what_is_fetched_again(name: str) -> None:
     """Departures account for the bytes read: each is followed by a read, unless the next use overwrites."""
     plan, budget = ordered(name), STEP.needed_bytes() // 3
-    left = departures(plan, budget)
+    left = foresee(plan, budget).leaves
     read = 0
     for handle, positions in left.items():
         assert positions <= set(plan.uses[handle].positions)
         read += sum(handle.size for at in positions if dict(plan.tasks[at].accesses)[handle] != W)
     assert read == forecast(plan, budget).read > 0
-    assert departures(plan, 1 << 40) == {}
+    assert foresee(plan, 1 << 40) == Foreseen({}, [])
 
 
 @pytest.mark.parametrize("name", ["layers", "turn:2/8"])
@@ -137,7 +154,7 @@ def test_writing_early_what_will_leave_saves_time_and_costs_no_bytes(name: str) 
     """Where links are short, a plan that knows what leaves takes less time than the same plan without that."""
     plan, budget, speeds = ordered(name), STEP.needed_bytes() // 3, near(1.0)
     before = [in_virtual_time(plan, budget, speed) for speed in speeds]
-    plan.foresee(departures(plan, budget))
+    note(plan, budget)
     after = [in_virtual_time(plan, budget, speed) for speed in speeds]
     assert sum(each.seconds for each in after) <= 0.9 * sum(each.seconds for each in before)
     assert sum(sum(each.moved_bytes.values()) for each in after) <= 1.02 * sum(sum(each.moved_bytes.values()) for each in before)

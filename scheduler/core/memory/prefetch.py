@@ -15,15 +15,17 @@ costs as much as many events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from typing import Final
 
 from ..events import Action
-from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task
+from ..records import RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replay, Replica, Task
 from . import coherence
 from .replicas import Replicas
+from .victim_selection import is_dirty, is_unused
 
 READS: Final = 6
 """Prefetches under way at most."""
@@ -50,9 +52,8 @@ TASKS: Final = 128
 LOOKS: Final = 2
 """A look for what to write back after every such fraction of the clean share that the node has handed out."""
 
-LEAVING: Final = 8
-"""Dirty replicas, the first ones, among which one that will leave is looked for. What a step overwrites next, and data of other steps, stand before
-what it reads, but a policy that knows the plan has few of those: the share above writes them."""
+LEAVING: Final = 1
+"""Copies from the node towards the last tier under way, beyond which nothing is written only because it will leave."""
 
 EVENTS: Final = 64
 """Where tasks run on one node only, it walks from the first planned task again after so many events at the latest, for changes that no event
@@ -89,7 +90,8 @@ class Lookahead:
         self._num_ended = 0  # `Copies.num_ended` of the node when it began
         self._looked_at = 0  # what the node had handed out at the last look for what to write back
         self._wanted = 0  # bytes to write back, as of then
-        self._may_leave = False  # whether there may be more that will leave, as of then
+        self._returned: dict[Replay, int] = {}  # of each replay under way, how many of its `returns` have been dealt with
+        self._leaving: deque[Replica] = deque()  # what had been used last before it leaves, in that order
 
     def run(self, ended: Task | None, actions: list[Action], *, blocked: bool) -> None:
         """Start what should be under way now.
@@ -105,12 +107,15 @@ class Lookahead:
         self._num_events += 1
         if ended is not None:
             self._reach += self._behind.pop(ended, 0)
+            self._note_leaving(ended)
         if self._is_over():
             self._begin()
         elif self._at is None:
             self._at = self._next()
         if self._at is not None:
             self._prefetch(PRESSED if blocked else READS if replicas.num_files else self._most, actions)
+        if self._at is None and not blocked:
+            self._prefetch_returning(self._most - replicas.copies.num_arriving(self.node), actions)
         self._write_back(actions)
         replicas.missed[self.node] = inf  # what this look has let go is used later than what it fetched: the walk has yet to come there
 
@@ -129,6 +134,8 @@ class Lookahead:
 
     def rest(self) -> None:
         """No replay is in flight: nothing is kept of the last one."""
+        self._leaving.clear()
+        self._returned.clear()
         self._walk, self._at = iter(()), None
         self._behind.clear()
 
@@ -205,17 +212,12 @@ class Lookahead:
             if replica is not None and replica.state != "reserved" and mode != SCRATCH:
                 continue
             nbytes += handle.size
-            if replica is None and handle.replicas and (mode == R or mode == RW) and handle.lost is None and num_started < limit:
-                source = coherence.best_source(handle, None)
-                if source is None:
-                    continue  # an earlier task has yet to write it
+            if replica is None and num_started < limit:
                 distance = self._distance(replay, position)
-                next_use, overwrites = replicas.foresight.next_use(handle)
-                if overwrites or next_use > distance:
-                    continue  # the same, over old data; or it would go at once for what is fetched next
-                if next_use < distance and replicas.foresight.will_change(handle, replay, position):
-                    continue  # elsewhere, before this task reads it
-                if replicas.copies.num_on(source.node, node) >= QUEUE and replicas.is_memory(source.node):
+                source = self._source(handle, mode, replay, position, distance)
+                if source is None:
+                    continue
+                if self._is_full(source):
                     self._passed += handle.size
                     continue
                 if is_in_use(handle):
@@ -227,6 +229,71 @@ class Lookahead:
                     return None
                 num_started += 1
         return num_started, nbytes
+
+    def _source(self, handle: HandleRecord, mode: Mode, replay: Replay, position: int, distance: int) -> Replica | None:
+        """The replica to fetch from for a planned task; None where there is nothing to fetch, or nothing yet.
+
+        Args:
+            distance: planned tasks until it.
+        """
+        if not handle.replicas or (mode != R and mode != RW) or handle.lost is not None:
+            return None
+        source = coherence.best_source(handle, None)
+        if source is None:
+            return None  # an earlier task has yet to write it
+        foresight = self.replicas.foresight
+        next_use, overwrites = foresight.next_use(handle)
+        if overwrites or next_use > distance:
+            return None  # the same, over old data; or it would go at once for what is fetched next
+        if next_use < distance and foresight.will_change(handle, replay, position):
+            return None  # elsewhere, before this task reads it
+        return source
+
+    def _is_full(self, source: Replica) -> bool:
+        """Whether the link from a replica has enough to do."""
+        replicas = self.replicas
+        return replicas.copies.num_on(source.node, self.node) >= QUEUE and replicas.is_memory(source.node)
+
+    def _prefetch_returning(self, limit: int, actions: list[Action]) -> None:
+        """Fetch for tasks beyond the walk what the plan expects back by now."""
+        replicas = self.replicas
+        order = replicas.foresight.order
+        for replay in tuple(replicas.foresight.replays):
+            returns = self._returns_of(replay)
+            at = self._returned.get(replay, 0)
+            while at < len(returns):
+                begin, position = returns[at]
+                if replay.first_order + begin > order or not self._fetch_returning(replay, position, limit, actions):
+                    self._returned[replay] = at
+                    return
+                limit = self._most - replicas.copies.num_arriving(self.node)
+                at += 1
+            self._returned[replay] = at
+
+    def _returns_of(self, replay: Replay) -> Sequence[tuple[int, int]]:
+        """What the plan says of this node."""
+        if not replay.partition_nodes:
+            return replay.returns[0] if len(replay.returns) == 1 else ()
+        if self.node not in replay.partition_nodes or not replay.returns:
+            return ()
+        return replay.returns[replay.partition_nodes.index(self.node)]
+
+    def _fetch_returning(self, replay: Replay, position: int, limit: int, actions: list[Action]) -> bool:
+        """Fetch what a task misses of the data that has left; or return False, if that is for later."""
+        task = replay.tasks[position]
+        if replay.done[position] or task.state not in _TO_COME:
+            return True
+        distance = self._distance(replay, position)
+        for handle, mode in task.accesses:
+            if self.node in handle.replicas:
+                continue
+            source = self._source(handle, mode, replay, position, distance)
+            if source is None or is_in_use(handle):
+                continue
+            if limit <= 0 or self._is_full(source) or not self._fetch(handle, source, distance, actions):
+                return False
+            limit -= 1
+        return True
 
     def _fetch(self, handle: HandleRecord, source: Replica, distance: int, actions: list[Action]) -> bool:
         """Start fetching data that is used `distance` planned tasks from now, into free memory or over what is used later; or return False."""
@@ -256,7 +323,6 @@ class Lookahead:
             return
         if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
-            self._may_leave = replicas.eviction.foresees
             self._wanted = goal - (node.budget - node.used)
             self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
         if self._wanted > 0:
@@ -264,12 +330,28 @@ class Lookahead:
                 if self._wanted > 0:
                     replicas.write_back(replica, actions)
                     self._wanted -= replica.handle.size
-        elif self._may_leave and not num_writing:
-            for replica in replicas.candidates[self.node].dirty(LEAVING):
-                if replicas.foresight.leaves(replica):
-                    replicas.write_back(replica, actions)
-                    return
-            self._may_leave = False
+        while self._leaving and num_writing < LEAVING:
+            replica = self._leaving.popleft()
+            if self._will_leave(replica):
+                replicas.write_back(replica, actions)
+                num_writing += 1
+
+    def _note_leaving(self, ended: Task) -> None:
+        """What a task has used last before it leaves is to be written back."""
+        replicas = self.replicas
+        if self.node == replicas.last or not replicas.eviction.foresees:
+            return
+        for handle, mode in ended.accesses:
+            schedule = handle.use_schedule
+            if mode != SCRATCH and schedule is not None and schedule.leaves:
+                replica = handle.replicas.get(self.node)
+                if replica is not None and self._will_leave(replica):
+                    self._leaving.append(replica)
+
+    def _will_leave(self, replica: Replica) -> bool:
+        """Whether a replica is still there, unused and dirty, and the forecast has it leave before its next use."""
+        is_there = replica.handle.replicas.get(self.node) is replica
+        return is_there and is_unused(replica) and is_dirty(replica) and self.replicas.foresight.leaves(replica)
 
 
 def is_in_use(handle: HandleRecord) -> bool:

@@ -64,6 +64,7 @@ class Explained:
         self._names = frozenset(names)
         self._num_wanted = count
         self._open: dict[Task, Placement] = {}
+        self._known: set[int] = set()  # orders of the tasks written down: a worker may give one back, which comes again
 
     def join(self, worker: Worker) -> None:
         """The worker joins the policy."""
@@ -71,8 +72,9 @@ class Explained:
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Write down what the policy sees if the task is wanted, then hand it on."""
-        if self._num_wanted and task.step is not None and task.name in self._names:
+        if self._num_wanted and task.step is not None and task.name in self._names and task.order not in self._known:
             self._num_wanted -= 1
+            self._known.add(task.order)
             if isinstance(self.policy, ExpectedEnd):
                 placement = Placement(task.name, task.order, self.policy.explain(task), weighs_costs=True, planned_node=task.planned_node)
             else:
