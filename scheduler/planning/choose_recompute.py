@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
@@ -220,6 +221,8 @@ class _Search:
             return self._base  # tasks alone take as long
         self._values = Values(self._plan)
         self._groups = groups_of(self._values, self._pace if self._fits(self._base) else None)
+        if self._pace is not None and not self._fits(self._base):  # sorted as `most_again` does, which knows no machine
+            self._groups = _priced(self._values, self._groups, self._pace)
         if not self._groups:
             return self._base
         most = len(self._groups)
@@ -239,7 +242,7 @@ class _Search:
         chosen = self._found[count, share]
         if not count or (self._fits(self._base) and self._cost(chosen) > CLOSE * self._cost(self._base)):
             return replace(self._base, mix=Mix(self._groups, 0, 1.0, self._base.seconds))
-        mix = Mix(self._groups, count, share, self._base.seconds)
+        mix = Mix(self._groups, count, share, self._base.seconds if self._fits(self._base) else inf)
         return replace(chosen, recompute=mix.name, mix=mix)
 
     def _of(self, count: int, share: float) -> PlannedOrder:

@@ -201,7 +201,7 @@ class Mix:
         groups: all of the step, the cheapest first; K of them are made again.
         num_groups: K.
         share: of the values of each.
-        seconds_without: forecast of the step that makes nothing again.
+        seconds_without: forecast of the step that makes nothing again; infinite where the machine cannot hold that one's data.
     """
 
     groups: Sequence[ValueGroup] = ()
@@ -316,7 +316,7 @@ class _Rewriting:
                 accesses = (*((accesses[each][0], R) for each in tail.reads), *((accesses[each][0], W) for each in tail.writes))
             new = tuple((made.get(handle) or (self._now(handle, at) if mode == R else handle), mode) for handle, mode in accesses)
             name = task.name if tail is None else tail.codelet.name
-            self._tasks.append(RecordedTask(codelet, name, task.kinds, new, constants, task.priority, task.pin))
+            self._tasks.append(RecordedTask(codelet, name, task.kinds, new, constants, task.priority, task.pin, is_clone=True))
         self._made.update(made)
 
     def _twin(self, handle: HandleRecord) -> HandleRecord:
