@@ -29,17 +29,16 @@ from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.interface import ModelConfig
 from ..models.registry import family_of
 from ..tiling.model_tiling import default_tiling
+from .fit_advice import advice, with_free_order
 from .memory_fit import (
     MOST_TASKS,
     CapturedStep,
-    advice,
     capture,
     choose_order,
     has_too_many_tasks,
     least_needs,
     most_tiles,
     no_collections,
-    with_free_order,
     work_of,
 )
 from .needs import Needs, shortage

@@ -23,7 +23,8 @@ from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
-from ..planning.memory_fit import CapturedStep, capture, check_fit, fitting_order
+from ..planning.fit_advice import check_fit
+from ..planning.memory_fit import CapturedStep, capture, fitting_order
 from ..planning.value_figures import order_figures
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter

@@ -21,7 +21,7 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.runtimes import open_runtime
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning import memory_fit
+from nntask.planning import fit_advice, memory_fit
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
@@ -345,7 +345,7 @@ def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -
         assert plan_run(changed, CONFIG, *([imaginary_machine(devices, changed.resources)] if devices else []))["feasible"]
         needs = memory_fit.needs_of(memory_fit.capture(resolve(tight, CONFIG)).plan)
         kept = resolve(replace(tight, checkpoints=CheckpointSettings(resume="run")), CONFIG)
-        assert not any("--minibatch" in change for change in memory_fit.advice(kept, this_machine(kept.machine), needs))
+        assert not any("--minibatch" in change for change in fit_advice.advice(kept, this_machine(kept.machine), needs))
 
 
 @pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])

@@ -11,7 +11,7 @@ from nntask.config.settings import DataSettings, ResourceSettings, TilingSetting
 from nntask.hardware.machine_model import this_machine
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning import HEAD, cells, headline, order_figures, value_lines
-from nntask.planning.memory_fit import check_fit
+from nntask.planning.fit_advice import check_fit
 
 CONFIG = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=4, n_head=2)
 
