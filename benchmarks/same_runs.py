@@ -48,7 +48,7 @@ VOLATILE: Final = frozenset(
     (
         *("seconds", "tokens_per_second", "tflops", "mfu", "wait_seconds", "stall_seconds", "stall_seconds_around_steps", "hit_rate"),
         *("busy_seconds", "worker_stall_seconds", "task_overhead_us", "peak_flops", "seconds_per_step", "busy_share", "forecast_seconds"),
-        *("link_bytes_per_second", "disk_bytes_per_second", "versions", "address"),
+        *("recompute_seconds", "link_bytes_per_second", "disk_bytes_per_second", "versions", "address"),
     )
 )
 """Fields whose value depends on time or on what is installed."""

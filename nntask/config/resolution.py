@@ -2,7 +2,7 @@
 
 Its stages, in order: defaults and rules between values (`filled`), the devices, tile sizes from the tables (`in_tiles`), the comparison with the run
 that is continued, and the budgets of memory and disk. Nothing is written, no file of weights is read, and no memory is taken: what files and places
-refuse, and budgets that are not to be had, come after the rules of settings (`training.preflight`, `planning.memory_fit`).
+refuse, and budgets that are not to be had, come after the rules of settings (`training.preflight`, `planning.fit_advice`).
 """
 
 from __future__ import annotations

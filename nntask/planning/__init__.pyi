@@ -1,14 +1,20 @@
-from .memory_fit import CapturedStep, capture, more_memory, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
+from .fit_advice import more_memory
+from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step
+from .value_figures import HEAD, cells, headline, order_figures, value_lines
 
 __all__ = [
+    "HEAD",
     "CapturedStep",
     "Needs",
     "capture",
+    "cells",
+    "headline",
     "more_memory",
     "needs_of",
     "no_collections",
+    "order_figures",
     "order_on",
     "plan_run",
     "plan_step",
@@ -16,4 +22,5 @@ __all__ = [
     "shortage",
     "thriftiest_needs",
     "untouched",
+    "value_lines",
 ]

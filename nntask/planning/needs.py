@@ -1,5 +1,5 @@
-"""What a step needs at least of each memory of a machine, and which of them are too small. `memory_fit` measures it; what to do is said there, and
-for texts in `inference.memory_check`."""
+"""What a step needs at least of each memory of a machine, and which of them are too small. `memory_fit` measures it; what to do is said in
+`fit_advice`, and for texts in `inference.memory_check`."""
 
 from __future__ import annotations
 

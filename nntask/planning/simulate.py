@@ -14,7 +14,7 @@ from typing import Any, Final
 import scheduler
 from scheduler import SCRATCH, DataClass, W
 from scheduler.machine import StepPlan
-from scheduler.planning import AUTO, PlannedOrder
+from scheduler.planning import PlannedOrder
 from scheduler.simulation import Simulation, simulate
 
 from ..adapters.lora import largest_rank
@@ -24,25 +24,25 @@ from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
-from ..hardware.machine_model import MachineModel, durations, pace_on, this_machine
+from ..hardware.machine_model import MachineModel, durations, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.interface import ModelConfig
 from ..models.registry import family_of
 from ..tiling.model_tiling import default_tiling
+from .fit_advice import advice, with_free_order
 from .memory_fit import (
     MOST_TASKS,
     CapturedStep,
-    advice,
     capture,
     choose_order,
     has_too_many_tasks,
     least_needs,
     most_tiles,
     no_collections,
-    with_free_order,
     work_of,
 )
 from .needs import Needs, shortage
+from .value_figures import order_figures
 
 FEW_TASKS: Final = 3000
 """Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
@@ -213,15 +213,7 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
         "budget_bytes": dict(target.budgets),
         "needed_bytes": order.plan.needed_bytes(),
         "bytes_by_class": _by_class(order.plan),
-        "order": order.name,
-        "order_is_given": run.step.order != AUTO,
-        "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
-        "recompute": run.step.recompute if run.step.recompute != AUTO else order.recompute,
-        "recompute_is_given": run.step.recompute != AUTO,
-        "seconds_without_recompute": None if order.mix is None else order.mix.seconds_without,
-        "values": _values(order, target),
-        "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
-        "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
+        **order_figures(order, run, target),
         "link_bytes_per_second": target.link_rate if target.is_imaginary else None,
         "disk_bytes_per_second": target.disk_rate if target.is_imaginary and target.storage else None,
         "policy": target.policy,
@@ -233,30 +225,6 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
         "largest_minibatch": None,
         "largest_minibatch_is_of_tasks": False,
     }
-
-
-def _values(order: PlannedOrder, target: MachineModel) -> list[dict[str, Any]]:
-    """What becomes of each group of values that could be made again, and what else it would cost: empty where the planner had no choice to make."""
-    if order.mix is None or not order.forecasts:
-        return []
-    pace = pace_on(order.plan, target)
-    gone = {handle for handle, use in order.plan.uses.items() if use.leaves}
-    found = []
-    for group in order.mix.groups:
-        again = order.mix.again(group)
-        others = set(group.leading(1.0)).difference(again)
-        found.append(
-            {
-                "name": group.name,
-                "bytes": group.nbytes,
-                "again_bytes": sum(handle.size for handle in again),
-                "moved_bytes": sum(handle.size for handle in others if handle in gone),
-                "kept_bytes": sum(handle.size for handle in others if handle not in gone),
-                "seconds_again": group.seconds,
-                "seconds_moved": group.nbytes * max(1 / pace.read, 1 / pace.write),
-            }
-        )
-    return found
 
 
 def _by_class(plan: StepPlan) -> dict[str, int]:

@@ -1,14 +1,17 @@
-"""``--explain TASK``: why the first tasks of a name went where they went, as a table of what each worker would have cost."""
+"""``--explain TASK``: why the first tasks of a name went where they went, as a table of what each worker would have cost; and why values of the step
+are kept, moved or made again, as one of what each of these would have cost."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from scheduler.machine import Candidate, Placement, WorkerId
 
 from ..errors import UsageError
+from ..planning.value_figures import headline, value_lines
+from .columns import aligned
 
 if TYPE_CHECKING:
     from scheduler import Runtime
@@ -20,15 +23,16 @@ _HEAD: Final = ("worker", "execution", "transfer", "queueing", "eviction", "tota
 
 
 class Explainer:
-    """Prints the placements that --explain asks for as they happen.
+    """Prints what becomes of the step's values, and the placements that --explain asks for as they happen.
 
     Args:
-        wanted: names of tasks, see `matching`.
+        wanted: names of tasks, see `matching`; nothing is printed without any.
+        planned: see `order_figures`.
         say: prints a text.
     """
 
-    def __init__(self, runtime: Runtime, wanted: Collection[str], say: Callable[[str], None]) -> None:
-        self._runtime, self._wanted, self._say = runtime, wanted, say
+    def __init__(self, runtime: Runtime, wanted: Collection[str], planned: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._runtime, self._wanted, self._planned, self._say = runtime, wanted, planned, say
         self._placements: Sequence[Placement] | None = None
         self._num_told = 0
 
@@ -38,6 +42,7 @@ class Explainer:
             return
         if self._placements is None:
             self._placements = self._runtime.explain(self._wanted, PLACEMENTS)
+            self._say("\n".join([f"made again instead of kept: {headline(self._planned)}", *value_lines(self._planned)]))
         for placement in self._placements[self._num_told :]:
             self._num_told += 1
             self._say(table(placement, self._num_told, self._runtime.policy_name, self._runtime.worker_names))
@@ -66,11 +71,7 @@ def table(placement: Placement, number: int, policy: str, workers: Mapping[Worke
         planned = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.planned_node)
         how = f"keeps to the plan, and its part of the step belongs on {planned}; these seconds are for comparison"
     rows = [_HEAD, *(_row(each, workers, placement.chosen) for each in placement.candidates)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = [f"placement {number} of {placement.name} (task {placement.order}); policy {policy} {how}"]
-    for name, *cells in rows:
-        lines.append("  ".join(["", name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))]).rstrip())
-    return "\n".join(lines)
+    return "\n".join([f"placement {number} of {placement.name} (task {placement.order}); policy {policy} {how}", *aligned(rows)])
 
 
 def _row(each: Candidate, workers: Mapping[WorkerId, str], chosen: int) -> tuple[str, ...]:

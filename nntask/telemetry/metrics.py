@@ -54,6 +54,8 @@ class Meter:
             "hit_rate": 1 - misses / (misses + hits) if misses else 1.0,
             "busy_seconds": {who: round(each, 6) for who, each in busy.items()},
             "worker_stall_seconds": {who: round(each, 6) for who, each in stalled.items() if each},
+            "recomputed_tasks": stats["recomputed_tasks"] - last["recomputed_tasks"],
+            "recompute_seconds": round(stats["recompute_seconds"] - last["recompute_seconds"], 6),
         }
 
 
@@ -72,6 +74,9 @@ class Totals:
     evictions: int = 0
     stall_seconds: float = 0.0
     hit_rates: float = 0.0
+    busy_seconds: float = 0.0
+    recomputed_tasks: int = 0
+    recompute_seconds: float = 0.0
 
     @property
     def idle_seconds(self) -> float:
@@ -99,6 +104,9 @@ class Totals:
         self.evictions += line.get("evictions") or 0
         self.stall_seconds += line.get("stall_seconds") or 0.0
         self.hit_rates += line.get("hit_rate", 1.0)
+        self.busy_seconds += sum((line.get("busy_seconds") or {}).values())
+        self.recomputed_tasks += line.get("recomputed_tasks") or 0
+        self.recompute_seconds += line.get("recompute_seconds") or 0.0
 
 
 def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:

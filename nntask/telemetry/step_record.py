@@ -27,6 +27,8 @@ class StepRecord:
         hit_rate: share of the inputs of the step's tasks that were in place, or on their way, when the task was admitted.
         busy_seconds: of each worker, in kernels that ended during the step.
         worker_stall_seconds: of each worker that had any, its part of stall_seconds.
+        recomputed_tasks: tasks that made values again during the step, instead of their being kept.
+        recompute_seconds: of all workers together, in their kernels.
     """
 
     step: int
@@ -46,3 +48,5 @@ class StepRecord:
     hit_rate: float
     busy_seconds: dict[str, float] = field(default_factory=dict)
     worker_stall_seconds: dict[str, float] = field(default_factory=dict)
+    recomputed_tasks: int = 0
+    recompute_seconds: float = 0.0

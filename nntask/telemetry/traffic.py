@@ -1,4 +1,4 @@
-"""The closing report on movement: what went over which link, what left memory, how long workers waited for it, and how full memory was."""
+"""The closing report on movement: what went over which link, what left memory, what was made again, how long workers waited, how full memory was."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LINKS: Final = 6
 
 
 def is_worth_telling(totals: Totals, stats: Mapping[str, Any]) -> bool:
-    """Whether there is more than one memory, or too little of the one."""
-    return totals.steps > 0 and (len(stats["budget_bytes"]) > 1 or totals.stall_seconds > 0)
+    """Whether there is more than one memory, or too little of the one, or values were made again."""
+    return totals.steps > 0 and (len(stats["budget_bytes"]) > 1 or totals.stall_seconds > 0 or totals.recomputed_tasks > 0)
 
 
 def traffic_report(totals: Totals, stats: Mapping[str, Any]) -> list[str]:
@@ -30,6 +30,8 @@ def traffic_report(totals: Totals, stats: Mapping[str, Any]) -> list[str]:
     if len(links) > LINKS:
         links = [*links[: LINKS - 1], (f"over {len(links) - LINKS + 1} other links", sum(nbytes for _, nbytes in links[LINKS - 1 :]))]
     lines = [f"moved {link}: {nbytes / steps / 1e9:.3f} GB a step, {nbytes / seconds / 1e9:.2f} GB/s" for link, nbytes in links]
+    if totals.recomputed_tasks:
+        lines.append("made again: " + recomputed_line(totals.recomputed_tasks, totals.recompute_seconds, totals.busy_seconds, steps))
     used = {node: f"{node} {format_size(nbytes)} of {format_size(stats['budget_bytes'][node])}" for node, nbytes in stats["peak_bytes"].items()}
     peaks, reserved = ", ".join(text for node, text in used.items() if node != DISK), f"; reserved: {used[DISK]}" if DISK in used else ""
     share = totals.stall_seconds / (seconds * max(len(stats["busy_seconds"]), 1))
@@ -37,3 +39,14 @@ def traffic_report(totals: Totals, stats: Mapping[str, Any]) -> list[str]:
     lines.append(f"peak: {peaks}{reserved}")
     lines.append(f"evictions: {totals.evictions / steps:.0f} a step; {totals.hit_rate:.1%} of inputs were in place; {waited}")
     return lines
+
+
+def recomputed_line(num_tasks: float, seconds: float, busy_seconds: float, steps: int) -> str:
+    """What was made again, as it was measured.
+
+    Args:
+        num_tasks, seconds: of so many steps: tasks that made values again, and seconds in their kernels, of all workers together.
+        busy_seconds: in all kernels of these steps.
+    """
+    share = seconds / busy_seconds if busy_seconds else 0.0
+    return f"{num_tasks / steps:,.0f} tasks a step, {seconds / steps:.3g} s a step in kernels, {share:.1%} of the time in kernels"

@@ -3,7 +3,7 @@ from .compare import Comparison, run_side_by_side
 from .initial_weights import model_to_start_from
 from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
 from .run import train, train_untiled
-from .run_directory import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE, machine_of, newest_run, write_machine
+from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE, machine_of, newest_run, write_machine
 from .session import Opened, UntiledModel
 from .signals import Interrupts
 
@@ -12,6 +12,7 @@ __all__ = [
     "MACHINE",
     "METRICS",
     "NODES",
+    "PLAN",
     "SUMMARY",
     "TRACE",
     "Comparison",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,11 @@ from ..data.dataset import Dataset, open_dataset
 from ..engine.interface import Cluster, NodesChanged
 from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
+from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
-from ..planning.memory_fit import CapturedStep, capture, check_fit, fitting_order
+from ..planning.fit_advice import check_fit
+from ..planning.memory_fit import CapturedStep, capture, fitting_order
+from ..planning.value_figures import order_figures
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
@@ -41,9 +45,11 @@ from .signals import Interrupts
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """What is known of the step before anything runs: its order, the names of tasks to explain, and tasks that fall back to the CPU."""
+    """What is known of the step before anything runs: its order with its figures, the names of tasks to explain, and tasks that fall back to the
+    CPU."""
 
     order: PlannedOrder
+    planned: Mapping[str, Any]
     explained: Collection[str]
     fallbacks: Mapping[str, int]
 
@@ -73,7 +79,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         warn_of_disk(run.machine.disk)
         step, order = check_fit(run)
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        foreseen = _Foreseen(order, _explained(run.settings.observe.explain, step), fallbacks)
+        foreseen = _foreseen(run, step, order, fallbacks)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
@@ -106,7 +112,7 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     step = model.capture(run)
     order = fitting_order(step, run, partial(model.changes, run))
     check_files(run.start, step)
-    foreseen, lower = _Foreseen(order, _explained(run.settings.observe.explain, step), {}), "--minibatch" if run.start.resumed is None else ""
+    foreseen, lower = _foreseen(run, step, order, {}), "--minibatch" if run.start.resumed is None else ""
 
     def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
         return model.open(run.planned(order.name, order.recompute), runtime)
@@ -114,9 +120,14 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 
 
-def _explained(asked: str, step: CapturedStep) -> Collection[str]:
-    """The names of tasks that --explain asks for."""
-    return matching(asked, {task.name for task in step.plan.tasks})
+def _foreseen(run: LanguageRun, step: CapturedStep, order: PlannedOrder, fallbacks: Mapping[str, int]) -> _Foreseen:
+    """What is known of a step that fits.
+
+    Raises:
+        UsageError: --explain names no task of it.
+    """
+    explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
+    return _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks)
 
 
 def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:
@@ -151,10 +162,10 @@ def _here(
             engine, dataset = opened.engine, open_dataset(run.data, printer.say)
             stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
             session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
-            begin(session, lock, opened.about, foreseen.order)
+            begin(session, lock, opened.about, foreseen.order, foreseen.planned)
             if run.start.resumed is None:
                 opened.timed_loops(printer, interrupts.pending)
-            tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, printer.say)
+            tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, foreseen.planned, printer.say)
 
             def on_step(step: int | None) -> None:
                 tracer.on_step(step)

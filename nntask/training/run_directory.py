@@ -25,6 +25,8 @@ CONFIG: Final = RUN_CONFIG
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
 MACHINE: Final = "machine.json"
+PLAN: Final = "plan.json"
+"""Of a run on one machine: `nntask.planning.order_figures`."""
 _OF_TORCH: Final = ("torch", "transformers")
 NODES: Final = "nodes"
 """Of a run on a cluster: a directory for each node, with its own metrics.jsonl and machine.json."""
@@ -53,7 +55,7 @@ def _never_began(path: Path) -> bool:
     metrics = path / METRICS
     names = {entry.name for entry in path.iterdir()} - {LOCK}
     return not names or (
-        CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, TRACE} and not (metrics.exists() and metrics.stat().st_size)
+        CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, PLAN, TRACE} and not (metrics.exists() and metrics.stat().st_size)
     )
 
 
@@ -127,6 +129,8 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_s
         "evictions": whole.evictions,
         "stall_seconds": whole.stall_seconds,
         "hit_rate": whole.hit_rate,
+        "recomputed_tasks": whole.recomputed_tasks,
+        "recompute_seconds": whole.recompute_seconds,
         **{f"{name}_around_steps": value for name, value in outside.items()},
         "tasks": stats["tasks"],
         "tasks_per_step": tasks_per_step,
@@ -163,3 +167,8 @@ def write_machine(run: Path, machine: Mapping[str, Any]) -> None:
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
     write_file(run / SUMMARY, to_json(summary, indent=1) + "\n")
+
+
+def write_plan(run: Path, figures: Mapping[str, Any]) -> None:
+    """Write plan.json: what was decided about the step before it ran."""
+    write_file(run / PLAN, to_json(figures, indent=1) + "\n")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -29,7 +30,7 @@ from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
-from .run_directory import CONFIG, computing_versions, write_file
+from .run_directory import CONFIG, computing_versions, write_file, write_plan
 from .run_lock import RunLock
 from .signals import Interrupts
 
@@ -153,12 +154,15 @@ def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
     return flop_counts_of(model.config, model.seq_len, flash=model.flash, num_adapter_weights=num_adapter_weights, target_len=target_len)
 
 
-def begin(session: Session, lock: RunLock, about: Callable[[], Sequence[str]], order: PlannedOrder | None) -> None:
+def begin(
+    session: Session, lock: RunLock, about: Callable[[], Sequence[str]], order: PlannedOrder | None, planned: Mapping[str, Any] | None = None
+) -> None:
     """Take the directory, say what is trained, write down how, and load the weights that it begins with.
 
     Args:
         about: see `Opened`.
         order: in which a step executes; None where it is not known here.
+        planned: its figures, as of `order_figures`.
     """
     run = session.run
     if run.settings.run.sample_tokens:
@@ -166,6 +170,8 @@ def begin(session: Session, lock: RunLock, about: Callable[[], Sequence[str]], o
     lock.take()
     print_header(session, about, order)
     write_file(run.directory / CONFIG, to_toml(run.settings))
+    if planned is not None:
+        write_plan(run.directory, planned)
     load_weights(run.start, session.engine)
 
 
@@ -209,7 +215,9 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
             + ("; of equally fast ones it moves least" if run.step.order == AUTO and order.moves_least_of_equals else "")
         )
         if order.mix is not None and order.recompute != NONE:
-            say(f"made again instead of kept: {order.recompute}; without, forecast to take {order.mix.seconds_without:.3g} s a step")
+            without = order.mix.seconds_without
+            beside = "it would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
+            say(f"made again instead of kept: {order.recompute}; without, {beside}")
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:

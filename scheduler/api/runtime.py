@@ -377,7 +377,8 @@ class Runtime(RecordingRuntime):
         return self._executor.refusal
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
-        """Counters since the start: bytes per node and link, tasks, evictions, seconds in kernels and stalled (`core.stalls`).
+        """Counters since the start: bytes per node and link, tasks and the clones among them, evictions, seconds in kernels and stalled
+        (`core.stalls`).
 
         Args:
             forget_recent_peak: whether a new period of "recent_peak_bytes" begins.

@@ -152,6 +152,7 @@ class Task:
         token: the waiter of the program, where the program waits for the task to run.
         model_key: codelet name and footprint, once a performance model has asked for them.
         next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where the submitter knows it.
+        is_clone: of a recorded task, whether it makes again what another task of its step has made.
     """
 
     id: TaskId
@@ -179,6 +180,7 @@ class Task:
     token: object | None = None
     model_key: tuple[str, int] | None = None
     next_uses: Sequence[int] = ()
+    is_clone: bool = False
 
     @property
     def planned_node(self) -> NodeId | None:

@@ -21,6 +21,7 @@ class RecordedTask:
 
     Attributes:
         block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all.
+        is_clone: whether it makes again what another task of the step has made.
     """
 
     codelet: object
@@ -32,6 +33,7 @@ class RecordedTask:
     pin: WorkerId | None = None
     model_key: tuple[str, int] | None = None
     block: int | None = None
+    is_clone: bool = False
 
 
 @dataclass(slots=True)
@@ -283,6 +285,7 @@ class StepPlan:
             pin=recorded.pin,
             is_exit=False,
             model_key=recorded.model_key,
+            is_clone=recorded.is_clone,
         )
 
     @staticmethod

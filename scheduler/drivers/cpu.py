@@ -71,6 +71,7 @@ class WorkerThread(threading.Thread):
     Attributes:
         mailbox: tasks to run; None ends the thread.
         busy_ns: nanoseconds spent in kernels so far.
+        clone_ns, num_clones: those of tasks that made values again, and how many these were.
     """
 
     def __init__(self, executor: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
@@ -83,6 +84,7 @@ class WorkerThread(threading.Thread):
         self.busy_ns = 0
         self._seconds: float | None = None
         self.num_tasks = 0
+        self.clone_ns = self.num_clones = 0
 
     def run(self) -> None:
         """Run tasks until `stop`."""
@@ -126,6 +128,9 @@ class WorkerThread(threading.Thread):
             self._seconds = (end - start) * 1e-9
             self.busy_ns += end - start
             self.num_tasks += 1
+            if task.is_clone:
+                self.clone_ns += end - start
+                self.num_clones += 1
             if executor.trace is not None:
                 executor.observe(self.worker, task, start, end)
         if executor.watch.callback is not None:

@@ -101,6 +101,9 @@ class CudaThread(cpu.WorkerThread):
     def _note(self, ended: Sequence[Ended]) -> None:
         if ended:
             self.busy_ns += sum(task.end_ns - task.start_ns for task in ended)
+            clones = [each.end_ns - each.start_ns for each in ended if each.task.is_clone]
+            self.clone_ns += sum(clones)
+            self.num_clones += len(clones)
             self.executor.ended(self.worker, ended)
 
 

@@ -426,6 +426,8 @@ class Executor:
                     worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()
                 },
                 "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
+                "recomputed_tasks": sum(thread.num_clones for thread in threads.values()),
+                "recompute_seconds": sum(thread.clone_ns for thread in threads.values()) / 1e9,
                 "seconds": perf_counter() - self._started,
             }
             if forget_recent_peak:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
@@ -237,15 +238,17 @@ class _Search:
 
     def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, find: Callable[..., PlannedOrder], weighing: _Weighing) -> None:
         self._values, self._base, self._order, self._find, self._weighing = Values(plan), base, order, find, weighing
+        self._seconds_without = base.seconds if weighing.fits(base) else inf
         self._groups = groups_of(self._values, weighing.pace if weighing.fits(base) else None)
-        none = Mix(self._groups, seconds_without=base.seconds)
-        self._found: dict[str, PlannedOrder] = {NONE: replace(base, mix=none)}
+        if weighing.pace is not None and not weighing.fits(base):  # sorted as `most_again` does, which knows no machine
+            self._groups = _priced(self._values, self._groups, weighing.pace)
+        self._found: dict[str, PlannedOrder] = {NONE: replace(base, mix=self._mix(0))}
         self._keys: dict[str, tuple[bool, float, int]] = {NONE: weighing.key(base)}
 
     def best(self) -> PlannedOrder:
         """The step with the best mix; the base where none is better."""
         most, none = len(self._groups), self._keys[NONE]
-        blocks = replace(blocks_again(self._values), groups=self._groups, seconds_without=self._base.seconds)
+        blocks = replace(blocks_again(self._values), groups=self._groups, seconds_without=self._seconds_without)
         ends = [mix for mix in (self._mix(most), blocks) if mix.name != NONE]
         for mix in ends:
             self._try(mix, [*_fastest(self._base, 1), *LIKELY])
@@ -271,7 +274,7 @@ class _Search:
                 self._try(self._mix(each, share), orders)
 
     def _mix(self, count: int, share: float = 1.0) -> Mix:
-        return Mix(self._groups, count, share, seconds_without=self._base.seconds)
+        return Mix(self._groups, count, share, seconds_without=self._seconds_without)
 
     def _try(self, mix: Mix, orders: Sequence[str]) -> tuple[bool, float, int]:
         """Plan the step with a mix under the best of some orders, unless that has been done; what it is compared by."""

@@ -207,7 +207,7 @@ class Mix:
         share: of the values of the last one.
         inside: instead of groups, the values that nothing outside their block reads, which "block" asks for; empty where groups were chosen.
         between: what blocks read from each other, which is kept then.
-        seconds_without: forecast of the step that makes nothing again.
+        seconds_without: forecast of the step that makes nothing again; infinite where the machine cannot hold that one's data.
     """
 
     groups: Sequence[ValueGroup] = ()
@@ -328,7 +328,7 @@ class _Rewriting:
                 accesses = (*((accesses[each][0], R) for each in tail.reads), *((accesses[each][0], W) for each in tail.writes))
             new = tuple((made.get(handle) or (self._now(handle, at) if mode == R else handle), mode) for handle, mode in accesses)
             name = task.name if tail is None else tail.codelet.name
-            self._tasks.append(RecordedTask(codelet, name, task.kinds, new, constants, task.priority, task.pin))
+            self._tasks.append(RecordedTask(codelet, name, task.kinds, new, constants, task.priority, task.pin, is_clone=True))
         self._made.update(made)
 
     def _twin(self, handle: HandleRecord) -> HandleRecord:

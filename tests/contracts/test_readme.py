@@ -26,8 +26,10 @@ PAGES = sorted(ROOT.glob("*.md"))
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "tiles", "nntask", "wrappers")]
 EXAMPLE = re.compile(r"# ((?:examples|nntask/models)/\w+\.py)\n")
 """First line of a block that shows a part of an example instead of a whole program."""
+SLOW_PAGES = ("docs/guides/pytorch.md", "docs/start/from-pytorch.md")
+"""Pages whose blocks train modules of PyTorch, which takes seconds each."""
 BLOCKS = [
-    pytest.param(code, id=f"{page.relative_to(ROOT)} {number}")
+    pytest.param(code, id=f"{page.relative_to(ROOT)} {number}", marks=pytest.mark.pages if str(page.relative_to(ROOT)) in SLOW_PAGES else ())
     for page in (ROOT / "README.md", *DOCS)
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
@@ -89,7 +91,10 @@ def rows(heading: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("code", BLOCKS)
 def test_python_runs(code: str, tmp_path: Path) -> None:
-    """Every Python block of the README and of docs runs as printed, in a directory of its own; one that shows an example is in it, word for word."""
+    """Every Python block of the README and of docs runs as printed, in a directory of its own; one that shows an example is in it, word for word.
+
+    The blocks of `SLOW_PAGES` are run with the commands of the pages, by `make test-pages`.
+    """
     if shown := EXAMPLE.match(code):
         assert code[shown.end() :] in (ROOT / shown[1]).read_text()
         return

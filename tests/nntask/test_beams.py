@@ -75,9 +75,9 @@ def stops(theirs, prompts, count, num):
 
 FAMILIES = [
     ("gpt2", 1),
-    ("llama", 3),
-    *(pytest.param(*each, marks=pytest.mark.long) for each in (("gpt2", 0), ("gpt2", 2), ("llama", 0), ("llama", 1))),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("gpt2", 0), ("gpt2", 2), ("llama", 0), ("llama", 1), ("llama", 3))),
 ]
+"""One model by default, the others are `long`; searches of other families are in test_generation_families."""
 
 
 @pytest.mark.parametrize(("family", "seed"), FAMILIES)
@@ -169,13 +169,14 @@ def test_beams_are_the_same_everywhere(config, tmp_path):
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        pytest.param(SMALL, np.float32, id="gpt2, fp32"),
+        pytest.param(SMALL, np.float32, id="gpt2, fp32", marks=pytest.mark.long),
         pytest.param(LLAMA, ml_dtypes.bfloat16, id="llama, bf16"),
         pytest.param(LLAMA, np.float64, id="llama, fp64", marks=pytest.mark.long),
     ],
 )
 def test_beams_with_the_cache_are_those_without(config, dtype):
-    """Every step computed from the whole texts: the same hypotheses, scores but for rounding; tiles of several prompts, and of one."""
+    """Every step computed from the whole texts: the same hypotheses, scores but for rounding; tiles of several prompts, and of one. The type whose
+    rounding is coarsest by default, the others are `long`."""
     with Runtime(cpu_workers=2, ram=1 << 27) as runtime:
         model = (GPT2 if config is SMALL else Llama)(config, CUT, runtime, dtype=dtype, seed=4)
         prompts = prompts_of(61, 12, 1, 6)

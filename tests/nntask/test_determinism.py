@@ -109,14 +109,11 @@ def short(share: str, **options: object) -> Case:
 FEW = [
     Case(workers=1, lanes=4, sched="eager"),
     Case(lanes=4, sims=1, sched="lws", traced=True),
-    Case(workers=1, lanes=4, sims=2),
     Case("llama", workers=4, lanes=4, sched="eager", traced=True),
     Case("llama", lanes=4, sims=2, sched="dmdas"),
     Case("gpt2 adapters", lanes=4, sims=1, sched="reuse"),
     Case("llama adapters", lanes=4, sims=2, sched="dmda"),
     short("0.5", lanes=4, sched="dm"),
-    short("0.25", sched="lws", evict="lru"),
-    short("0.25", lanes=4, sched="dmda", prefetch=False),
     short("0.25", sched="reuse", evict="fifo"),
     short("minimum", workers=4, evict="lru", sched="eager"),
     short("0.25", family="llama", sched="dmdas"),
@@ -124,9 +121,12 @@ FEW = [
     *(short("0.25", coarse=True, order=order) for order in ("auto", "eager-update", "layers", "forward")),
     Case(sims=2, share="0.25", steps=2),
     short("minimum", sims=1),
-    Case("llama", sims=2, share="0.25", steps=2),
 ]
 ALL = [
+    Case(workers=1, lanes=4, sims=2),
+    short("0.25", sched="lws", evict="lru"),
+    short("0.25", lanes=4, sched="dmda", prefetch=False),
+    Case("llama", sims=2, share="0.25", steps=2),
     *(
         Case(steps=20, workers=workers, sims=sims, lanes=4, sched=sched, traced=bool((workers + sims) % 2))
         for workers, sched, sims in itertools.product((1, 2, 4), ("eager", "prio", "lws"), (0, 1, 2))

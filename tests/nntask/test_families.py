@@ -47,9 +47,9 @@ def test_gradients_are_those_of_transformers(name):
             assert np.abs(ours).max() < 1e-5 * largest, weight
 
 
-@pytest.mark.parametrize("name", [name if name in ("t5", "roberta classifier") else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS])
+@pytest.mark.parametrize("name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS])
 def test_computing_blocks_again_changes_nothing(name):
-    """A step bit by bit, of a decoder whose blocks share what the encoder says, too; a block's data is not kept."""
+    """A step bit by bit, of a decoder whose blocks share what the encoder says; a block's data is not kept. Stacks of one kind are `long`."""
     config = CONFIGS[name]
     theirs, batch, found, needed = hf_model(config), random_batch(config, 1), [], []
     for recompute in ("none", "block"):

@@ -1,4 +1,7 @@
-"""Every family, with dropout and the batches of its objective: the same bits whatever runs the tasks and wherever data lie."""
+"""Every family, with dropout and the batches of its objective: the same bits whatever runs the tasks and wherever data lie.
+
+By default a family of each kind of stack is run on three workers and, but for the last, above a disk; the others and other machines are `long`.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,7 @@ def plan(name: str) -> StepPlan:
 
 SOON = ("gpt_neo", "bert classifier", "t5 gated")
 """Those with a disk that run by default: windows, labels, two stacks."""
-families = pytest.mark.parametrize("name", CONFIGS)
+families = pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in (*SOON, "gemma3") else pytest.mark.long) for name in CONFIGS])
 
 
 @families

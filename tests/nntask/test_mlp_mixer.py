@@ -177,24 +177,32 @@ def losses(*flags: str) -> list[float]:
     return [json.loads(line)["loss"] for line in Path("run/metrics.jsonl").read_text().splitlines() if "loss" in line]
 
 
-def test_digits_are_learnt(digits: Path) -> None:
-    """The loss falls well below that of guessing, ln 10."""
-    found = losses("--steps=150", "--ncpu=2")
+@pytest.mark.parametrize(("steps", "below"), [(50, 1.6), pytest.param(150, 1.0, marks=pytest.mark.long)])
+def test_digits_are_learnt(digits: Path, steps: int, below: float) -> None:
+    """The loss falls well below that of guessing, ln 10; the more, the more steps (long)."""
+    found = losses(f"--steps={steps}", "--ncpu=2")
     assert found[0] > 2.0
-    assert np.mean(found[-5:]) < 1.0
+    assert np.mean(found[-5:]) < below
 
 
-@pytest.mark.parametrize("machine", ["--ncpu=3", "--ncpu=2 --ram=1500KB --disk=tier", "--ncpu=1 --sim-gpu=2 --gpu-memory=2MB"])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param("--ncpu=3", marks=pytest.mark.long),
+        pytest.param("--ncpu=2 --ram=1500KB --disk=tier", marks=pytest.mark.long),
+        "--ncpu=1 --sim-gpu=2 --gpu-memory=2MB",
+    ],
+)
 def test_bits_do_not_depend_on_the_machine(digits: Path, machine: str) -> None:
-    """Workers, a small budget with a disk, simulated devices."""
+    """Simulated devices too small for the step; workers, and a small budget with a disk (long)."""
     expected = losses("--steps=3", "--ncpu=1")
     (digits / "run").rename(digits / "first")
     assert losses("--steps=3", *machine.split()) == expected
 
 
-@pytest.mark.parametrize(("fits", "largest"), [(True, "mixer-tiny"), (False, None)])
+@pytest.mark.parametrize(("fits", "largest"), [(True, "mixer-tiny"), pytest.param(False, None, marks=pytest.mark.long)])
 def test_plans_name_only_presets_that_take_these_images(digits: Path, capsys: pytest.CaptureFixture[str], fits: bool, largest: str | None) -> None:
-    """Larger presets are of larger images; where the model does not fit, none does."""
+    """Larger presets are of larger images; where the model does not fit, none does (long)."""
     machine = "--ram=1GB" if fits else "--ram=100KB"
     assert main(["plan", *TRAIN.split()[1:], "--ncpu=1", machine, "--json"]) == (0 if fits else 3)
     assert json.loads(capsys.readouterr().out)["largest_model"] == largest

@@ -212,8 +212,18 @@ def recorded(family, runtime, config, recompute="none"):
     return [*found, *(p.read() for p in model.parameters())]
 
 
-@families
-@pytest.mark.parametrize("recompute", ["none", "block", pytest.param("half", marks=pytest.mark.long), "all"])
+DEFAULT = [("none", gpt2), ("block", llama), ("all", llama)]
+"""What is made again by default, in which family; the rest is long."""
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        pytest.param(family, what, id=f"{what}-{family}", marks=() if (what, family) in DEFAULT else pytest.mark.long)
+        for what in ("none", "block", "half", "all")
+        for family in FAMILIES
+    ],
+)
 def test_a_recorded_step_on_workers_gives_the_bits_of_the_inline_one(family, recompute):
     """Recording reads no value, keeps nothing too short, and neither the order in which workers run matters nor what is made again, under dropout."""
     config = family.with_dropout(0.1)

@@ -21,13 +21,13 @@ from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.machine_spec import devices_of, machine_of
 from nntask.hardware.runtimes import open_runtime
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning import memory_fit
+from nntask.planning import fit_advice, memory_fit
 from nntask.planning import simulate as planning
 from scheduler.core.errors import DoesNotFit as NoRoom
 from scheduler.core.performance_model import Models
 from scheduler.core.records import NodeId
 from scheduler.execution.workers import SIM_DEPTH
-from scheduler.planning.choose_order import EQUAL
+from scheduler.planning.choose_order import ALIKE, EQUAL
 from scheduler.planning.orders import candidates, repetition
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -92,13 +92,16 @@ def test_minimum_budgets_are_enough_and_one_page_less_is_not() -> None:
 
 
 def test_short_memory_moves_what_the_order_is_expected_to_move() -> None:
-    """A quarter of what is needed: of the orders forecast about as fast as the fastest, the one that moves least; the budget is respected."""
+    """A quarter of what is needed: of the orders forecast about as fast as the fastest, and of those that move about as little as the least of them,
+    the fastest; the budget is respected."""
     needed = plan_run(settings(), CONFIG)["needed_bytes"]
     plan = plan_run(settings(ram=str(needed // 4), disk="scratch:1GiB"), CONFIG)
     assert plan["feasible"]
     assert set(plan["moved_bytes_per_step"]) == {"ram->disk", "disk->ram"}
     seconds, nbytes = plan["forecast_seconds"], plan["forecast_bytes"]  # seconds are this machine's, as busy as it is now
-    assert plan["order"] == min((name for name in seconds if seconds[name] <= EQUAL * min(seconds.values())), key=nbytes.__getitem__)
+    equal = [name for name in seconds if seconds[name] <= EQUAL * min(seconds.values())]
+    alike = [name for name in equal if nbytes[name] <= ALIKE * min(nbytes[each] for each in equal)]
+    assert plan["order"] == min(alike, key=lambda name: (seconds[name], nbytes[name]))
     assert plan["peak_bytes"]["ram"] <= needed // 4
 
 
@@ -326,9 +329,17 @@ def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.Monk
     assert refused["advice"] == ["--devices 2x4.4MiB@150TF"]
 
 
-@pytest.mark.parametrize("tiling", [{"minibatch": 4, "minibatch_tile": 4}, {"minibatch": 4, "minibatch_tile": 1}, {"minibatch": 4}])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        {"minibatch": 4, "minibatch_tile": 4},
+        pytest.param({"minibatch": 4, "minibatch_tile": 1}, marks=pytest.mark.long),
+        pytest.param({"minibatch": 4}, marks=pytest.mark.long),
+    ],
+)
 def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -> None:
-    """With --minibatch-tile where that must change; on an imaginary machine and on this one; not to a run whose checkpoint has its tiling."""
+    """With --minibatch-tile where that must change; on an imaginary machine and on this one; not to a run whose checkpoint has its tiling. Smaller
+    tiles are long."""
     asked = settings(ncpu=None, ram="")
     asked = replace(asked, tiling=replace(asked.tiling, **tiling))
     one = replace(asked, tiling=replace(asked.tiling, minibatch=1, minibatch_tile=1))
@@ -345,12 +356,13 @@ def test_a_smaller_minibatch_is_advised_where_it_helps(tiling: dict[str, int]) -
         assert plan_run(changed, CONFIG, *([imaginary_machine(devices, changed.resources)] if devices else []))["feasible"]
         needs = memory_fit.needs_of(memory_fit.capture(resolve(tight, CONFIG)).plan)
         kept = resolve(replace(tight, checkpoints=CheckpointSettings(resume="run")), CONFIG)
-        assert not any("--minibatch" in change for change in memory_fit.advice(kept, this_machine(kept.machine), needs))
+        assert not any("--minibatch" in change for change in fit_advice.advice(kept, this_machine(kept.machine), needs))
 
 
-@pytest.mark.parametrize("devices", ["1x24MiB@1TF", "2x24MiB@1TF"])
+@pytest.mark.parametrize("devices", [pytest.param("1x24MiB@1TF", marks=pytest.mark.long), "2x24MiB@1TF"])
 def test_the_forecast_is_of_the_disk_where_ram_is_short(devices: str) -> None:
-    """Imaginary devices over a RAM that cannot hold what lives: the forecast is of the disk, too, near virtual time; with room, of links."""
+    """Imaginary devices over a RAM that cannot hold what lives: the forecast is of the disk, too, near virtual time; with room, of links. Two devices
+    by default, one is long."""
     large = replace(CONFIG, n_embd=512)
 
     def plan(ram: str, disk: str) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_a_line_has_every_field_and_no_other(tmp_path, file):
     """metrics.jsonl is an interface."""
     train(tmp_path / "a", file, steps=3)
     wanted = "step loss lr grad_norm tokens seconds tokens_per_second tflops mfu resident_peak_bytes moved_bytes evictions wait_seconds"
-    wanted += " stall_seconds hit_rate busy_seconds worker_stall_seconds"
+    wanted += " stall_seconds hit_rate busy_seconds worker_stall_seconds recomputed_tasks recompute_seconds"
     for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines():
         assert list(json.loads(line)) == wanted.split()
     first = read_metrics(tmp_path / "a" / "metrics.jsonl")[0]
@@ -247,6 +247,8 @@ class NoCounters:
             "misses": 0,
             "stall_seconds": 0.0,
             "worker_stall_seconds": {},
+            "recomputed_tasks": 0,
+            "recompute_seconds": 0.0,
         }
         return nothing
 
@@ -283,6 +285,8 @@ class Traffic(Flights):
             "misses": self.evictions,
             "stall_seconds": float(self.moved),
             "worker_stall_seconds": {"cpu:0": float(self.moved)},
+            "recomputed_tasks": 3 * self.moved,
+            "recompute_seconds": self.moved / 4,
         }
         self.peak = 0 if forget_recent_peak else self.peak
         return found
@@ -310,6 +314,7 @@ def test_what_happens_between_steps_is_in_no_line(tmp_path, file):
     for line in lines:
         assert (line["moved_bytes"], line["evictions"], line["stall_seconds"], line["resident_peak_bytes"]) == ({"ram->disk": 1}, 1, 1.0, {"ram": 1})
         assert (line["busy_seconds"], line["worker_stall_seconds"]) == ({"cpu:0": 0.0}, {"cpu:0": 1.0})
+        assert (line["recomputed_tasks"], line["recompute_seconds"]) == (3, 0.25)
         assert line["wait_seconds"] == pytest.approx(line["seconds"])
         assert line["hit_rate"] == pytest.approx(10 / 11)
     assert around(loop.journal.own, engine.stats()) == {"moved_bytes": {"ram->disk": 550}, "evictions": 550, "stall_seconds": 550.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from support.toy_steps import PAGE, PlanBuilder, toy_step
@@ -218,8 +219,21 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
     assert chosen.mix.seconds_without == kept.seconds
     assert choose_plan(plan, order, chosen.recompute, **short).seconds == chosen.seconds
     least = min(last_tier_bytes(each, computes=True) for each in most_again(plan))
-    fitting = choose_plan(plan, order, AUTO, memory=least, last=least, computes_on_last=True, pace=pace).plan
-    assert last_tier_bytes(fitting, computes=True) <= least < last_tier_bytes(plan, computes=True)
+    fitting = choose_plan(plan, order, AUTO, memory=least, last=least, computes_on_last=True, pace=pace)
+    assert last_tier_bytes(fitting.plan, computes=True) <= least < last_tier_bytes(plan, computes=True)
+    assert fitting.mix is not None
+    assert fitting.mix.seconds_without == inf
+    assert [group.seconds for group in fitting.mix.groups] == [group.seconds for group in chosen.mix.groups]  # not bytes
+
+
+def test_clones_are_marked_in_any_order() -> None:
+    """What makes a value again says so, and nothing else does."""
+    plan = wide_step()
+    assert not any(task.is_clone for task in plan.tasks)
+    found = choose_plan(plan, "layers", "widen", memory=plan.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=pace).plan
+    clones = [task for task in found.tasks if task.is_clone]
+    assert {task.name for task in clones} == {"widen"}
+    assert len(clones) == len(found.tasks) - len(plan.tasks) > 0
 
 
 def test_moving_is_preferred_where_links_are_fast() -> None:

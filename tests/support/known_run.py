@@ -1,6 +1,7 @@
 """A run directory whose every number is known, for tests of its report: made by hand, except that our own writer writes the trace.
 
 Four steps of a second each on two workers with a disk tier. In each, cpu:0 is 0.8 s in kernels and stalls for 0.1 s, cpu:1 is 0.5 s in kernels.
+Six tasks of a step make values again, in 0.13 s.
 Steps 3 and 4 are traced: in each, cpu:0 runs `matmul` for 40 ms and `adam` for 10 ms, cpu:1 runs `matmul` for 20 ms beside it, and 1 MB goes to the
 disk; a step takes 50 ms.
 """
@@ -24,6 +25,20 @@ MACHINE: dict[str, Any] = {
     "policy": "prio",
     "tasks_per_step": 3,
     "versions": {"nntask": "0.1.0"},
+}
+PLAN: dict[str, Any] = {
+    "order": "layers",
+    "recompute": "norm",
+    "recompute_is_given": False,
+    "seconds_without_recompute": 1.5,
+    "values": [
+        {"name": "norm", "operation": "norm", "layers": 2, "bytes": 4 << 20, "again_bytes": 3 << 20, "moved_bytes": 1 << 20, "kept_bytes": 0}
+        | {"seconds_again": 0.25, "seconds_moved": 0.75},
+        {"name": "<a>", "operation": "a", "layers": 0, "bytes": 1 << 20, "again_bytes": 0, "moved_bytes": 0, "kept_bytes": 1 << 20}
+        | {"seconds_again": 0.5, "seconds_moved": 0},
+    ],
+    "forecast_bytes": {"layers": 2e9},
+    "forecast_seconds": {"layers": 0.9},
 }
 ABOUT: dict[str, Any] = {
     "unix_ns": 1_000_000_000_000_000_000,
@@ -54,6 +69,8 @@ def line(step: int) -> dict[str, Any]:
         "hit_rate": 0.9,
         "busy_seconds": {"cpu:0": 0.8, "cpu:1": 0.5},
         "worker_stall_seconds": {"cpu:0": 0.1},
+        "recomputed_tasks": 6,
+        "recompute_seconds": 0.13,
     }
 
 
@@ -89,6 +106,7 @@ def write_node(folder: Path) -> None:
 def write_run(folder: Path) -> Path:
     """A run that has ended."""
     write_node(folder)
+    (folder / "plan.json").write_text(json.dumps(PLAN))
     (folder / "summary.json").write_text(json.dumps({"steps": STEPS, "loss_last": 4.0, "workers": MACHINE["workers"]}))
     return folder
 
@@ -96,7 +114,7 @@ def write_run(folder: Path) -> Path:
 def write_cluster_run(folder: Path) -> Path:
     """The same on two nodes, each of which does what the run does on one machine."""
     write_run(folder)
-    for name in ("machine.json", "trace.json.gz"):
+    for name in ("machine.json", "plan.json", "trace.json.gz"):
         (folder / name).unlink()
     for name in ("left", "right"):
         write_node(folder / "nodes" / name)

@@ -110,10 +110,17 @@ def test_attention_on_tensor_cores(size: int, causal: bool, p: float, backwards:
 
 @needs_compiler
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("dtype", "size"), [(np.float32, 4), (BF16, 64)], ids=["plain", "tensor cores"])
+@pytest.mark.parametrize(
+    ("dtype", "size", "causal"),
+    [
+        pytest.param(np.float32, 4, True, id="plain-True"),
+        pytest.param(np.float32, 4, False, id="plain-False"),
+        pytest.param(BF16, 64, True, id="tensor cores-True"),
+        pytest.param(BF16, 64, False, id="tensor cores-False", marks=pytest.mark.long),
+    ],
+)
 def test_patterns_over_several_blocks(dtype: type, size: int, causal: bool, name: str, emulator: Emulator) -> None:
-    """75 queries and as many keys: windows, documents, biases and caps, with gradients."""
+    """75 queries and as many keys: windows, documents, biases and caps, with gradients; on tensor cores without a mask as well (long)."""
     emulator.backwards = causal
     make, loose = Maker(np.float32), dtype != np.float32
     for case in (patterned_attention, patterned_backward):

@@ -109,6 +109,10 @@ def test_the_report_draws_without_errors(browser: Any, report: str, tmp_path: Pa
     begins = ("loss", "gradient norm", "learning rate", "throughput", "ram:", "disk:", "bytes over", "how the workers", "who ran", "memory in use")
     assert len(titles) == 12
     assert all(title.startswith(begin) for title, begin in zip(titles, begins, strict=False))
+    assert browser.execute_script("return [...document.querySelectorAll('h2')].map(e => e.innerText)")[2:4] == [
+        "Movement",
+        "Kept, moved or made again",
+    ]
     assert errors(browser) == []
     assert browser.execute_script("return performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 1280

@@ -1,4 +1,7 @@
-"""Every family through the commands: trained from a directory of transformers, exported, with adapters, and as a classifier of another model."""
+"""Every family through the commands: trained from a directory of transformers, exported, with adapters, and as a classifier of another model.
+
+By default a family of each kind of directory and data: joined weights, labels, pairs; the others are `long`, and so are adapters on joined weights.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,7 @@ def test_training_goes_on_from_a_directory(here: Path, kind: str) -> None:
     assert found[-1] < found[0]
 
 
-@EVERY
+@pytest.mark.parametrize("kind", [name if name in ("roberta classifier", "t5") else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS])
 def test_adapters_are_pefts(here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Adapters beside the directory, exported for PEFT and merged: our scores, which are not those of the directory. A run resumes bit by bit."""
     import peft  # takes seconds
@@ -137,8 +140,15 @@ def test_adapters_are_pefts(here: Path, kind: str, capsys: pytest.CaptureFixture
     assert np.abs(their_scores(theirs, config, batch) - ours).max() < limit
 
 
-@pytest.mark.parametrize(("family", "new"), [("bert", "bert.pooler.dense.weight"), ("roberta", "classifier.dense.weight")])
-@pytest.mark.parametrize("adapters", [[], ["--train=lora:4"]], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    ("family", "new", "adapters"),
+    [
+        pytest.param("bert", "bert.pooler.dense.weight", [], id="bert whole"),
+        pytest.param("bert", "bert.pooler.dense.weight", ["--train=lora:4"], id="bert adapters", marks=pytest.mark.long),
+        pytest.param("roberta", "classifier.dense.weight", [], id="roberta whole", marks=pytest.mark.long),
+        pytest.param("roberta", "classifier.dense.weight", ["--train=lora:4"], id="roberta adapters"),
+    ],
+)
 def test_a_classifier_of_a_masked_model(here: Path, family: str, new: str, adapters: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The trunk is the directory's, the head the seed's, and the run says so; names of labels are the data's; it resumes bit by bit."""
     import peft

@@ -56,10 +56,11 @@ def test_a_run_leaves_its_files(here, capsys):
     places = [out.index(line) for line in lines]
     assert places == sorted(places)
     run = here / "run"
-    assert {p.name for p in run.iterdir()} == {".lock", "config.toml", "machine.json", "metrics.jsonl", "summary.json", "checkpoints", "latest"}
+    files = ".lock config.toml machine.json plan.json metrics.jsonl summary.json checkpoints latest"
+    assert {p.name for p in run.iterdir()} == set(files.split())
     wanted = "steps tokens seconds tokens_per_second loss_first loss_last peak_bytes budget_bytes moved_bytes "
-    wanted += "evictions stall_seconds hit_rate moved_bytes_around_steps evictions_around_steps stall_seconds_around_steps "
-    wanted += "tasks tasks_per_step task_overhead_us fallbacks workers versions"
+    wanted += "evictions stall_seconds hit_rate recomputed_tasks recompute_seconds moved_bytes_around_steps evictions_around_steps "
+    wanted += "stall_seconds_around_steps tasks tasks_per_step task_overhead_us fallbacks workers versions"
     summary = json.loads((run / "summary.json").read_text())
     assert " ".join(summary) == wanted
     assert (summary["steps"], summary["tokens"], summary["workers"]) == (4, 256, ["cpu:0", "cpu:1"])

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.known_run import ABOUT, MACHINE, MS, line, write_cluster_run, write_run, write_trace
+from support.known_run import ABOUT, MACHINE, MS, PLAN, line, write_cluster_run, write_run, write_trace
 
 import wrappers.report.page
 from nntask.errors import DataError, UsageError
@@ -55,6 +55,27 @@ def test_links_and_shares(run: RunRecord) -> None:
     assert shares["cpu:0"].stalled == pytest.approx(0.1)
     assert shares["cpu:1"].idle == pytest.approx(0.5)
     assert all(share.busy + share.stalled + share.idle == pytest.approx(1) for share in shares.values())
+
+
+def test_what_is_kept_moved_or_made_again(tmp_path: Path) -> None:
+    """Rows of plan.json beside what steps measured; a run that wrote none, or that fits, has no table; a broken file is one sentence."""
+    folder = write_run(tmp_path / "run")
+    document = page(read_run(folder))
+    text = text_of(document)
+    assert "Made again instead of kept: norm (chosen; forecast 0.9 s a step, without any 1.5 s)." in text
+    assert "Measured: 6 tasks a step, 0.13 s a step in kernels, 10.0% of the time in kernels." in text
+    assert "Forecast to move 2 GB and to take 0.9 s a step; measured, 2.5 GB and 1 s." in text
+    assert row(document, "norm") == ["norm", "2", "4 MiB", "75%", "25%", "", "0.25", "0.75"]
+    assert row(document, "<a>") == ["<a>", "", "1 MiB", "", "", "100%", "0.5", ""]
+    (folder / "plan.json").write_text(json.dumps({**PLAN, "recompute": "none", "values": [], "forecast_bytes": {}}))
+    assert "Made again instead of kept: none: everything fits." in text_of(page(read_run(folder)))
+    (folder / "plan.json").write_text(json.dumps({**PLAN, "values": [{"name": "norm"}]}))
+    with pytest.raises(DataError, match=r"plan\.json has figures that are none of nntask's; remove it, or restore it"):
+        read_run(folder)
+    (folder / "plan.json").unlink()
+    (folder / "metrics.jsonl").write_text(json.dumps({key: value for key, value in line(1).items() if not key.startswith("recompute")}) + "\n")
+    assert read_run(folder).planned == {}
+    assert "made again" not in text_of(page(read_run(folder)))
 
 
 def test_codelets_and_bounds(run: RunRecord) -> None:

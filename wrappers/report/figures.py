@@ -127,6 +127,24 @@ def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, LinkTraffic]:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What steps made again: the tasks that did, the seconds in their kernels and in all kernels, over so many steps that recorded it."""
+
+    tasks: float
+    seconds: float
+    busy_seconds: float
+    steps: int
+
+
+def recomputed(lines: Sequence[Line]) -> Recomputed | None:
+    """What the steps of a run made again; None where they made nothing again or did not record it."""
+    known = [line for line in lines if number(line, "recomputed_tasks") is not None]
+    tasks, seconds = (sum(number(line, name) or 0.0 for line in known) for name in ("recomputed_tasks", "recompute_seconds"))
+    busy = sum(sum(numbers(line, "busy_seconds").values()) for line in known)
+    return Recomputed(tasks, seconds, busy, len(known)) if tasks else None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerTime:
     """Fractions of a worker's time, which add up to 1: in kernels, waiting for data or free memory, and idle."""
 

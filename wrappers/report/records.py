@@ -5,6 +5,7 @@ whole run, one directory per node, named after the node, with the node's own fil
 
     RUN/metrics.jsonl                 steps of the run: step, loss, lr, grad_norm, tokens, seconds, ...
     RUN/summary.json, machine.json    optional
+    RUN/plan.json                     optional: of one machine, what is kept, moved or made again, and why
     RUN/trace.json.gz                 of --trace-steps, or the file that --trace named
     RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with those of the same fields that the node has
     RUN/nodes/<name>/machine.json, trace.json.gz, trace.json
@@ -22,8 +23,9 @@ from typing import Any, Final
 
 from nntask import DataError, UsageError
 from nntask.io import read_object
+from nntask.planning import cells, headline
 from nntask.telemetry import read_metrics
-from nntask.training import CONFIG, MACHINE, METRICS, NODES, SUMMARY, TRACE
+from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE
 from scheduler import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
@@ -99,12 +101,14 @@ class RunRecord:
         lines: lines of its metrics.jsonl, at least one.
         summary: contents of its summary.json; empty while the run goes on, or after a kill.
         nodes: the nodes, at least one.
+        planned: contents of its plan.json: `nntask.planning.order_figures`; empty without that file.
     """
 
     path: Path
     lines: list[Line]
     summary: Mapping[str, Any]
     nodes: list[NodeRecord]
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -141,7 +145,8 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
         return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
     found = trace or _trace_of(directory)
-    return RunRecord(directory, lines, summary, [NodeRecord("", lines, machine, read_trace(found) if found else None)])
+    node = NodeRecord("", lines, machine, read_trace(found) if found else None)
+    return RunRecord(directory, lines, summary, [node], _plan(directory / PLAN))
 
 
 def _node(folder: Path, lines: list[Line]) -> NodeRecord:
@@ -159,6 +164,17 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def _facts(path: Path) -> Mapping[str, Any]:
     """The object in a small file of the run; empty without the file."""
     return read_object(path, "the file", "let this user read it") if path.is_file() else {}
+
+
+def _plan(path: Path) -> Mapping[str, Any]:
+    """The figures in a plan.json that can be said in words; empty without the file."""
+    figures = _facts(path)
+    try:
+        if figures:
+            headline(figures), cells(figures)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise DataError(f"{path} has figures that are none of nntask's; remove it, or restore it") from None
+    return figures
 
 
 def _trace_of(directory: Path) -> Path | None:

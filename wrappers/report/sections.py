@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nntask.config import format_size
+from nntask.planning import HEAD, cells, headline
+from nntask.telemetry import recomputed_line
 
 from . import figures, plots
 from .records import NodeRecord, RunRecord
@@ -58,6 +60,8 @@ def sections_of(run: RunRecord, limits: PageLimits) -> Iterator[Section]:
     yield _training(run, limits)
     yield _memory(nodes, limits)
     yield _movement(nodes, limits)
+    if run.planned:
+        yield _values(run)
     yield _workers(nodes)
     yield _steps(run, limits)
     if any(figures.whole_steps(node.trace) for node in nodes):
@@ -113,6 +117,25 @@ def _movement(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
     if len(found) > MOST_CURVES:
         sentences.append(f"Drawn are the {MOST_CURVES} busiest of {len(found)} links.")
     return Section("Movement", sentences, [[plots.links_plot({name: link for name, link in found.items() if name in busiest})]], table)
+
+
+def _values(run: RunRecord) -> Section:
+    """What the planner decided about values that could be made again, beside what was measured."""
+    figures_of_plan = run.planned
+    sentences = [f"Made again instead of kept: {escaped(headline(figures_of_plan))}."]
+    again = figures.recomputed(run.lines)
+    if again is not None:
+        sentences.append(f"Measured: {recomputed_line(again.tasks, again.seconds, again.busy_seconds, again.steps)}.")
+    rows = cells(figures_of_plan)
+    if rows:
+        moved, seconds = (figures_of_plan[name][figures_of_plan["order"]] for name in ("forecast_bytes", "forecast_seconds"))
+        found = [figures.numbers(line, "moved_bytes") for line in run.lines]
+        measured = sum(sum(each.values()) for each in found) / len(found)
+        sentences.append(
+            f"Forecast to move {moved / 1e9:,.3g} GB and to take {seconds:.3g} s a step; measured, {measured / 1e9:,.3g} GB and "
+            f"{figures.elapsed(run.lines)[-1] / len(run.lines):.3g} s. Seconds in the table are those of all values of a kind."
+        )
+    return Section("Kept, moved or made again", sentences, table=_table(HEAD, rows) if rows else "")
 
 
 def _workers(nodes: Sequence[NodeRecord]) -> Section:

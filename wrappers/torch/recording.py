@@ -16,9 +16,9 @@ import torch
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
 from nntask.optim import Optimizer
-from nntask.planning import recomputing, shortage, thriftiest_needs
+from nntask.planning import shortage, thriftiest_needs
 from scheduler import Handle, Runtime, Step
-from scheduler.planning import NONE
+from scheduler.planning import NONE, as_asked
 from tiles import TileTensor
 
 from .batches import check_batch, shapes_of, signature_of
@@ -173,12 +173,17 @@ class StepRecorder:
 
         Raises:
             DoesNotFit: says which budget is too small, and by how much.
+            UsageError: the step has nothing that `recompute` could make again.
         """
         terms, module = self._captures.terms, self._captures.module
         plan = captured_step(module, self._options if training else None, passes, minibatches, terms, max_norm=self._max_norm).plan
         self.fallbacks.update(fallbacks_of(plan.tasks, spec))
         machine, recompute = this_machine(spec), self._planned["recompute"] if training else NONE
-        needs = thriftiest_needs(recomputing(plan, recompute), machine, recompute, quick=True)
+        try:
+            plan = as_asked(plan, recompute)
+        except ValueError as error:
+            raise UsageError(f"recompute={recompute!r}: {error}") from error
+        needs = thriftiest_needs(plan, machine, recompute, quick=True)
         if not needs.fit(machine):
             story = shortage(machine, needs)
             is_of_device = " of cuda:" in story or " of sim:" in story or (spec.has_gpus and "largest memory" in story)

@@ -228,18 +228,12 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
 
 
 def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What is made again, and of each kind of data that could be, what becomes of it and what both ways cost."""
-    if figures["recompute_is_given"] and figures["recompute"] != "none":
-        yield f"recompute           {figures['recompute']} (given)"
-    if not figures["values"]:
-        return
-    without = f"without any, forecast {figures['seconds_without_recompute']:.3g} s a step"
-    yield f"recompute           {figures['recompute']} (chosen; {without})"
-    for value in figures["values"]:
-        fates = {"again": value["again_bytes"], "moved": value["moved_bytes"], "kept": value["kept_bytes"]}
-        shown = ", ".join(f"{nbytes / 1e9:.3g} GB {fate}" for fate, nbytes in fates.items() if nbytes)
-        costs = f"{value['seconds_again']:.2g} s to make all again, {value['seconds_moved']:.2g} s to move them each way"
-        yield f"  {value['name']:17} {shown}; {costs}"
+    """What is made again, and of each kind of data that could be, what becomes of it and what both ways cost; nothing where everything is kept."""
+    from nntask.planning import headline, value_lines
+
+    if figures["values"] or (figures["recompute_is_given"] and figures["recompute"] != "none"):
+        yield f"recompute           {headline(figures)}"
+        yield from value_lines(figures)
 
 
 def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:

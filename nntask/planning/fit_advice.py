@@ -1,0 +1,205 @@
+"""Whether a machine has what a training step needs, and if not, what would make it fit: ``nntask train`` refuses what cannot before memory is taken.
+
+A change that is advised has been looked at, where that is quick: the step is captured with it (`memory_fit.capture`), and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from scheduler.planning import AUTO, BLOCK, NONE, SUBMISSION, PlannedOrder
+
+from ..config.run_config import RunConfig
+from ..config.units import flag_size, rounded_up
+from ..hardware.imaginary import format_devices
+from ..hardware.machine_model import RAM, MachineModel
+from .memory_fit import (
+    TASKS_PER_WORK,
+    CapturedStep,
+    capture,
+    fitting_order,
+    has_too_many_tasks,
+    least_needs,
+    needs_of,
+    no_collections,
+    work_of,
+)
+from .needs import Needs
+
+MOST_TRIED: Final = 100_000
+"""Changes that make more tasks of a minibatch are not tried: capturing them takes many seconds."""
+MOST_WHOLE: Final = 10_000
+"""Changes that make more tasks of a step are judged by three of its minibatches: the others need about as much each."""
+MOST_ENLARGED: Final = 8
+"""Larger devices that are tried, where tiles follow their memory."""
+_TILES: Final = {
+    "head": ("vocab_tile", "embd_tile"),
+    "embedding": ("vocab_tile", "embd_tile"),
+    "cross_entropy": ("vocab_tile", "seq_tile"),
+    "attention": ("seq_tile", "head_tile"),
+    "adam": ("vocab_tile", "inner_tile", "embd_tile"),
+    "sgd": ("vocab_tile", "inner_tile", "embd_tile"),
+}
+"""Word in a task's name -> tile flags that make it smaller, the first one first."""
+_OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
+
+
+def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
+    """Refuse a run whose step cannot run on its machine within the budgets, and choose the order of one that can.
+
+    Takes no memory, and a second for 20,000 tasks; more where budgets are short, to compare orders.
+
+    Raises:
+        DoesNotFit: a budget is not to be had, or too small; says by how much, and what would fit.
+        UsageError: the step has too many tasks, or no order of the name that was asked for.
+    """
+    with no_collections():
+        found = capture(run, frozen_base=run.start.frozen_base)
+        return found, fitting_order(found, run, lambda target, needs: advice(run, target, needs))
+
+
+def advice(
+    run: RunConfig,
+    target: MachineModel,
+    needs: Needs,
+    *,
+    full: str = "",
+    anew: Callable[[MachineModel], RunConfig] | None = None,
+) -> list[str]:
+    """Changes of which each would make the step fit, checked where that is quick; of a resumed run, of what is not its checkpoint's.
+
+    Args:
+        full: the memory that was too small all the same, where the machine has what the step needs at least.
+        anew: the run on a machine with larger devices, if its tiles follow them.
+    """
+    found = more_memory(target, needs, full=full, anew=anew)
+    if run.start.is_continued:
+        return found
+    is_last_short = any(at == target.last for at, _ in needs.short(target))
+    if not needs.fits_task(target):
+        found += filter(None, [_smaller_tile(run, target, needs)])
+    if is_last_short:
+        found += filter(None, [_smaller_minibatch(run, target)])
+    if is_last_short and run.step.recompute == NONE and not _short(with_free_order(run.recomputing(BLOCK)), target):
+        found.append("--recompute block")
+    return found
+
+
+def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Callable[[MachineModel], RunConfig] | None = None) -> list[str]:
+    """Budgets of which each would make a step fit; arguments as of `advice`."""
+    is_given_room = not (short := needs.short(target))
+    if is_given_room:
+        at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
+        short = [(at, int(1.1 * target.budgets[target.nodes[at][0]]))]
+    found = [_raised(target, _enough(short, target, anew))]
+    if not is_given_room and any(at == target.last for at, _ in short) and not target.storage:
+        other = target.with_empty_disk()
+        follow = None if anew is None else lambda larger: with_free_order(anew(larger))  # nothing is known of the links of that disk
+        found.append(_raised(other, _enough(needs.short(other), other, follow), is_new=True))
+    return found
+
+
+def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: bool = False) -> str:
+    """Flags that give some nodes of a machine so many bytes.
+
+    Args:
+        is_new: whether the machine has no disk tier yet.
+    """
+    flags = []
+    devices = max((nbytes for at, nbytes in short if at not in (0, target.last)), default=0)  # one size for all of them
+    for at, nbytes in short:
+        name, size = target.nodes[at][0], flag_size(nbytes)
+        if name == RAM:
+            flags.append(f"--ram {size}")
+        elif at != target.last:
+            device = "" if target.rates is None else format_devices(target.num_devices, devices, target.rates["sim"].flops)
+            flags.append(f"--devices {device}" if device else f"--gpu-memory {flag_size(devices)}")
+        elif target.is_imaginary:
+            flags.append(f"--disk {size}")
+        else:
+            flags.append(f"--disk DIR with {size} free there" if is_new else f"--disk DIR:{size} in a directory with as much room")
+    return " and ".join(dict.fromkeys(flags))
+
+
+def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[MachineModel], RunConfig] | None) -> list[tuple[int, int]]:
+    """What to raise nodes to, as messages round it, so that the step fits in the tiles that it then has."""
+    for _ in range(MOST_ENLARGED):
+        rounded = {at: rounded_up(nbytes) for at, nbytes in short}
+        larger = target.enlarged(rounded)
+        if anew is None or larger.largest_node_nbytes == target.largest_node_nbytes or _is_long(changed := anew(larger)):
+            break
+        if not (more := _short(changed, larger)):
+            break
+        short = sorted({**dict(short), **dict(more)}.items())
+    return short
+
+
+def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
+    """Nodes that a step leaves short, see `Needs.short`; of a long step three minibatches are looked at: each more needs as much as the third."""
+    count = run.step.num_minibatches
+    looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
+
+    def look(num_minibatches: int) -> Needs:
+        found = capture(run, num_minibatches)
+        return least_needs(found.plan, run, target, quick=looked_at == count, reading=found.reading)
+
+    needs = look(looked_at)
+    if looked_at < count:
+        two = look(2)
+        needs = replace(
+            needs,
+            total=needs.total + (count - 3) * (needs.total - two.total),
+            passive=needs.passive + (count - 3) * (needs.passive - two.passive),
+        )
+    return needs.short(target)
+
+
+def with_free_order(run: RunConfig) -> RunConfig:
+    """The run with a step other than the one that --order was given for: in one of its orders, unless nothing is to be reordered."""
+    return run.in_order(SUBMISSION if run.step.order == SUBMISSION else AUTO)
+
+
+def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
+    """--minibatch of one tile, or of one sequence and tiles of one, if that makes the machine large enough; "" if it does not."""
+    tile = run.model.tiling.minibatch_tile
+    for size in sorted({size for size in (tile, 1) if size < run.step.minibatch}, reverse=True):
+        changed = with_free_order(run.cut(minibatch=size, minibatch_tile=size))
+        if not (_is_long(changed) or _short(changed, target)):
+            return f"--minibatch {size}" + (f" --minibatch-tile {size}" if size != tile else "")
+    return ""
+
+
+def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
+    """Tile flags halved, one after another, until the hungriest task fits, and what must be raised besides; "" if that does not help."""
+    name, config = needs.hungriest.name, run.model.config
+    changed, flags = run, dict[str, int]()
+    for _ in range(8):
+        tiles = next((tiles for word, tiles in _TILES.items() if word in name), _OTHER_TILES)
+        best = None
+        for flag in tiles:
+            size = getattr(changed.model.tiling, flag) // 2
+            if flag == "head_tile":
+                size -= size % (config.n_head // config.n_kv_head)
+            if size < 1:
+                continue
+            trial = changed.cut(**{flag: size})
+            if _is_long(trial):
+                continue
+            after = needs_of(capture(trial, 1).plan)
+            if best is None or after.task < best[0].task:
+                best = after, trial, flag, size
+        if best is None:
+            return ""
+        after, changed, flag, size = best
+        flags[flag], name = size, after.hungriest.name
+        if after.task <= target.largest_node_nbytes:
+            besides = _raised(target, _short(with_free_order(changed), target))
+            return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")
+    return ""
+
+
+def _is_long(run: RunConfig) -> bool:
+    """Whether a step would have too many tasks, or one of its minibatches more than are looked at for advice."""
+    return TASKS_PER_WORK * work_of(run) > MOST_TRIED or has_too_many_tasks(run)

@@ -1,0 +1,88 @@
+"""What a planner decided about the values of a step that could be made again: which are kept, which move, which are made again, and what the other
+ways would have cost.
+
+`order_figures` are the figures, of which ``nntask plan --json`` has more, and which a run writes as plan.json; `headline` and `cells` say them in
+words, for ``nntask plan``, ``--explain`` and the report alike. They know figures only, so that they say those of a run that has ended, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf
+from typing import Any, Final
+
+from scheduler.planning import AUTO, NONE, PlannedOrder
+
+from ..config.run_config import LanguageRun
+from ..config.units import format_size
+from ..hardware.machine_model import MachineModel, pace_on
+from ..telemetry.columns import aligned
+
+HEAD: Final = ("value", "layers", "bytes", "made again", "moved", "kept", "s to make all again", "s to move all, each way")
+"""Of the columns of `cells`."""
+
+
+def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
+    """The order of a step, what it makes again, and the forecasts by which both were chosen."""
+    return {
+        "order": order.name,
+        "order_is_given": run.step.order != AUTO,
+        "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
+        "recompute": run.step.recompute if run.step.recompute != AUTO else order.recompute,
+        "recompute_is_given": run.step.recompute != AUTO,
+        "seconds_without_recompute": None if order.mix is None or order.mix.seconds_without == inf else order.mix.seconds_without,
+        "values": list(_values(order, target)),
+        "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
+        "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
+    }
+
+
+def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any]]:
+    """What becomes of each group of values that could be made again, and what else it would cost: none where the planner had no choice to make."""
+    if order.mix is None or not order.forecasts:
+        return
+    pace = pace_on(order.plan, target)
+    gone = {handle for handle, use in order.plan.uses.items() if use.leaves}
+    for group in order.mix.groups:
+        again = order.mix.again(group)
+        others = set(group.leading(1.0)).difference(again)
+        blocks = {order.plan.tasks[order.plan.uses[handle].positions[0]].block for handle in group.leading(1.0)}
+        yield {
+            "name": group.name,
+            "operation": group.op,
+            "layers": len(blocks - {None}) // max(map(len, group.layers)),
+            "bytes": group.nbytes,
+            "again_bytes": sum(handle.size for handle in again),
+            "moved_bytes": sum(handle.size for handle in others if handle in gone),
+            "kept_bytes": sum(handle.size for handle in others if handle not in gone),
+            "seconds_again": group.seconds,
+            "seconds_moved": group.nbytes * max(1 / pace.read, 1 / pace.write),
+        }
+
+
+def headline(figures: Mapping[str, Any]) -> str:
+    """What is made again, and by which forecasts that was chosen."""
+    asked = figures["recompute"]
+    if figures["recompute_is_given"]:
+        return f"{asked} (given)"
+    if figures["values"]:
+        chosen, without = figures["forecast_seconds"][figures["order"]], figures["seconds_without_recompute"]
+        beside = "" if asked == NONE else "; without any it would not fit" if without is None else f", without any {without:.3g} s"
+        return f"{asked} (chosen; forecast {chosen:.3g} s a step{beside})"
+    return f"{asked}: everything fits" if not figures["forecast_bytes"] else f"{asked}: it could not save time"
+
+
+def cells(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row under `HEAD` for each kind of values that could be made again, the cheapest first; no seconds for what cannot be."""
+    rows = []
+    for value in figures["values"]:
+        nbytes = value["bytes"]
+        shares = [f"{value[key] / nbytes:.0%}" if value[key] else "" for key in ("again_bytes", "moved_bytes", "kept_bytes")]
+        seconds = [f"{value[key]:.2g}" if value[key] else "" for key in ("seconds_again", "seconds_moved")]
+        rows.append((value["name"], f"{value['layers'] or ''}", format_size(nbytes), *shares, *seconds))
+    return rows
+
+
+def value_lines(figures: Mapping[str, Any]) -> list[str]:
+    """`cells` as lines of text; none where there was nothing to choose."""
+    return aligned([HEAD, *rows]) if (rows := cells(figures)) else []
