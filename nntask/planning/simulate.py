@@ -165,6 +165,7 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
             prefetch=how.prefetch,
             replays=1 if once else 2,
             ahead=not once,
+            aside=target.aside,
         )
     except scheduler.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0], error.node

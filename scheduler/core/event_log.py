@@ -83,7 +83,7 @@ class EventLog:
             case CopyFailed(source, target, error):
                 self.entries.append(("not copied", source.handle.id, source.node, target.node, str(error)))
             case WorkerJoined(worker):
-                self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth))
+                self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth, worker.aside))
             case HandleReleased(handle):
                 self._mention([handle])
                 self.entries.append(("released", handle.id))
@@ -230,8 +230,8 @@ class Revival:
         replicas = self._handles[number].replicas
         return CopyFailed(replicas[source], replicas[target], LoggedError(message))
 
-    def _on_joined(self, number: int, kind: WorkerKind, node: NodeId, depth: int) -> WorkerJoined:
-        return WorkerJoined(Worker(WorkerId(number), kind, node, depth))
+    def _on_joined(self, number: int, kind: WorkerKind, node: NodeId, depth: int, aside: bool = False) -> WorkerJoined:
+        return WorkerJoined(Worker(WorkerId(number), kind, node, depth, aside))
 
     def _on_released(self, number: int) -> HandleReleased:
         return HandleReleased(self._handles[number])

@@ -191,6 +191,11 @@ class Task:
         return f"task {self.id} {self.name}({data})"
 
 
+def is_aside(kinds: tuple[WorkerKind, ...], pin: WorkerId | None) -> bool:
+    """Whether a task may run on CPU workers alone, over data in host memory, and not because the program has placed it by hand."""
+    return kinds == ("cpu",) and pin is None
+
+
 @dataclass(slots=True, eq=False)
 class Replay:
     """One of the two instances of a recorded step, and the replay it carries at present.
@@ -208,6 +213,7 @@ class Replay:
         partitions: the positions of each partition of the step, see `Task.planned_node`.
         partition_nodes: the node where each partition belongs; empty where the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
+        has_aside: whether any of its tasks runs aside (`is_aside`).
         heads: of each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
         passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch where tasks run on
@@ -229,6 +235,7 @@ class Replay:
     partitions: Sequence[Sequence[int]] = ()
     partition_nodes: Sequence[NodeId] = ()
     has_pins: bool = False
+    has_aside: bool = False
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
@@ -266,11 +273,16 @@ class SharedUse:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Who runs tasks: one at a time, `depth` of them admitted ahead."""
+    """Who runs tasks: one at a time, `depth` of them admitted ahead.
+
+    Attributes:
+        aside: whether it only gets tasks that devices may not run (`is_aside`): then its memory is not one where the tasks of a step run.
+    """
 
     id: WorkerId
     kind: WorkerKind
     node: NodeId
     depth: int
+    aside: bool = False
     assigned: list[Task] = field(default_factory=list)
     running: Task | None = None

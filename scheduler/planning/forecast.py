@@ -9,6 +9,9 @@ forecast twice in a row and the second pass counts.
 
 Devices may have a disk under host memory (`Spill`). Host memory is no cache then: a tile evicted from a device goes to host memory while that has
 free bytes, else straight to the disk; it stays there until it is overwritten or dead, and is read from there.
+
+Tasks that run aside (`StepPlan.aside`), by CPU workers in host memory, are a second queue: each begins when what it reads has come down from the
+device, and what it writes can be fetched from its end on. What only they touch takes no bytes of the device.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ..core.memory.prefetch import AHEAD, CLEAN
-from ..core.records import SCRATCH, HandleRecord, W
+from ..core.records import SCRATCH, HandleRecord, R, W
 from ..core.step_plan import RecordedTask, StepPlan
 
 SHARE: Final = 0.84
@@ -78,6 +81,7 @@ class Pace:
         duplex: whether both directions run at once.
         num_devices: number of equal devices of the machine, of which the forecast follows one.
         spill: the disk under a duplex tier below; None without one.
+        aside: duration of each task that runs aside, if all workers beside the devices shared it; `seconds` has 0 for those.
     """
 
     seconds: Mapping[RecordedTask, float]
@@ -86,6 +90,7 @@ class Pace:
     duplex: bool
     num_devices: int = 1
     spill: Spill | None = None
+    aside: Mapping[RecordedTask, float] = field(default_factory=dict)
 
 
 class _Clock:
@@ -102,11 +107,28 @@ class _Clock:
         self._ahead: deque[tuple[float, int]] = deque()  # start time and fetched bytes of the latest tasks
         self._fetched = 0
         self._fetch_from = 0.0  # start of the oldest task in the lookahead: no fetch begins before
+        self._aside = 0.0  # end of the latest task aside
+        self._since: dict[HandleRecord, float] = {}  # when a task aside has written what no task here has read yet
+
+    def run_aside(self, task: RecordedTask, sent: int, far_read: int, far_written: int) -> None:
+        """Run a task aside after `sent` bytes have come down to it; the far ones come from and go to the disk."""
+        pace = self.pace
+        if sent:
+            self.writes = max(self.writes, self.now) + sent * pace.num_devices / pace.write
+        seconds = pace.aside.get(task, 0.0)
+        if pace.spill is not None:
+            seconds += far_read / pace.spill.read + far_written / pace.spill.write
+        self._aside = max(self._aside, self.writes if sent else self.now) + seconds * pace.num_devices
+        for handle, mode in task.accesses:
+            if mode != R:
+                self._since[handle] = self._aside
 
     def run(self, task: RecordedTask, read: int, written: int, far_read: int = 0, far_written: int = 0) -> None:
         """Run a task after `read` bytes were fetched for it and `written` bytes evicted, of which the far ones came from and went to the disk
         below."""
         pace = self.pace
+        if self._since and read:
+            self.reads = max([self.reads, *(self._since.pop(handle, 0.0) for handle, _ in task.accesses)])
         reading, writing = (read - far_read) * pace.num_devices / pace.read, (written - far_written) * pace.num_devices / pace.write
         spare, far_reading = self.backlog * pace.num_devices / pace.write, 0.0
         if pace.spill is not None and (far_read or far_written):
@@ -220,6 +242,22 @@ class _Memory:
         if self.below is not None:
             self.below.forget(handle)
 
+    def send(self, handle: HandleRecord, *, reads: bool, drops: bool) -> None:
+        """Let a task aside use a tile that may be here: what it reads is written down first if it is nowhere else.
+
+        Args:
+            drops: whether it stays no longer, being overwritten there or dead.
+        """
+        if handle not in self.next_use:
+            return
+        if handle in self.dirty and reads:
+            self.written += handle.size
+            self.dirty.discard(handle)
+        if drops:
+            self.used -= handle.size
+            del self.next_use[handle]
+            self.dirty.discard(handle)
+
     def evict(self, now: int) -> None:
         """Evict tiles until the rest fits."""
         while self.used > self.capacity:
@@ -292,6 +330,9 @@ def _run(
         num_uses = dict.fromkeys(plan.uses, 0)
         for position, task in enumerate(plan.tasks):
             now = start + position
+            if plan.aside[position]:
+                _run_aside(plan, task, memory, clock, num_uses, start + period)
+                continue
             read, written, scratch = memory.read, memory.written, 0
             far_read, far_written = memory.far_read, memory.far_written
             for handle, mode in task.accesses:
@@ -312,11 +353,41 @@ def _run(
                 count = num_uses[handle] = num_uses[handle] + 1
                 if count < len(use.positions):
                     memory.leave(handle, start + use.positions[count], written=mode != "R", stays=stays)
+                    if plan.has_aside and plan.aside[use.positions[count]] and use.modes[count] != R and handle not in memory.dirty:
+                        memory.send(handle, reads=False, drops=True)  # it goes first: it will be overwritten elsewhere
                 elif plan.owned.get(handle) is False:
                     memory.kill(handle)
                 else:
                     memory.leave(handle, start + period + use.positions[0], written=mode != "R", stays=stays)
     return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0), memory.gone
+
+
+def _run_aside(plan: StepPlan, task: RecordedTask, memory: _Memory, clock: _Clock | None, num_uses: dict[HandleRecord, int], next_pass: int) -> None:
+    """A task of `_run` that runs aside.
+
+    Args:
+        num_uses: of each handle so far.
+        next_pass: position of the first task of the next pass.
+    """
+    written, far_read, far_written = memory.written, 0, 0
+    for handle, mode in task.accesses:
+        if mode == SCRATCH:
+            continue
+        use = plan.uses[handle]
+        count = num_uses[handle] = num_uses[handle] + 1
+        is_dead = count == len(use.positions) and plan.owned.get(handle) is False
+        memory.send(handle, reads=mode != W, drops=mode != R or is_dead)
+        if handle in memory.next_use:
+            later = next_pass - len(plan.tasks) + use.positions[count] if count < len(use.positions) else next_pass + use.positions[0]
+            memory.leave(handle, later, written=False, stays=False)
+        if memory.below is not None:
+            if handle in memory.below.spilled:
+                far_read += handle.size if mode != W else 0
+                far_written += handle.size if mode != R else 0
+            if is_dead:
+                memory.below.forget(handle)
+    if clock is not None:
+        clock.run_aside(task, memory.written - written, far_read, far_written)
 
 
 def _filled(plan: StepPlan, capacity: int) -> _Below:

@@ -21,7 +21,7 @@ from math import inf
 from typing import Final
 
 from ..events import Action
-from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task
+from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, is_aside
 from . import coherence
 from .replicas import Replicas
 
@@ -147,9 +147,9 @@ class Lookahead:
 
     def _tasks_ahead(self) -> Iterator[tuple[Replay, int]]:
         for replay in tuple(self.replicas.foresight.replays):
-            done = replay.done
+            done, tasks = replay.done, replay.tasks
             for position in self._positions_ahead(replay):
-                if not done[position]:
+                if not done[position] and not (replay.has_aside and is_aside(tasks[position].kinds, tasks[position].pin)):
                     yield replay, position
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:
