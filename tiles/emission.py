@@ -109,18 +109,11 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, cpu_only: bool = False, **constants: Any) -> None:
+def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
     """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel.
 
     Where there are GPUs, kernels for them take fp32 and bf16 tiles as they are. Activations that the program has registered run on the CPU.
-
-    Args:
-        cpu_only: whether CPU workers alone run the task, whatever else there is.
     """
-    if cpu_only:
-        found, accesses = _on_cpu(runtime, op, accesses, constants)
-        runtime.submit(_cpu_only(found), accesses, constants, priority=priority)
-        return
     views: list[Any] = [handle.view for handle, _ in accesses]
     narrow = [view for view in views if view.dtype in NARROW]
     own = runtime.has_gpus and own_activation(constants.get("kind", "")) is not None
@@ -132,6 +125,12 @@ def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority:
         return
     found, accesses = _on_cpu(runtime, op, accesses, constants)
     runtime.submit(found, accesses, constants, priority=priority)
+
+
+def emit_on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
+    """As `emit`, for CPU workers alone, whatever else there is."""
+    found, accesses = _on_cpu(runtime, op, accesses, constants)
+    runtime.submit(_cpu_only(found), accesses, constants, priority=priority)
 
 
 def _on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], constants: Mapping[str, Any]) -> tuple[Codelet, Sequence[Access]]:

@@ -18,7 +18,7 @@ from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA
 from ..checkpoints.store import Checkpoint
 from ..data.spec import DataSpec
-from ..hardware.machine_spec import MachineSpec, beside_devices
+from ..hardware.machine_spec import MachineSpec, devices_alone
 from ..models.interface import LanguageConfig, ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule
 from ..tiling.model_tiling import ModelTiling
@@ -249,7 +249,7 @@ class LanguageRun:
         return replace(
             self,
             step=replace(self.step, update_on=place),
-            machine=beside_devices(self.machine, resources.ncpu, aside=place == "cpu"),
+            machine=self.machine if place == "cpu" else devices_alone(self.machine, resources.ncpu),
             settings=replace(self.settings, resources=resources),
         )
 

@@ -236,7 +236,7 @@ class RecordedEngine(Inference):
         if shard is not None and transport is not None:
             self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport)
         tiles_of = None if self.exchange is None else self.exchange.tiles_of
-        self.optimizer = build_optimizer(self.model, run.optimizer, tiles_of, on_cpu=run.machine.aside)
+        self.optimizer = build_optimizer(self.model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
         self._minibatch = run.step.minibatch
         count = run.step.num_minibatches if shard is None else len(shard.minibatches)
         self._inputs = [self._inputs_for(self._minibatch, self.objective.names) for _ in range(count)]

@@ -25,7 +25,7 @@ DEFAULT_DISK_RATE: Final = "1.6GB/s"
 """From and to the disk of an imaginary machine, all requests in flight and both directions together."""
 DEFAULT_RAM_RATE: Final = "100GB/s"
 """Bytes that the CPU workers of an imaginary machine read and write of its RAM per second, all together, where they update weights."""
-NUM_CPU: Final = 16
+NUM_CPU: Final = 8
 """CPU workers that do so, where --ncpu does not say."""
 LATENCY: Final = 1e-5
 """Seconds of a copy over such a link, or of a request to such a disk, before its bytes come."""

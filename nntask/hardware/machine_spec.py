@@ -130,18 +130,23 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
             policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
         ),
     )
-    return beside_devices(found, resources.ncpu, aside=True) if resources.update_on == "cpu" else found
+    return beside_devices(found, resources.ncpu) if resources.update_on != "device" and resources.ncpu != 0 else found
 
 
-def beside_devices(machine: MachineSpec, asked: int | None, *, aside: bool) -> MachineSpec:
-    """A machine whose CPU workers only do what devices may not, or one whose do anything; the same where there are no devices.
+def beside_devices(machine: MachineSpec, asked: int | None) -> MachineSpec:
+    """A machine whose CPU workers only do what devices may not; the same where there are no devices.
 
     Args:
         asked: CPU workers that a flag asks for.
     """
-    if not machine.has_devices or machine.aside == aside:
+    return replace(machine, num_cpu=num_cpu_workers(asked, NO_GPUS), aside=True) if machine.has_devices else machine
+
+
+def devices_alone(machine: MachineSpec, asked: int | None) -> MachineSpec:
+    """A machine with CPU workers beside its devices without them; of GPUs, with those that a flag asks for."""
+    if not machine.aside:
         return machine
-    return replace(machine, num_cpu=num_cpu_workers(asked, NO_GPUS if aside else machine.gpus), aside=aside)
+    return replace(machine, num_cpu=num_cpu_workers(asked, machine.gpus) if machine.has_gpus else 0, aside=False)
 
 
 def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:

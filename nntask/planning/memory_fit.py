@@ -129,7 +129,7 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
         frozen_base.attach(base_tensors(model), run.model.config)
     elif (start := _start(run)) is not None:
         start.attach(base_tensors(model))
-    optimizer = build_optimizer(model, run.optimizer, on_cpu=run.machine.aside)
+    optimizer = build_optimizer(model, run.optimizer, on_cpu=run.step.update_on == "cpu")
     objective = run.data.objective
     inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
     with runtime.record():

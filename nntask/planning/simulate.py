@@ -43,6 +43,7 @@ from .memory_fit import (
     work_of,
 )
 from .needs import Needs, shortage
+from .update_place import plan_update
 
 FEW_TASKS: Final = 3000
 """Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
@@ -79,32 +80,41 @@ def plan_run(
         run = _with_few_tasks(asked, target)
     anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
-        found = capture(run, frozen_base=run.start.frozen_base)
-        figures = plan_step(found, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew))
+        placed = plan_update(run, target)
+        run, target = placed.run, placed.target
+        figures = plan_step(placed.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), placed.order)
+        figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(placed.seconds)
         figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}
         if reach:
-            figures.update(_reach(run, target, len(found.plan.tasks)))
+            figures.update(_reach(run, target, len(placed.step.plan.tasks)))
     return figures
 
 
-def plan_step(found: CapturedStep, run: LanguageRun, target: MachineModel, changes: Callable[[Needs, str], Sequence[str]]) -> dict[str, Any]:
+def plan_step(
+    found: CapturedStep,
+    run: LanguageRun,
+    target: MachineModel,
+    changes: Callable[[Needs, str], Sequence[str]],
+    order: PlannedOrder | None = None,
+) -> dict[str, Any]:
     """The figures of a captured step on a machine.
 
     Args:
         changes: of what the step needs, and the memory that was too small all the same ("" for none): what would make it fit.
+        order: its planned order, if that is known.
 
     Raises:
         UsageError: the step has no order of the name that was asked for.
     """
     plan = found.plan
-    order = choose_order(plan, run, target.without(found.reading))
+    order = order or choose_order(plan, run, target.without(found.reading))
     needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
     figures["submission_needed_bytes"] = plan.needed_bytes()
     if simulation is not None:
-        figures.update(_costs(simulation, run))
+        figures.update(_costs(simulation, run, target))
     else:  # nothing is moved, and nothing takes any time
         figures.update(forecast_bytes=None, forecast_seconds=None, seconds_without_recompute=None, values=[])
     figures["feasible"] = simulation is not None
@@ -229,6 +239,8 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
         "evict": run.machine.scheduling.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "tasks_by_name": dict(names.most_common()),
+        "update_on": "device",
+        "seconds_by_update": {},
         "tiles": {},
         "largest_model": None,
         "largest_minibatch": None,
@@ -282,8 +294,9 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
     return found
 
 
-def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
-    """What virtual time says."""
+def _costs(found: Simulation, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
+    """What virtual time says; CPU workers that only relieve devices are not counted as idle."""
+    busy = [seconds for seconds, (kind, _, _) in zip(found.busy_seconds, target.workers, strict=True) if not (target.aside and kind == "cpu")]
     tokens = run.step.batch * run.model.seq_len
     return {
         "peak_bytes": found.peak_bytes,
@@ -291,7 +304,7 @@ def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
         "moved_bytes_per_step": {link: nbytes for link, nbytes in found.moved_bytes.items() if nbytes},
         "seconds_per_step": found.seconds,
         "tokens_per_second": tokens / found.seconds if found.seconds else None,
-        "busy_share": sum(found.busy_seconds) / (len(found.busy_seconds) * found.seconds) if found.seconds else None,
+        "busy_share": sum(busy) / (len(busy) * found.seconds) if found.seconds else None,
         "evictions_per_step": found.num_evictions,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,8 @@ from ..engine.interface import Cluster, NodesChanged
 from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
-from ..planning.memory_fit import CapturedStep, capture, check_fit, fitting_order
+from ..planning.memory_fit import CapturedStep, capture, fitting_order
+from ..planning.update_place import Place, place_update
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
@@ -41,11 +42,13 @@ from .signals import Interrupts
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """What is known of the step before anything runs: its order, the names of tasks to explain, and tasks that fall back to the CPU."""
+    """What is known of the step before anything runs: its order, the names of tasks to explain, tasks that fall back to the CPU, and the seconds that
+    the place of updates was chosen by."""
 
     order: PlannedOrder
     explained: Collection[str]
     fallbacks: Mapping[str, int]
+    by_update: Mapping[Place, float | None] = field(default_factory=dict)
 
 
 def train(run: RunConfig, cluster: Cluster | None = None) -> int:
@@ -71,9 +74,10 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     foreseen = None
     if cluster is None:
         warn_of_disk(run.machine.disk)
-        step, order = check_fit(run)
+        placed = place_update(run)
+        run, step, order = placed.run, placed.step, placed.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        foreseen = _Foreseen(order, _explained(run.settings.observe.explain, step), fallbacks)
+        foreseen = _Foreseen(order, _explained(run.settings.observe.explain, step), fallbacks, placed.seconds)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
@@ -89,7 +93,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     def open_on(runtime: Runtime) -> Iterator[Opened]:
         engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime))
         counts = counts_of(run, engine)
-        about, timed = partial(about_tiled, run, engine, runtime.gpus), partial(print_timing, engine, run, counts)
+        about, timed = partial(about_tiled, run, engine, runtime.gpus, known.by_update), partial(print_timing, engine, run, counts)
         yield Opened(engine, counts, about, timed_loops=timed)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts))

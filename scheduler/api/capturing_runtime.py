@@ -49,7 +49,8 @@ class CapturingRuntime(RecordingRuntime):
     def __init__(self, lanes: int = 1, workers: Sequence[str] = (), *, has_gpus: bool = False, aside: bool = False) -> None:
         super().__init__(lanes)
         self.has_gpus = has_gpus
-        self._aside = aside
+        if aside:
+            self.devices_beside = "cuda" if has_gpus else "sim"
         self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
         self.inbox = _NoInbox()
         self.reading_nbytes = 0
@@ -104,8 +105,8 @@ class CapturingRuntime(RecordingRuntime):
         pin = None if combines or not self._pins else self._pin()
         if pin is not None:
             return kinds_on(codelet, self._worker_names[pin]), pin
-        if self._aside:
-            return kinds_beside(codelet.kinds, "cuda" if self.has_gpus else "sim"), None
+        if self.devices_beside is not None:
+            return kinds_beside(codelet.kinds, self.devices_beside), None
         return codelet.kinds, None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:

@@ -23,6 +23,7 @@ from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Rep
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from ..execution.waiting import Waiter
+from .placement import kinds_beside
 from .task_runtime import Handle, ReleaseInbox, TaskRuntime, View
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class RecordingRuntime(TaskRuntime):
 
     Attributes:
         inbox: takes the records of released handles.
+        devices_beside: kind of the devices, where CPU workers run only what these may not; None where there are no such workers.
     """
 
     inbox: ReleaseInbox
+    devices_beside: WorkerKind | None = None
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -181,9 +184,9 @@ class Recorder:
         Raises:
             RecordingError: a task reads a handle of the step that no earlier task wrote.
         """
-        copies = [
-            RecordedTask(COPY_INPUT, COPY_INPUT.name, COPY_INPUT.kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()
-        ]
+        device = self.runtime.devices_beside
+        kinds = COPY_INPUT.kinds if device is None else kinds_beside(COPY_INPUT.kinds, device)
+        copies = [RecordedTask(COPY_INPUT, COPY_INPUT.name, kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()]
         owned = {record: reference() is not None for record, reference in self.created.items()}
         owned.update(dict.fromkeys(self.inputs.values(), False))
         plan = StepPlan([*copies, *self.tasks], owned)

@@ -109,6 +109,8 @@ class Runtime(RecordingRuntime):
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
         self._graphs = graphs and self.has_gpus
+        if aside:
+            self.devices_beside = "cuda" if gpus else "sim"
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
         self.policy_name = policy_of(sched, sim_gpus or len(gpus))

@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler import RW, SCRATCH, Access, Handle, R, TaskRuntime, W
 
-from ..emission import emit, scratch
+from ..emission import emit, emit_on_cpu, scratch
 from ..kernels.cpu.optimizer import optimizer_scratch_nbytes
 from ..kernels.registry import NARROW
 from ..tensor import TileTensor
@@ -156,4 +156,4 @@ def _update(
         nbytes = optimizer_scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
-        emit(param.runtime, op, accesses, priority=priority, cpu_only=cpu_only, **constants)
+        (emit_on_cpu if cpu_only else emit)(param.runtime, op, accesses, priority=priority, **constants)
