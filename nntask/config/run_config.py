@@ -243,13 +243,13 @@ class LanguageRun:
         """The run with other data made again in its steps."""
         return replace(self, step=replace(self.step, recompute=recompute))
 
-    def updating_on(self, place: Literal["device", "cpu"]) -> Self:
-        """The run with its weights updated there, as it writes down, so that a run that is continued goes on with the same arithmetic."""
-        resources = replace(self.settings.resources, update_on=place)
+    def updating_on(self, updater: Literal["device", "cpu"]) -> Self:
+        """The run with that updater of its weights, which it writes down, so that a run that is continued goes on with the same arithmetic."""
+        resources = replace(self.settings.resources, update_on=updater)
         return replace(
             self,
-            step=replace(self.step, update_on=place),
-            machine=self.machine if place == "cpu" else devices_alone(self.machine, resources.ncpu),
+            step=replace(self.step, update_on=updater),
+            machine=self.machine if updater == "cpu" else devices_alone(self.machine, resources.ncpu),
             settings=replace(self.settings, resources=resources),
         )
 

@@ -1,7 +1,7 @@
 from .memory_fit import CapturedStep, capture, more_memory, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step
-from .update_place import told_place
+from .updater import told_updater
 
 __all__ = [
     "CapturedStep",
@@ -16,6 +16,6 @@ __all__ = [
     "recomputing",
     "shortage",
     "thriftiest_needs",
-    "told_place",
+    "told_updater",
     "untouched",
 ]

@@ -43,7 +43,7 @@ from .memory_fit import (
     work_of,
 )
 from .needs import Needs, shortage
-from .update_place import plan_update
+from .updater import plan_updater
 
 FEW_TASKS: Final = 3000
 """Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
@@ -80,13 +80,13 @@ def plan_run(
         run = _with_few_tasks(asked, target)
     anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
-        placed = plan_update(run, target)
-        run, target = placed.run, placed.target
-        figures = plan_step(placed.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), placed.order)
-        figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(placed.seconds)
+        chosen = plan_updater(run, target)
+        run, target = chosen.run, chosen.target
+        figures = plan_step(chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order)
+        figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(chosen.seconds)
         figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}
         if reach:
-            figures.update(_reach(run, target, len(placed.step.plan.tasks)))
+            figures.update(_reach(run, target, len(chosen.step.plan.tasks)))
     return figures
 
 

@@ -22,7 +22,7 @@ from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
 from ..planning.memory_fit import CapturedStep, capture, fitting_order
-from ..planning.update_place import Place, place_update
+from ..planning.updater import Updater, choose_updater
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
@@ -43,12 +43,12 @@ from .signals import Interrupts
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
     """What is known of the step before anything runs: its order, the names of tasks to explain, tasks that fall back to the CPU, and the seconds that
-    the place of updates was chosen by."""
+    the updater was chosen by."""
 
     order: PlannedOrder
     explained: Collection[str]
     fallbacks: Mapping[str, int]
-    by_update: Mapping[Place, float | None] = field(default_factory=dict)
+    by_update: Mapping[Updater, float | None] = field(default_factory=dict)
 
 
 def train(run: RunConfig, cluster: Cluster | None = None) -> int:
@@ -74,10 +74,10 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     foreseen = None
     if cluster is None:
         warn_of_disk(run.machine.disk)
-        placed = place_update(run)
-        run, step, order = placed.run, placed.step, placed.order
+        chosen = choose_updater(run)
+        run, step, order = chosen.run, chosen.step, chosen.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        foreseen = _Foreseen(order, _explained(run.settings.observe.explain, step), fallbacks, placed.seconds)
+        foreseen = _Foreseen(order, _explained(run.settings.observe.explain, step), fallbacks, chosen.seconds)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)

@@ -27,7 +27,7 @@ from ..hardware.machine_model import MachineModel
 from ..inference.samples import sample_prompt
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
-from ..planning.update_place import Place, told_place
+from ..planning.updater import Updater, told_updater
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
 from .run_directory import CONFIG, computing_versions, write_file
@@ -170,11 +170,11 @@ def begin(session: Session, lock: RunLock, about: Callable[[], Sequence[str]], o
     load_weights(run.start, session.engine)
 
 
-def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update: Mapping[Place, float | None] | None = None) -> Sequence[str]:
+def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update: Mapping[Updater, float | None] | None = None) -> Sequence[str]:
     """What is trained: a model of tiles.
 
     Args:
-        by_update: see `PlacedUpdate.seconds`.
+        by_update: seconds of a step under each updater, see `ChosenUpdater`.
     """
     config, cut, settings = run.model.config, run.model.tiling, run.settings
     lines = [
@@ -194,7 +194,7 @@ def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update:
         f"vocab {cut.vocab_tile}; {engine.num_tasks} tasks a step; {run.step.lanes} lane{'' if run.step.lanes == 1 else 's'}"
     )
     if run.step.update_on == "cpu" or by_update:
-        lines.append(f"weights are updated {told_place(run.step.update_on, by_update or {})}")
+        lines.append(f"weights are updated {told_updater(run.step.update_on, by_update or {})}")
     return lines
 
 

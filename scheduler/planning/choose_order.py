@@ -190,7 +190,7 @@ def plan_order(
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
         plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
-    fits = not plan.has_aside and _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+    fits = not plan.has_aside and device_bytes(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {}, num_tasks=len(plan.tasks))
     found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
@@ -304,7 +304,7 @@ def _foresee(plan: StepPlan, memory: int, num_devices: int) -> None:
     plan.foresee(leaves)
 
 
-def _needed(plan: StepPlan, num_devices: int) -> int:
+def device_bytes(plan: StepPlan, num_devices: int) -> int:
     """Bytes of device memory, all devices together, with which data moves between devices only."""
     return num_devices * _only(plan, _positions_of(plan, num_devices)).needed_bytes() if plan.partitions else plan.needed_bytes()
 

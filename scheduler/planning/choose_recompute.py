@@ -20,7 +20,7 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, PlannedOrder, last_tier_bytes, plan_order
+from .choose_order import AUTO, PlannedOrder, device_bytes, last_tier_bytes, plan_order
 from .forecast import Pace
 from .orders import repetition
 from .recompute import Mix, ValueGroup, Values, clones_of, recomputed
@@ -136,7 +136,7 @@ def choose_plan(
     if recompute != AUTO:
         return replace(find(as_asked(plan, recompute), order), recompute=recompute)
     found = find(plan, order)
-    if not found.forecasts:  # everything fits
+    if not found.forecasts or (plan.has_aside and device_bytes(found.plan, num_devices) <= memory):  # everything fits
         return found
     return _Search(plan, found, order, find, lambda chosen: last_tier_bytes(chosen.plan, computes=computes_on_last) <= last, pace).best()
 

@@ -167,7 +167,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
     from nntask.config import format_least, format_size
     from nntask.hardware import BOUNDLESS, DISK
-    from nntask.planning import told_place
+    from nntask.planning import told_updater
 
     yield f"parameters          {figures['parameters']:,}"
     if figures["trained_parameters"] != figures["parameters"]:
@@ -210,7 +210,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
     if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
-        yield f"weights             updated {told_place(figures['update_on'], figures['seconds_by_update'])}"
+        yield f"weights             updated {told_updater(figures['update_on'], figures['seconds_by_update'])}"
     yield from _recomputed(figures)
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"

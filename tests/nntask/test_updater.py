@@ -51,7 +51,7 @@ def aside_plan() -> StepPlan:
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", None), ("gpt2", BF16), ("llama adapters", None)])
 def test_bits_are_those_of_one_cpu_worker(family: str, dtype: np.dtype[Any] | None, share: float, devices: int, tmp_path: Path) -> None:
-    """Simulated devices compute as CPU workers do, so where weights are updated changes nothing; with a disk below RAM too, and with little memory."""
+    """Simulated devices compute as CPU workers do, so the updater changes nothing; with a disk below RAM too, and with little memory."""
     nbytes = max(int(share * aside_plan().needed_bytes()), aside_plan().largest_task())
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     for disk in (None, tmp_path):
@@ -111,7 +111,7 @@ def planned(link: str, ram_rate: str, memory: str = "24MiB", **resources: Any) -
     return plan_run(asked, CONFIG, target, reach=False)
 
 
-def test_the_forecast_chooses_the_place() -> None:
+def test_the_forecast_chooses_the_updater() -> None:
     """Behind slow links CPU workers update; where RAM is slower than the link, or everything fits, devices do; the plan says what it expected."""
     slow = planned("1GB/s", "100GB/s", update_on="auto")
     assert slow["update_on"] == "cpu"
@@ -124,7 +124,7 @@ def test_the_forecast_chooses_the_place() -> None:
 
 def test_a_plan_counts_state_in_ram() -> None:
     """Less moves by at least most of master and both moments in each direction; the device needs no room for an update; gradients come down."""
-    device, cpu = (planned("25GB/s", "100GB/s", update_on=place) for place in ("device", "cpu"))
+    device, cpu = (planned("25GB/s", "100GB/s", update_on=updater) for updater in ("device", "cpu"))
     state = 12 * CONFIG.num_parameters
     up, down = "ram->gpu:0", "gpu:0->ram"
     assert cpu["moved_bytes_per_step"][up] < device["moved_bytes_per_step"][up] - 0.7 * state
