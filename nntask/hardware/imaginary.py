@@ -67,6 +67,9 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     if disk_rate and not resources.disk:
         raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
+    of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
+    if ram_rate and resources.update_on == "device":
+        raise UsageError(f"--ram-rate {ram_rate} is about updates by CPU workers and devices update here; add --update-on auto, or drop it")
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
     nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
     disk = imaginary_disk_of(resources.disk)
@@ -77,7 +80,6 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     models, policy = Models(), policy_of(resources.sched, count)
     models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
     rates: dict[WorkerKind, Rate] = {"sim": Rate(flops, DEVICE_BANDWIDTH)}
-    of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
     found = MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, rates, ram_rate=of_ram)
     return found.beside(NUM_CPU if resources.ncpu is None else resources.ncpu) if resources.update_on == "cpu" else found
 

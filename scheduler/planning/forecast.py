@@ -110,6 +110,11 @@ class _Clock:
         self._aside = 0.0  # end of the latest task aside
         self._since: dict[HandleRecord, float] = {}  # when a task aside has written what no task here has read yet
 
+    @property
+    def end(self) -> float:
+        """When all tasks so far have ended."""
+        return max(self.now, self._aside)
+
     def run_aside(self, task: RecordedTask, sent: int, far_read: int, far_written: int) -> None:
         """Run a task aside after `sent` bytes have come down to it; the far ones come from and go to the disk."""
         pace = self.pace
@@ -325,7 +330,7 @@ def _run(
     period = len(plan.tasks)
     before = (0, 0, 0.0)
     for start in (0, period):
-        before = memory.read, memory.written, clock.now if clock else 0.0
+        before = memory.read, memory.written, clock.end if clock else 0.0
         memory.gone.clear()
         num_uses = dict.fromkeys(plan.uses, 0)
         for position, task in enumerate(plan.tasks):
@@ -359,7 +364,7 @@ def _run(
                     memory.kill(handle)
                 else:
                     memory.leave(handle, start + period + use.positions[0], written=mode != "R", stays=stays)
-    return Forecast(memory.read - before[0], memory.written - before[1], clock.now - before[2] if clock else 0.0), memory.gone
+    return Forecast(memory.read - before[0], memory.written - before[1], clock.end - before[2] if clock else 0.0), memory.gone
 
 
 def _run_aside(plan: StepPlan, task: RecordedTask, memory: _Memory, clock: _Clock | None, num_uses: dict[HandleRecord, int], next_pass: int) -> None:
