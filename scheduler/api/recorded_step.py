@@ -165,7 +165,8 @@ class Recorder:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
-        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block))
+        aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
+        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block, aside=aside))
 
     def _input(self, handle: Handle, mode: Mode) -> HandleRecord:
         record: HandleRecord = handle.record

@@ -147,6 +147,7 @@ class Task:
         position: of a recorded task, its position in the step's planned order.
         partition: of a recorded task, the partition of the step, which belongs on one device; -1 for none.
         pin: the only worker that may run it, if the program has placed it by hand.
+        aside: of a recorded task, whether it runs in host memory by workers that stand aside.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: the waiter of the program, where the program waits for the task to run.
@@ -174,6 +175,7 @@ class Task:
     position: int = 0
     partition: int = -1
     pin: WorkerId | None = None
+    aside: bool = False
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
@@ -189,11 +191,6 @@ class Task:
     def __repr__(self) -> str:
         data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)
         return f"task {self.id} {self.name}({data})"
-
-
-def is_aside(kinds: tuple[WorkerKind, ...], pin: WorkerId | None) -> bool:
-    """Whether a task may run on CPU workers alone, over data in host memory, and not because the program has placed it by hand."""
-    return kinds == ("cpu",) and pin is None
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +210,7 @@ class Replay:
         partitions: the positions of each partition of the step, see `Task.planned_node`.
         partition_nodes: the node where each partition belongs; empty where the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
-        has_aside: whether any of its tasks runs aside (`is_aside`).
+        has_aside: whether any of its tasks runs aside.
         heads: of each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
         passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch where tasks run on
@@ -276,7 +273,7 @@ class Worker:
     """Who runs tasks: one at a time, `depth` of them admitted ahead.
 
     Attributes:
-        aside: whether it only gets tasks that devices may not run (`is_aside`): then its memory is not one where the tasks of a step run.
+        aside: whether it only gets tasks that devices may not run: then its memory is not one where the tasks of a step run.
     """
 
     id: WorkerId

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .records import ANY, FILE, RW, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind, is_aside
+from .records import ANY, FILE, RW, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +21,7 @@ class RecordedTask:
 
     Attributes:
         block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all.
+        aside: whether workers run it that stand aside (`Worker.aside`), in host memory.
     """
 
     codelet: object
@@ -32,6 +33,7 @@ class RecordedTask:
     pin: WorkerId | None = None
     model_key: tuple[str, int] | None = None
     block: int | None = None
+    aside: bool = False
 
 
 @dataclass(slots=True)
@@ -60,14 +62,14 @@ class StepPlan:
         idle: bytes of the program's data that is there while the step runs and that none of its tasks touches, if they are known.
 
     Attributes:
-        aside: for each task, whether it runs in host memory beside the devices that run the others (`is_aside`).
+        aside: for each task, whether it runs in host memory beside the devices that run the others (`RecordedTask.aside`).
     """
 
     def __init__(
         self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, partitions: Sequence[int] = (), idle: int = 0
     ) -> None:
         self.tasks = list(tasks)
-        self.aside = [is_aside(task.kinds, task.pin) for task in self.tasks]
+        self.aside = [task.aside for task in self.tasks]
         self.has_aside = any(self.aside)
         self.window = window
         self.partitions = list(partitions)
@@ -293,6 +295,7 @@ class StepPlan:
             position=position,
             partition=self.partitions[position] if self.partitions else -1,
             pin=recorded.pin,
+            aside=recorded.aside,
             is_exit=False,
             model_key=recorded.model_key,
         )

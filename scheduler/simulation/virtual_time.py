@@ -312,6 +312,7 @@ def _detached(plan: StepPlan) -> StepPlan:
             task.constants,
             task.priority,
             task.pin,
+            aside=task.aside,
         )
         for task in plan.tasks
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -178,9 +177,13 @@ def test_workers_stand_aside_of_devices_only() -> None:
         Step(runtime, UPDATE)
 
 
-def test_workers_placed_by_hand_are_no_workers_aside() -> None:
-    """A task that the program has placed on a CPU worker is not for CPU workers alone."""
-    plan = captured()
-    tasks = [replace(task, pin=0) if task.name == "update" else task for task in plan.tasks]  # type: ignore[arg-type]
-    assert plan.has_aside
-    assert not StepPlan(tasks, plan.owned).has_aside
+def test_workers_placed_by_hand_do_not_stand_aside() -> None:
+    """A task that the program has placed on a CPU worker is none of the tasks aside; nor is one for CPU workers alone where these run anything."""
+    runtime = CapturingRuntime(workers=["cpu:0"], aside=True)
+    with runtime.place("cpu:0"):
+        Step(runtime, ANYWHERE)
+    assert {task.kinds for task in runtime.plan.tasks} == {("cpu",)}
+    assert not runtime.plan.has_aside
+    plan = captured(UPDATE, aside=False)
+    assert ("cpu",) in {task.kinds for task in plan.tasks}
+    assert not plan.has_aside

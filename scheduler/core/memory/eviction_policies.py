@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Final, Protocol
 
-from ..records import RAM, HandleRecord, R, Replay, Replica, UseSchedule, W, is_aside
+from ..records import RAM, HandleRecord, R, Replay, Replica, UseSchedule, W
 from . import coherence
 
 FAR: Final = 1 << 20
@@ -89,7 +89,7 @@ class Foresight:
                 position = positions[at]
                 if shift or not done[position]:
                     task = oldest.tasks[position]
-                    is_beside = oldest.has_aside and node != RAM and is_aside(task.kinds, task.pin)
+                    is_beside = task.aside and node != RAM
                     if not is_beside and task.planned_node in (None, node):
                         return position - frontier + shift, use_schedule.modes[at] == W
                     if use_schedule.modes[at] != R:

@@ -21,7 +21,7 @@ from math import inf
 from typing import Final
 
 from ..events import Action
-from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, is_aside
+from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task
 from . import coherence
 from .replicas import Replicas
 
@@ -149,7 +149,7 @@ class Lookahead:
         for replay in tuple(self.replicas.foresight.replays):
             done, tasks = replay.done, replay.tasks
             for position in self._positions_ahead(replay):
-                if not done[position] and not (replay.has_aside and is_aside(tasks[position].kinds, tasks[position].pin)):
+                if not done[position] and not tasks[position].aside:
                     yield replay, position
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:
