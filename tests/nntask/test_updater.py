@@ -107,7 +107,7 @@ CONFIG = GPT2Config(vocab_size=5056, n_positions=128, n_embd=256, n_layer=4, n_h
 def planned(link: str, ram_rate: str, memory: str = "24MiB", **resources: Any) -> dict[str, Any]:
     """The plan of a step on one imaginary device."""
     asked = settings(**resources)
-    target = imaginary_machine(f"1x{memory}@150TF", asked.resources, link, ram_rate=ram_rate)
+    target = imaginary_machine(f"1x{memory}@150TF", asked.resources, link, ram_rate="" if asked.resources.update_on == "device" else ram_rate)
     return plan_run(asked, CONFIG, target, reach=False)
 
 
