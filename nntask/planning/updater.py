@@ -10,8 +10,8 @@ and a run that is continued keeps to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import replace
+from typing import Final, Literal, NamedTuple
 
 from scheduler.planning import PlannedOrder
 
@@ -28,8 +28,7 @@ GAIN: Final = 0.95
 fast, the same arithmetic for everything is worth more."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenUpdater:
+class ChosenUpdater(NamedTuple):
     """A run of which it is settled who updates its weights.
 
     Attributes:
@@ -69,7 +68,7 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
         assert refusal is not None  # one updater at least was tried
         raise refusal
     chosen = found[_faster(found)]
-    return replace(chosen, seconds=seconds) if len(updaters) > 1 else chosen
+    return chosen._replace(seconds=seconds) if len(updaters) > 1 else chosen
 
 
 def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
@@ -94,7 +93,7 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
             break
     fitting = {updater: each for updater, each in found.items() if seconds[updater] is not None} or found
     chosen = found[_faster(fitting)]
-    return replace(chosen, seconds=seconds) if len(updaters) > 1 else chosen
+    return chosen._replace(seconds=seconds) if len(updaters) > 1 else chosen
 
 
 def told_updater(updater: str, seconds: Mapping[Updater, float | None]) -> str:
