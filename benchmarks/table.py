@@ -48,6 +48,8 @@ BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
         "blocking copies",
         "eager + lru",
         "everything fits",
+        "device",
+        "the better",
         "one worker",
         "sequences of",
         "around position",

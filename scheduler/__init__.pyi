@@ -22,9 +22,10 @@ from .drivers.cpu import usable_cores
 from .drivers.disk import Source
 from .execution.trace import TRACE_FORMAT, Accesses, Ran, Trace
 from .execution.waiting import sleep_until
-from .execution.workers import SIM_DEPTH
+from .execution.workers import ASIDE_DEPTH, SIM_DEPTH
 
 __all__ = [
+    "ASIDE_DEPTH",
     "REDUX",
     "RW",
     "SCRATCH",

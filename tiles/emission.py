@@ -50,6 +50,12 @@ def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None, tail: Tail | None
     return Codelet(op, cpu=cpu, cuda=cuda, cost=_cost(op), tail=tail)
 
 
+@cache
+def _cpu_only(codelet: Codelet) -> Codelet:
+    """The same on CPU workers alone."""
+    return Codelet(codelet.name, cpu=codelet.cpu, cost=codelet.cost, cpu_only=True)
+
+
 def _tail(end: _End, op: str, cpu: Kernel | None, cuda: Kernel | None) -> Tail:
     """The tail of an operation whose kernels are these; it runs where they do."""
     native, bare = bf16_kernel(op), bf16_kernel(end.op)
@@ -117,6 +123,22 @@ def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority:
     if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
         runtime.submit(_codelet_of(op, None, kernel(op, "cuda")), accesses, constants, priority=priority)
         return
+    found, accesses = _on_cpu(runtime, op, accesses, constants)
+    runtime.submit(found, accesses, constants, priority=priority)
+
+
+def emit_on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
+    """As `emit`, for CPU workers alone, whatever else there is."""
+    found, accesses = _on_cpu(runtime, op, accesses, constants)
+    runtime.submit(_cpu_only(found), accesses, constants, priority=priority)
+
+
+def _on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], constants: Mapping[str, Any]) -> tuple[Codelet, Sequence[Access]]:
+    """The codelet of an operation on the CPU, and the accesses with the scratch that 16-bit tiles need there."""
+    views: list[Any] = [handle.view for handle, _ in accesses]
+    narrow = [view for view in views if view.dtype in NARROW]
+    if not narrow:
+        return _codelet_of(op, kernel(op, "cpu"), None), accesses
     native = native_for(op, views, constants)
     if native is None:
         nbytes = sum(_aligned(4 * prod(view.shape)) for view in narrow)
@@ -124,9 +146,7 @@ def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority:
     else:
         nbytes = native.scratch_nbytes(views, constants)
         found = _codelet_of(op, native.kernel, None)
-    if nbytes:
-        accesses = [*accesses, (scratch(runtime, nbytes), SCRATCH)]
-    runtime.submit(found, accesses, constants, priority=priority)
+    return found, [*accesses, (scratch(runtime, nbytes), SCRATCH)] if nbytes else accesses
 
 
 def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> Native | None:

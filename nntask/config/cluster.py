@@ -81,6 +81,10 @@ def check_cluster(settings: TrainSettings) -> None:
             f"--nodes must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}"
         )
     cluster_of(cluster)  # reads --link-bandwidth
+    if settings.resources.update_on != "device":
+        raise UsageError(
+            f"--update-on {settings.resources.update_on} is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them"
+        )
     if cluster.transport == "nccl":
         _check_nccl(settings)
     alone: dict[str, object] = {

@@ -76,6 +76,8 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
         raise UsageError(
             f"--dataset {settings.data.dataset} with conversations is for nntask's own models; write them as texts, or train such a model"
         )
+    if settings.resources.update_on != "device":
+        raise UsageError(f"--update-on {settings.resources.update_on} is for nntask's own models; drop it, or train such a model")
     model = LanguageSpec(config, known(settings.model.seq_len), settings.data.seed, dtype_of(settings.model.dtype))
     return LanguageRun(**_terms(settings, config, resumed, machine), model=model)
 
@@ -94,6 +96,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             known(settings.tiling.lanes),
             settings.resources.order,
             settings.resources.recompute,
+            settings.resources.update_on,
         ),
         "optimizer": OptimizerSpec(
             cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # the other name of adamw is gone

@@ -18,7 +18,7 @@ from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA
 from ..checkpoints.store import Checkpoint
 from ..data.spec import DataSpec
-from ..hardware.machine_spec import MachineSpec
+from ..hardware.machine_spec import MachineSpec, devices_alone
 from ..models.interface import LanguageConfig, ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule
 from ..tiling.model_tiling import ModelTiling
@@ -67,6 +67,7 @@ class StepSpec:
         lanes: parallel lanes of gradient sums.
         order: in which the step executes when memory is short.
         recompute: what it makes again instead of keeping it, see `scheduler.planning.choose_plan`.
+        update_on: who updates the weights: "device", "cpu" for CPU workers beside the devices, or "auto" until a forecast has chosen.
     """
 
     batch: int
@@ -74,6 +75,7 @@ class StepSpec:
     lanes: int
     order: str
     recompute: str
+    update_on: Literal["device", "cpu", "auto"]
 
     @property
     def num_minibatches(self) -> int:
@@ -240,6 +242,16 @@ class LanguageRun:
     def recomputing(self, recompute: str) -> Self:
         """The run with other data made again in its steps."""
         return replace(self, step=replace(self.step, recompute=recompute))
+
+    def updating_on(self, updater: Literal["device", "cpu"]) -> Self:
+        """The run with that updater of its weights, which it writes down, so that a run that is continued goes on with the same arithmetic."""
+        resources = replace(self.settings.resources, update_on=updater)
+        return replace(
+            self,
+            step=replace(self.step, update_on=updater),
+            machine=self.machine if updater == "cpu" else devices_alone(self.machine, resources.ncpu),
+            settings=replace(self.settings, resources=resources),
+        )
 
     def planned(self, order: str, recompute: str) -> Self:
         """The run with the order of its steps that a planner has chosen, and with what that makes again, where it was free to choose."""

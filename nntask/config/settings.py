@@ -237,6 +237,9 @@ class ResourceSettings(MachineSettings):
     recompute: str = "auto"
     """what the backward pass computes again instead of reading it: auto where memory is short, none, block for all but the inputs of blocks, or names
     of operations, such as layer_norm,attention"""
+    update_on: Literal["device", "cpu", "auto"] = "device"
+    """where weights are updated on a machine with devices: device, where they compute; cpu, by CPU workers in RAM, where the optimizer's state then
+    stays, which rounds otherwise than GPUs; auto, where the step is forecast to be faster"""
     strict: bool = False
     """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
     restrict: Literal["none", "cpu", "cuda"] = "none"

@@ -89,17 +89,18 @@ def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> 
     return model
 
 
-def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles | None = None) -> Optimizer:
+def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles | None = None, *, on_cpu: bool = False) -> Optimizer:
     """The optimizer of a model.
 
     Args:
+        on_cpu: whether CPU workers alone update, beside devices.
         tiles_of: numbers of the tiles of each parameter whose state is here; None for all.
     """
     groups = decay_groups(model, spec.weight_decay)
     if spec.kind == "sgd":
-        return SGD(groups, spec.lr, momentum=spec.momentum, max_norm=spec.grad_clip, tiles_of=tiles_of)
+        return SGD(groups, spec.lr, momentum=spec.momentum, max_norm=spec.grad_clip, tiles_of=tiles_of, on_cpu=on_cpu)
     kind = Adam if spec.kind == "adam" else AdamW
-    return kind(groups, spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, max_norm=spec.grad_clip, tiles_of=tiles_of)
+    return kind(groups, spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, max_norm=spec.grad_clip, tiles_of=tiles_of, on_cpu=on_cpu)
 
 
 def emit_training_step(
@@ -234,7 +235,8 @@ class RecordedEngine(Inference):
         self.exchange: Exchange | None = None
         if shard is not None and transport is not None:
             self.exchange = Exchange([p for p in self.model.parameters() if p.trainable], shard, transport)
-        self.optimizer = build_optimizer(self.model, run.optimizer, None if self.exchange is None else self.exchange.tiles_of)
+        tiles_of = None if self.exchange is None else self.exchange.tiles_of
+        self.optimizer = build_optimizer(self.model, run.optimizer, tiles_of, on_cpu=run.step.update_on == "cpu")
         self._minibatch = run.step.minibatch
         count = run.step.num_minibatches if shard is None else len(shard.minibatches)
         self._inputs = [self._inputs_for(self._minibatch, self.objective.names) for _ in range(count)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Protocol
 
-from scheduler import usable_cores
+from scheduler import Codelet, usable_cores
 from scheduler.drivers import CONTEXT_NBYTES, INSTALL, CupyNccl, Gpu, GpuFacts, Nccl, NoGpu, choose_gpus, connect, name_of
 from scheduler.machine import RecordedTask
 
@@ -164,6 +164,8 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
     Raises:
         UsageError: the first one that has none.
     """
+    if resources.update_on == "cpu":
+        _check_update(resources, gpus)
     if gpus.devices:
         return
     if resources.ncpu == 0 and not resources.sim_gpu:
@@ -178,6 +180,18 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
         if value:
             simulated = "add --sim-gpu 1, or " if flag == "--gpu-memory" and fraction_of(str(value)) is None else ""
             raise UsageError(f"{flag} {value} is about GPUs, and none is used; {simulated}drop it")
+
+
+def _check_update(resources: ResourceSettings, gpus: GpuPlan) -> None:
+    """Check that --update-on cpu has devices to relieve, and CPU workers.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not (gpus.devices or resources.sim_gpu):
+        raise UsageError("--update-on cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1")
+    if resources.ncpu == 0:
+        raise UsageError("--update-on cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device")
 
 
 def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
@@ -240,7 +254,9 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, 
     """
     if not gpus.devices:
         return {}
-    found = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
+    found = dict(
+        Counter(task.name for task in tasks if "cuda" not in task.kinds and not (isinstance(task.codelet, Codelet) and task.codelet.cpu_only))
+    )
     names = ", ".join(sorted(found))
     if found and strict:
         raise UsageError(f"--strict refuses tasks without a CUDA kernel, and there are some of {names}; drop --strict, or use --ngpu 0")

@@ -23,6 +23,10 @@ DEFAULT_LINK: Final = "25GB/s"
 """Between host memory and each imaginary device, in each direction."""
 DEFAULT_DISK_RATE: Final = "1.6GB/s"
 """From and to the disk of an imaginary machine, all requests in flight and both directions together."""
+DEFAULT_RAM_RATE: Final = "100GB/s"
+"""Bytes that the CPU workers of an imaginary machine read and write of its RAM per second, all together, where they update weights."""
+NUM_CPU: Final = 8
+"""CPU workers that do so, where --ncpu does not say."""
 LATENCY: Final = 1e-5
 """Seconds of a copy over such a link, or of a request to such a disk, before its bytes come."""
 BOUNDLESS: Final = 1 << 50
@@ -44,13 +48,15 @@ _DEVICES: Final = re.compile(
 _SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
 
 
-def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "", disk_rate: str = "") -> MachineModel:
-    """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them.
+def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "", disk_rate: str = "", ram_rate: str = "") -> MachineModel:
+    """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them, or weights are
+    updated there.
 
     Args:
         devices: ``[COUNTx]MEMORY[@FLOPS]``, for example ``8x80GiB@150TF``.
         link: bytes per second of each link, for example ``55GB/s``.
         disk_rate: bytes per second of the disk tier, all requests in flight together.
+        ram_rate: bytes per second that CPU workers read and write where they update weights, all together.
 
     Raises:
         UsageError: a text is not of its form, or there is no disk.
@@ -61,6 +67,9 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     of_disk = parse_rate(disk_rate or DEFAULT_DISK_RATE, "--disk-rate")
     if disk_rate and not resources.disk:
         raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
+    of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
+    if ram_rate and resources.update_on == "device":
+        raise UsageError(f"--ram-rate {ram_rate} is about updates by CPU workers and devices update here; add --update-on auto, or drop it")
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
     nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
     disk = imaginary_disk_of(resources.disk)
@@ -70,7 +79,9 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     workers += [("cpu", 0, 1)] * (resources.ncpu or 0)
     models, policy = Models(), policy_of(resources.sched, count)
     models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
-    return MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, {"sim": Rate(flops, DEVICE_BANDWIDTH)})
+    rates: dict[WorkerKind, Rate] = {"sim": Rate(flops, DEVICE_BANDWIDTH)}
+    found = MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, rates, ram_rate=of_ram)
+    return found.beside(NUM_CPU if resources.ncpu is None else resources.ncpu) if resources.update_on == "cpu" else found
 
 
 def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: MachineModel, factor: int = 1) -> ModelTiling:

@@ -17,7 +17,7 @@ from typing import Final, cast
 
 import numpy as np
 
-from scheduler import SIM_DEPTH
+from scheduler import ASIDE_DEPTH, SIM_DEPTH
 from scheduler.drivers import THREADS, staging_nbytes
 from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, footprint
 from scheduler.planning import Pace, pace_of
@@ -35,6 +35,8 @@ DEVICE_BANDWIDTH: Final = 2e12
 """Bytes per second that such a device reads and writes of its own memory."""
 DEVICE_FLOPS: Final = 1e14
 """Flop/s of an imaginary device that does not say, and of a real one before it has been measured."""
+CPU_FLOPS: Final = 5e10
+"""Flop/s of a CPU worker of an imaginary machine."""
 _BUFFER: Final = 1 << 24
 _BANDWIDTH_SECONDS: Final = 0.05
 
@@ -51,6 +53,8 @@ class MachineModel:
         policy: name of the scheduling policy.
         rates: of a worker of each kind, for tasks that were never measured; None to measure this machine.
         staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
+        aside: whether its CPU workers run only what devices may not.
+        ram_rate: of an imaginary machine, bytes per second that such workers read and write of host memory, all together.
     """
 
     workers: tuple[tuple[WorkerKind, int, int], ...]
@@ -60,6 +64,8 @@ class MachineModel:
     policy: str
     rates: Mapping[WorkerKind, Rate] | None = None
     staging: int = 0
+    aside: bool = False
+    ram_rate: float = 0.0
 
     @property
     def budgets(self) -> Mapping[str, int]:
@@ -73,8 +79,13 @@ class MachineModel:
 
     @property
     def compute_nodes(self) -> list[int]:
-        """Nodes where tasks run."""
-        return sorted({node for _, node, _ in self.workers})
+        """Nodes where tasks run, but for those of CPU workers beside devices."""
+        return sorted({node for _, node in self.computing})
+
+    @property
+    def computing(self) -> Sequence[tuple[WorkerKind, int]]:
+        """(kind, node) of the workers, without those of the CPU that run only what devices may not."""
+        return [(kind, node) for kind, node, _ in self.workers if not (self.aside and kind == "cpu")]
 
     @property
     def memory(self) -> int:
@@ -117,6 +128,15 @@ class MachineModel:
         """Bytes per second from and to the disk tier, all requests in flight together."""
         return self.channels * self.models.links[NodeId(self.last), NodeId(0)].bandwidth
 
+    def beside(self, num_cpu: int) -> MachineModel:
+        """The same machine with so many CPU workers, which run only what devices may not; none for one without any."""
+        workers = [worker for worker in self.workers if worker[0] != "cpu"]
+        rates = self.rates
+        if rates is not None and num_cpu:
+            rates = {**rates, "cpu": Rate(CPU_FLOPS, self.ram_rate / num_cpu)}
+        aside: list[tuple[WorkerKind, int, int]] = [("cpu", 0, ASIDE_DEPTH)] * num_cpu
+        return replace(self, workers=(*workers, *aside), aside=num_cpu > 0, rates=rates)
+
     def with_budget(self, node: int, nbytes: int) -> MachineModel:
         """The same machine with another budget on one node."""
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
@@ -149,14 +169,15 @@ def this_machine(machine: MachineSpec) -> MachineModel:
     nodes += [(f"cuda:{at}", machine.device.nbytes) for at in range(num_gpus)]
     if machine.disk is not None:
         nodes.append((DISK, machine.disk.budget.nbytes))
-    workers: list[tuple[WorkerKind, int, int]] = [("cpu", 0, 1)] * machine.num_cpu
+    workers: list[tuple[WorkerKind, int, int]] = [("cpu", 0, ASIDE_DEPTH if machine.aside else 1)] * machine.num_cpu
     workers += [("sim", 1 + at, SIM_DEPTH) for at in range(machine.num_simulated)]
     workers += [("cuda", 1 + at, SIM_DEPTH) for at in range(num_gpus)]
     models = Models()
     open_store([name for name, _ in nodes], machine.gpus.names).load(models)
     given = None if machine.link_rate is None else (0.0, machine.link_rate)
     models.declare_links(len(nodes), storage=machine.disk is not None, given=given)
-    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, machine.scheduling.policy, staging=staging)
+    policy = machine.scheduling.policy
+    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, policy, staging=staging, aside=machine.aside)
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
@@ -205,7 +226,7 @@ def durations(plan: StepPlan, target: MachineModel) -> Durations:
             if found is None:
                 if rates is None:
                     rates = measured_rates(len(target.workers))
-                found = _guessed(task, rates[kind] if kind in rates else Rate(5e10, 1e10))
+                found = _guessed(task, rates[kind] if kind in rates else Rate(CPU_FLOPS, 1e10))
             known[key] = found
         seconds[kind] = [known[key] for key in keys]
     return Durations(seconds, num_measured, num_kinds)
@@ -218,12 +239,13 @@ def pace_on(plan: StepPlan, target: MachineModel) -> Pace:
     below = target.last if 0 in target.compute_nodes else 0
     return pace_of(
         plan,
-        [(kind, NodeId(node)) for kind, node, _ in target.workers],
+        [(kind, NodeId(node)) for kind, node in target.computing],
         NodeId(below),
         target.models,
         channels=target.channels if target.storage and below else 0,
         task_seconds=lambda task, kind: tables[kind][position[task]],
         disk=(NodeId(target.last), target.nodes[0][1]) if target.storage and not below else None,
+        num_aside=len(target.workers) - len(target.computing),
     )
 
 

@@ -20,7 +20,7 @@ from ..config.disk import disk_of
 from ..config.settings import ResourceSettings
 from ..config.units import parse_rate, parse_size
 from ..errors import DoesNotFit
-from .gpus import GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
+from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class MachineSpec:
         ram: of host memory.
         device: of each GPU or simulated device.
         disk: None without a disk tier.
+        aside: whether the workers of the CPU run only what devices may not, which compute the rest.
     """
 
     num_cpu: int
@@ -91,11 +92,17 @@ class MachineSpec:
     ram: Budget = NO_BUDGET
     device: Budget = NO_BUDGET
     disk: DiskSpec | None = None
+    aside: bool = False
 
     @property
     def has_gpus(self) -> bool:
         """Whether real devices compute."""
         return bool(self.gpus.devices)
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether devices compute, real or simulated."""
+        return self.has_gpus or self.num_simulated > 0
 
 
 def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) -> MachineSpec:
@@ -114,7 +121,7 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
     gpus = gpus_of(resources, dtype)
     if checks:
         check_devices(resources, gpus)
-    return MachineSpec(
+    found = MachineSpec(
         num_cpu=num_cpu_workers(resources.ncpu, gpus),
         gpus=gpus,
         num_simulated=resources.sim_gpu,
@@ -123,6 +130,23 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
             policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
         ),
     )
+    return beside_devices(found, resources.ncpu) if resources.update_on != "device" and resources.ncpu != 0 else found
+
+
+def beside_devices(machine: MachineSpec, asked: int | None) -> MachineSpec:
+    """A machine whose CPU workers only do what devices may not; the same where there are no devices.
+
+    Args:
+        asked: CPU workers that a flag asks for.
+    """
+    return replace(machine, num_cpu=num_cpu_workers(asked, NO_GPUS), aside=True) if machine.has_devices else machine
+
+
+def devices_alone(machine: MachineSpec, asked: int | None) -> MachineSpec:
+    """A machine with CPU workers beside its devices without them; of GPUs, with those that a flag asks for."""
+    if not machine.aside:
+        return machine
+    return replace(machine, num_cpu=num_cpu_workers(asked, machine.gpus) if machine.has_gpus else 0, aside=False)
 
 
 def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:

@@ -92,6 +92,7 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
                 trace=trace,
                 graphs=how.graphs,
                 kernels=kernel_versions(),
+                aside=machine.aside,
             )
         except (MemoryError, OverflowError) as error:
             raise cannot_reserve(machine, error) from error

@@ -67,6 +67,7 @@ class Optimizer(ABC):
         weight_decay: of parameters without a group.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
         tiles_of: numbers of the tiles of each parameter, by name, whose state is here, because the others are updated elsewhere; None for all.
+        on_cpu: whether CPU workers alone update, in host memory, where the state lies when devices compute the rest.
 
     Attributes:
         hyper: (4,) fp64 input: lr, 1 - beta1^t, 1 - beta2^t, reserved.
@@ -77,7 +78,14 @@ class Optimizer(ABC):
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter] | Sequence[Group], *, lr: float, weight_decay: float, max_norm: float, tiles_of: Tiles | None = None
+        self,
+        parameters: Sequence[Parameter] | Sequence[Group],
+        *,
+        lr: float,
+        weight_decay: float,
+        max_norm: float,
+        tiles_of: Tiles | None = None,
+        on_cpu: bool = False,
     ) -> None:
         _check_ranges(lr=lr, weight_decay=weight_decay, max_norm=max_norm)
         self.groups = _as_groups(parameters, weight_decay)
@@ -86,6 +94,7 @@ class Optimizer(ABC):
         self.lr = lr
         self.max_norm = max_norm
         self.tiles_of = tiles_of
+        self.on_cpu = on_cpu
         self.runtime: TaskRuntime = self.groups[0].parameters[0].data.runtime
         self.hyper = TileTensor(self.runtime, (4,), (4,), np.float64, kind="input", data_class="data", name="hyper")
         self.grad_norm: TileTensor | None = None
@@ -191,7 +200,7 @@ class Adam(Optimizer):
         eps: added to the root of the second moment.
         weight_decay: of parameters without a group.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
-        tiles_of: see `Optimizer`.
+        tiles_of, on_cpu: see `Optimizer`.
     """
 
     decoupled = False
@@ -206,11 +215,12 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
         max_norm: float = 0.0,
         tiles_of: Tiles | None = None,
+        on_cpu: bool = False,
     ) -> None:
         self.betas, self.eps = betas, eps
         if not all(0 <= beta < 1 for beta in betas) or eps < 0:
             raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}; use (0.9, 0.999) and 1e-8")
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of)
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
         self.first = {p.name: self._state(p, "m") for p in self._parameters()}
         self.second = {p.name: self._state(p, "v") for p in self._parameters()}
         self.reset()
@@ -252,6 +262,7 @@ class Adam(Optimizer):
             master=self.masters.get(name),
             tiles=tiles,
             priority=priority,
+            cpu_only=self.on_cpu,
         )
 
     def tensors(self) -> dict[str, TileTensor]:
@@ -275,7 +286,7 @@ class SGD(Optimizer):
         momentum: 0 is off.
         weight_decay: of parameters without a group; added to the gradient.
         max_norm: the whole gradient is scaled down to this norm; 0 is off.
-        tiles_of: see `Optimizer`.
+        tiles_of, on_cpu: see `Optimizer`.
     """
 
     def __init__(
@@ -287,11 +298,12 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         max_norm: float = 0.0,
         tiles_of: Tiles | None = None,
+        on_cpu: bool = False,
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}; use 0.9")
         self.momentum = momentum
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of)
+        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
         self.buffers = {p.name: self._state(p, "momentum") for p in self._parameters()} if momentum else {}
         self.reset()
 
@@ -323,6 +335,7 @@ class SGD(Optimizer):
             master=self.masters.get(parameter.name),
             tiles=tiles,
             priority=priority,
+            cpu_only=self.on_cpu,
         )
 
     def tensors(self) -> dict[str, TileTensor]:

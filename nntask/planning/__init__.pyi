@@ -2,6 +2,7 @@ from .fit_advice import more_memory
 from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step
+from .updater import told_updater
 from .value_figures import HEAD, cells, headline, order_figures, value_lines
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "recomputing",
     "shortage",
     "thriftiest_needs",
+    "told_updater",
     "untouched",
     "value_lines",
 ]

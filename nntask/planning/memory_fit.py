@@ -91,13 +91,13 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
             f"a step must have at most {MOST_TASKS:,} tasks, got about {num_tiles:,}: one for each tile of a table of {config.n_positions:,} "
             f"positions; lower {config.positions_key} in the config or enlarge the tiles"
         )
-    runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus)
+    runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus, aside=run.machine.aside)
     model = build_model(run.model, runtime)
     if frozen_base is not None:
         frozen_base.attach(base_tensors(model), run.model.config)
     elif (start := _start(run)) is not None:
         start.attach(base_tensors(model))
-    optimizer = build_optimizer(model, run.optimizer)
+    optimizer = build_optimizer(model, run.optimizer, on_cpu=run.step.update_on == "cpu")
     objective = run.data.objective
     inputs = [model.inputs(size, length, objective.names, objective.target_length) for _ in range(count)]
     with runtime.record():
@@ -143,15 +143,16 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
         thrifty: with updates as early as they can instead, the candidate order that needs least.
         reading: bytes of host memory for file readers.
     """
-    hungriest = max(plan.tasks, key=_touched)
+    tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
+    hungriest = max(tasks, key=_touched)
     persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
     if thrifty:
         eager = arrange(plan, repetition(plan).updates, lambda position: (position,))
         plan = StepPlan([plan.tasks[at] for at in eager], plan.owned, idle=plan.idle)
     total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
-    least = next((_touched(each) for each in sorted(plan.tasks, key=_touched) if _computes(each)), 0)
-    return Needs(task, tile, total, passive, persistent, hungriest, least, reading)
+    least = next((_touched(each) for each in sorted(tasks, key=_touched) if _computes(each)), 0)
+    return Needs(task, tile, total, passive, persistent, hungriest, least, reading, plan.largest_task(aside=True))
 
 
 def least_needs(

@@ -23,6 +23,7 @@ class Needs:
         hungriest: that task.
         least: that the task touches which touches least of those that have flops; a device without as much would stay idle, but for copies.
         reading: bytes of host memory besides, for file readers.
+        aside: that the hungriest task touches of those that CPU workers run beside devices.
     """
 
     task: int
@@ -33,6 +34,7 @@ class Needs:
     hungriest: RecordedTask
     least: int = 0
     reading: int = 0
+    aside: int = 0
 
     def last(self, target: MachineModel) -> int:
         """Least budget of the last tier of a machine."""
@@ -46,7 +48,7 @@ class Needs:
         found = {}
         of_device = self.least if self._fits_task_at(target, 0) else self.task
         for at, (name, _) in enumerate(target.nodes):
-            passing = self.tile if at not in target.compute_nodes else of_device if at else self.task
+            passing = max(self.tile, 0 if at else self.aside) if at not in target.compute_nodes else of_device if at else self.task
             found[name] = max(passing, self.last(target)) if at == target.last else passing
         found[target.nodes[0][0]] += self.reading + target.staging
         return found

@@ -42,6 +42,7 @@ from .memory_fit import (
     work_of,
 )
 from .needs import Needs, shortage
+from .updater import plan_updater
 from .value_figures import order_figures
 
 FEW_TASKS: Final = 3000
@@ -79,32 +80,41 @@ def plan_run(
         run = _with_few_tasks(asked, target)
     anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
-        found = capture(run, frozen_base=run.start.frozen_base)
-        figures = plan_step(found, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew))
+        chosen = plan_updater(run, target)
+        run, target = chosen.run, chosen.target
+        figures = plan_step(chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order)
+        figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(chosen.seconds)
         figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}
         if reach:
-            figures.update(_reach(run, target, len(found.plan.tasks)))
+            figures.update(_reach(run, target, len(chosen.step.plan.tasks)))
     return figures
 
 
-def plan_step(found: CapturedStep, run: LanguageRun, target: MachineModel, changes: Callable[[Needs, str], Sequence[str]]) -> dict[str, Any]:
+def plan_step(
+    found: CapturedStep,
+    run: LanguageRun,
+    target: MachineModel,
+    changes: Callable[[Needs, str], Sequence[str]],
+    order: PlannedOrder | None = None,
+) -> dict[str, Any]:
     """The figures of a captured step on a machine.
 
     Args:
         changes: of what the step needs, and the memory that was too small all the same ("" for none): what would make it fit.
+        order: its planned order, if that is known.
 
     Raises:
         UsageError: the step has no order of the name that was asked for.
     """
     plan = found.plan
-    order = choose_order(plan, run, target.without(found.reading))
+    order = order or choose_order(plan, run, target.without(found.reading))
     needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
     figures["submission_needed_bytes"] = plan.needed_bytes()
     if simulation is not None:
-        figures.update(_costs(simulation, run))
+        figures.update(_costs(simulation, run, target))
     else:  # nothing is moved, and nothing takes any time
         figures.update(forecast_bytes=None, forecast_seconds=None, seconds_without_recompute=None, values=[])
     figures["feasible"] = simulation is not None
@@ -165,6 +175,7 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
             prefetch=how.prefetch,
             replays=1 if once else 2,
             ahead=not once,
+            aside=target.aside,
         )
     except scheduler.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0], error.node
@@ -220,6 +231,8 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
         "evict": run.machine.scheduling.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "tasks_by_name": dict(names.most_common()),
+        "update_on": "device",
+        "seconds_by_update": {},
         "tiles": {},
         "largest_model": None,
         "largest_minibatch": None,
@@ -250,8 +263,9 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
     return found
 
 
-def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
-    """What virtual time says."""
+def _costs(found: Simulation, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
+    """What virtual time says; CPU workers that only relieve devices are not counted as idle."""
+    busy = [seconds for seconds, (kind, _, _) in zip(found.busy_seconds, target.workers, strict=True) if not (target.aside and kind == "cpu")]
     tokens = run.step.batch * run.model.seq_len
     return {
         "peak_bytes": found.peak_bytes,
@@ -259,7 +273,7 @@ def _costs(found: Simulation, run: LanguageRun) -> dict[str, Any]:
         "moved_bytes_per_step": {link: nbytes for link, nbytes in found.moved_bytes.items() if nbytes},
         "seconds_per_step": found.seconds,
         "tokens_per_second": tokens / found.seconds if found.seconds else None,
-        "busy_share": sum(found.busy_seconds) / (len(found.busy_seconds) * found.seconds) if found.seconds else None,
+        "busy_share": sum(busy) / (len(busy) * found.seconds) if found.seconds else None,
         "evictions_per_step": found.num_evictions,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
-from ..planning.fit_advice import check_fit
 from ..planning.memory_fit import CapturedStep, capture, fitting_order
+from ..planning.updater import Updater, choose_updater
 from ..planning.value_figures import order_figures
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
@@ -45,13 +45,14 @@ from .signals import Interrupts
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """What is known of the step before anything runs: its order with its figures, the names of tasks to explain, and tasks that fall back to the
-    CPU."""
+    """What is known of the step before anything runs: its order with its figures, the names of tasks to explain, tasks that fall back to the CPU, and
+    the seconds that the updater was chosen by."""
 
     order: PlannedOrder
     planned: Mapping[str, Any]
     explained: Collection[str]
     fallbacks: Mapping[str, int]
+    by_update: Mapping[Updater, float | None] = field(default_factory=dict)
 
 
 def train(run: RunConfig, cluster: Cluster | None = None) -> int:
@@ -77,9 +78,10 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     foreseen = None
     if cluster is None:
         warn_of_disk(run.machine.disk)
-        step, order = check_fit(run)
+        chosen = choose_updater(run)
+        run, step, order = chosen.run, chosen.step, chosen.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        foreseen = _foreseen(run, step, order, fallbacks)
+        foreseen = _foreseen(run, step, order, fallbacks, chosen.seconds)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
@@ -95,7 +97,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     def open_on(runtime: Runtime) -> Iterator[Opened]:
         engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime))
         counts = counts_of(run, engine)
-        about, timed = partial(about_tiled, run, engine, runtime.gpus), partial(print_timing, engine, run, counts)
+        about, timed = partial(about_tiled, run, engine, runtime.gpus, known.by_update), partial(print_timing, engine, run, counts)
         yield Opened(engine, counts, about, timed_loops=timed)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts))
@@ -112,7 +114,7 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     step = model.capture(run)
     order = fitting_order(step, run, partial(model.changes, run))
     check_files(run.start, step)
-    foreseen, lower = _foreseen(run, step, order, {}), "--minibatch" if run.start.resumed is None else ""
+    foreseen, lower = _foreseen(run, step, order, {}, {}), "--minibatch" if run.start.resumed is None else ""
 
     def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
         return model.open(run.planned(order.name, order.recompute), runtime)
@@ -120,14 +122,16 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
 
 
-def _foreseen(run: LanguageRun, step: CapturedStep, order: PlannedOrder, fallbacks: Mapping[str, int]) -> _Foreseen:
+def _foreseen(
+    run: LanguageRun, step: CapturedStep, order: PlannedOrder, fallbacks: Mapping[str, int], by_update: Mapping[Updater, float | None]
+) -> _Foreseen:
     """What is known of a step that fits.
 
     Raises:
         UsageError: --explain names no task of it.
     """
     explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
-    return _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks)
+    return _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks, by_update)
 
 
 def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:

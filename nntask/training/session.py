@@ -28,6 +28,7 @@ from ..hardware.machine_model import MachineModel
 from ..inference.samples import sample_prompt
 from ..planning.memory_fit import CapturedStep
 from ..planning.needs import Needs
+from ..planning.updater import Updater, told_updater
 from ..telemetry.metrics import StepPrinter
 from .initial_weights import load_weights
 from .run_directory import CONFIG, computing_versions, write_file, write_plan
@@ -175,8 +176,12 @@ def begin(
     load_weights(run.start, session.engine)
 
 
-def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any]) -> Sequence[str]:
-    """What is trained: a model of tiles."""
+def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update: Mapping[Updater, float | None] | None = None) -> Sequence[str]:
+    """What is trained: a model of tiles.
+
+    Args:
+        by_update: seconds of a step under each updater, see `ChosenUpdater`.
+    """
     config, cut, settings = run.model.config, run.model.tiling, run.settings
     lines = [
         f"{run.name}: {config.num_parameters / 1e6:.1f} M parameters, {config.n_layer} layers, width {config.n_embd}; "
@@ -194,6 +199,8 @@ def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any]) -> Sequenc
         f"tiles: minibatch {cut.minibatch_tile}, seq {cut.seq_tile}, embd {cut.embd_tile}, inner {cut.inner_tile}, head {cut.head_tile}, "
         f"vocab {cut.vocab_tile}; {engine.num_tasks} tasks a step; {run.step.lanes} lane{'' if run.step.lanes == 1 else 's'}"
     )
+    if run.step.update_on == "cpu" or by_update:
+        lines.append(f"weights are updated {told_updater(run.step.update_on, by_update or {})}")
     return lines
 
 

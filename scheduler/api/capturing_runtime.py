@@ -21,7 +21,7 @@ from ..core.memory.extents import rounded
 from ..core.records import FILE, Mode, Replica, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
-from .placement import kinds_on
+from .placement import kinds_beside, kinds_on
 from .recorded_step import Recorder, RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
@@ -40,14 +40,17 @@ class CapturingRuntime(RecordingRuntime):
         lanes: L, the number of partial accumulators of REDUX accesses.
         workers: names of the workers on which the program may place tasks, in the order of their numbers; `simulate` must get the same names.
         has_gpus: whether the step is for a runtime with CUDA workers.
+        aside: whether it is for one whose CPU workers run only what devices may not.
 
     Attributes:
         reading_nbytes: bytes of host memory, in whole pages, that readers of the attached sources need.
     """
 
-    def __init__(self, lanes: int = 1, workers: Sequence[str] = (), *, has_gpus: bool = False) -> None:
+    def __init__(self, lanes: int = 1, workers: Sequence[str] = (), *, has_gpus: bool = False, aside: bool = False) -> None:
         super().__init__(lanes)
         self.has_gpus = has_gpus
+        if aside:
+            self.devices_beside = "cuda" if has_gpus else "sim"
         self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
         self.inbox = _NoInbox()
         self.reading_nbytes = 0
@@ -100,7 +103,11 @@ class CapturingRuntime(RecordingRuntime):
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         pin = None if combines or not self._pins else self._pin()
-        return (codelet.kinds, None) if pin is None else (kinds_on(codelet, self._worker_names[pin]), pin)
+        if pin is not None:
+            return kinds_on(codelet, self._worker_names[pin]), pin
+        if self.devices_beside is not None:
+            return kinds_beside(codelet.kinds, self.devices_beside), None
+        return codelet.kinds, None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
         if self._recorder is not None:

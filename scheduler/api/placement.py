@@ -48,11 +48,16 @@ def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
     return found
 
 
+def kinds_beside(kinds: tuple[WorkerKind, ...], device: WorkerKind) -> tuple[WorkerKind, ...]:
+    """The workers that run a codelet where CPU workers get only what devices of that kind cannot run."""
+    return (device,) if device in kinds else ("cpu",) if "cpu" in kinds else kinds
+
+
 def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
     """The workers that can run codelets with implementations like this one's.
 
     Where there are GPUs, a codelet with a CUDA implementation runs on them only: GPUs and CPUs round differently, so results would depend on which
-    worker was free.
+    worker was free. Where CPU workers stand aside (`Worker.aside`), simulated devices take precedence likewise.
 
     Args:
         pin: the only worker that may run the codelet; None for any.
@@ -68,6 +73,8 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
         kinds = kinds_on(codelet, name)
     elif "cuda" in kinds and any(worker.kind == "cuda" for worker in workers):
         kinds = ("cuda",)
+    elif any(worker.aside for worker in workers):
+        kinds = kinds_beside(kinds, next(worker.kind for worker in workers if not worker.aside))
     nodes = {worker.node for worker in (*workers, machine.program) if worker.kind in kinds}
     if not nodes:
         present = ", ".join(sorted({worker.kind for worker in workers}))

@@ -23,6 +23,7 @@ from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, Rep
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import copy_on_gpu
 from ..execution.waiting import Waiter
+from .placement import kinds_beside
 from .task_runtime import Handle, ReleaseInbox, TaskRuntime, View
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class RecordingRuntime(TaskRuntime):
 
     Attributes:
         inbox: takes the records of released handles.
+        devices_beside: kind of the devices, where CPU workers run only what these may not; None where there are no such workers.
     """
 
     inbox: ReleaseInbox
+    devices_beside: WorkerKind | None = None
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -162,7 +165,8 @@ class Recorder:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
-        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block))
+        aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
+        self.tasks.append(RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block, aside=aside))
 
     def _input(self, handle: Handle, mode: Mode) -> HandleRecord:
         record: HandleRecord = handle.record
@@ -181,9 +185,9 @@ class Recorder:
         Raises:
             RecordingError: a task reads a handle of the step that no earlier task wrote.
         """
-        copies = [
-            RecordedTask(COPY_INPUT, COPY_INPUT.name, COPY_INPUT.kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()
-        ]
+        device = self.runtime.devices_beside
+        kinds = COPY_INPUT.kinds if device is None else kinds_beside(COPY_INPUT.kinds, device)
+        copies = [RecordedTask(COPY_INPUT, COPY_INPUT.name, kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()]
         owned = {record: reference() is not None for record, reference in self.created.items()}
         owned.update(dict.fromkeys(self.inputs.values(), False))
         plan = StepPlan([*copies, *self.tasks], owned)

@@ -62,6 +62,7 @@ class Runtime(RecordingRuntime):
         trace: records the start and end of tasks and copies; None for no tracing.
         graphs: whether neighbouring GPU tasks are fused in a recorded step that fits its devices (`planning.task_fusion`).
         kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
+        aside: whether CPU workers run only what devices may not (`Codelet.cpu_only`), so that host memory is not one where the tasks of a step run.
 
     Attributes:
         gpus: the GPUs.
@@ -90,10 +91,13 @@ class Runtime(RecordingRuntime):
         trace: Trace | None = None,
         graphs: bool = True,
         kernels: Mapping[str, str] | None = None,
+        aside: bool = False,
     ) -> None:
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         directory, size = disk if isinstance(disk, tuple) else (disk, None)
+        if aside and not (gpus or sim_gpus):
+            raise ValueError(f"{cpu_workers} CPU workers were to run only what devices may not, and there is no device; leave `aside` out")
         if gpus and sim_gpus:
             raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
         _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
@@ -106,6 +110,8 @@ class Runtime(RecordingRuntime):
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
         self._graphs = graphs and self.has_gpus
+        if aside:
+            self.devices_beside = "cuda" if gpus else "sim"
         devices = [f"cuda:{i}" for i in range(len(gpus))] or [f"sim:{i}" for i in range(sim_gpus)]
         budgets = [("ram", ram), *((name, gpu_memory or simulated) for name in devices)]
         self.policy_name = policy_of(sched, sim_gpus or len(gpus))
@@ -120,8 +126,8 @@ class Runtime(RecordingRuntime):
             kernels=kernels or {},
         )
         self.inbox = self._executor.inbox
-        self._abilities: dict[tuple[bool, bool, WorkerId | None], Ability] = {}
-        self._executor.start(cpu_workers, sim_gpus, sim_bandwidth)
+        self._abilities: dict[tuple[bool, bool, bool, WorkerId | None], Ability] = {}
+        self._executor.start(cpu_workers, sim_gpus, sim_bandwidth, aside=aside)
 
     def on_task(self, callback: OnTask | None) -> OnTask | None:
         """Call `callback` with each task that finishes from now on; usable as a decorator.
@@ -241,7 +247,7 @@ class Runtime(RecordingRuntime):
                     executor.throttle()
                 if executor.watch.stop is not None:
                     executor.watch.check()
-        key = (codelet.cpu is not None, codelet.cuda is not None, pin)
+        key = (codelet.cpu is not None, codelet.cuda is not None, codelet.cpu_only, pin)
         ability = self._abilities.get(key)
         if ability is None:
             ability = self._abilities[key] = find_ability(codelet, machine, pin)

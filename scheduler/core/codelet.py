@@ -56,6 +56,7 @@ class Codelet:
             such tasks are under way at a time, over data in host memory.
         cost: from the ``view`` objects of the task's handles (they know shapes) and its constants to the task's `Cost`.
         tail: the end of the computation, where a part of its results follows from the rest.
+        cpu_only: whether CPU workers alone run it, over data in host memory, although simulated devices could.
     """
 
     name: str
@@ -64,12 +65,15 @@ class Codelet:
     host: Begin | None = None
     cost: CostFunction | None = None
     tail: Tail | None = None
+    cpu_only: bool = False
 
     @property
     def kinds(self) -> tuple[WorkerKind, ...]:
         """Workers that it has an implementation for."""
         if self.host is not None:
             return ("host",)
+        if self.cpu_only:
+            return ("cpu",)
         kinds: tuple[WorkerKind, ...] = ("cpu", "sim") if self.cpu is not None else ()
         return (*kinds, "cuda") if self.cuda is not None else kinds
 

@@ -46,7 +46,7 @@ Entry = tuple[object, ...]
 _Accesses = tuple[tuple[int, Mode], ...]
 _Kinds = tuple[WorkerKind, ...]
 _Schedule = tuple[Sequence[int], Sequence[Mode], Sequence[int]]
-_PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None]
+_PlannedTask = tuple[int, str, _Kinds, _Accesses, int, int, tuple[int, ...], bool, int, int | None, bool]
 _Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], int, bool, _Schedule]
 
 
@@ -83,7 +83,7 @@ class EventLog:
             case CopyFailed(source, target, error):
                 self.entries.append(("not copied", source.handle.id, source.node, target.node, str(error)))
             case WorkerJoined(worker):
-                self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth))
+                self.entries.append(("joined", worker.id, worker.kind, worker.node, worker.depth, worker.aside))
             case HandleReleased(handle):
                 self._mention([handle])
                 self.entries.append(("released", handle.id))
@@ -120,6 +120,7 @@ class EventLog:
                 task.is_exit,
                 task.partition,
                 task.pin,
+                task.aside,
             )
             for task in replay.tasks
         )
@@ -200,15 +201,16 @@ class Revival:
         replay = self._steps[key] = Replay([], [], dying, [], makes, passing, peaks_of(passing), window, returns=returns)
         for handle, schedule in schedules:
             self._handles[handle].use_schedule = _load_schedule(schedule, replay)
-        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin) in enumerate(tasks):
+        for position, (number, name, kinds, accesses, priority, waits, _, is_exit, partition, pin, aside) in enumerate(tasks):
             task = self._task(number, name, kinds, accesses, priority)
             task.num_waiting = task.num_predecessors = waits
             task.step, task.position, task.is_exit, task.partition = replay, position, is_exit, partition
-            task.pin = None if pin is None else WorkerId(pin)
+            task.pin, task.aside = None if pin is None else WorkerId(pin), aside
             replay.tasks.append(task)
         for task, planned in zip(replay.tasks, tasks, strict=True):
             task.successors = [replay.tasks[after] for after in planned[6]]
         replay.has_pins = any(task.pin is not None for task in replay.tasks)
+        replay.has_aside = any(task.aside for task in replay.tasks)
         replay.roots = [task for task in replay.tasks if not task.num_predecessors]
         replay.partitions = positions_by_partition([task.partition for task in replay.tasks])
         for handle, first_readers, first_writer, last_writer, last_readers, uses, needs_data, schedule in shared:
@@ -244,8 +246,8 @@ class Revival:
         replicas = self._handles[number].replicas
         return CopyFailed(replicas[source], replicas[target], LoggedError(message))
 
-    def _on_joined(self, number: int, kind: WorkerKind, node: NodeId, depth: int) -> WorkerJoined:
-        return WorkerJoined(Worker(WorkerId(number), kind, node, depth))
+    def _on_joined(self, number: int, kind: WorkerKind, node: NodeId, depth: int, aside: bool = False) -> WorkerJoined:
+        return WorkerJoined(Worker(WorkerId(number), kind, node, depth, aside))
 
     def _on_released(self, number: int) -> HandleReleased:
         return HandleReleased(self._handles[number])

@@ -130,7 +130,7 @@ class Machine:
     @property
     def computes_on_last(self) -> bool:
         """Whether tasks run on data in the last tier."""
-        return any(worker.node == self._replicas.last for worker in self._dispatch.joined)
+        return any(worker.node == self._replicas.last and not worker.aside for worker in self._dispatch.joined)
 
     @property
     def num_ready(self) -> int:

@@ -31,7 +31,7 @@ class Lookaheads:
 
     def choose_nodes(self) -> None:
         """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
-        replicas, joined = self._replicas, self._dispatch.joined
+        replicas, joined = self._replicas, [worker for worker in self._dispatch.joined if not worker.aside]
         nodes_of_tasks = sorted({each.node for each in joined})
         kinds = {each.kind for each in joined}
         is_parted = self._dispatch.policy.keeps_partitions and len(nodes_of_tasks) > 1 and RAM not in nodes_of_tasks and len(kinds) == 1

@@ -147,6 +147,7 @@ class Task:
         position: of a recorded task, its position in the step's planned order.
         partition: of a recorded task, the partition of the step, which belongs on one device; -1 for none.
         pin: the only worker that may run it, if the program has placed it by hand.
+        aside: of a recorded task, whether it runs in host memory by workers that stand aside.
         num_predecessors: what `num_waiting` starts from in every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
         token: the waiter of the program, where the program waits for the task to run.
@@ -175,6 +176,7 @@ class Task:
     position: int = 0
     partition: int = -1
     pin: WorkerId | None = None
+    aside: bool = False
     num_predecessors: int = 0
     is_exit: bool = True
     token: object | None = None
@@ -212,6 +214,7 @@ class Replay:
         has_pins: whether any of its tasks is pinned.
         returns: of each partition, or of all tasks where there are none: (from, position) of the tasks that miss data which has left the memory
             where they run, in planned order; from that position on nothing else is expected to need the bytes for it.
+        has_aside: whether any of its tasks runs aside.
         heads: of each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries its task is the first to write.
         passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch where tasks run on
@@ -234,6 +237,7 @@ class Replay:
     partition_nodes: Sequence[NodeId] = ()
     has_pins: bool = False
     returns: Sequence[Sequence[tuple[int, int]]] = ()
+    has_aside: bool = False
     heads: list[int] = field(default_factory=list)
     first_order: int = 0
     done: bytearray = field(default_factory=bytearray)
@@ -271,11 +275,16 @@ class SharedUse:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Who runs tasks: one at a time, `depth` of them admitted ahead."""
+    """Who runs tasks: one at a time, `depth` of them admitted ahead.
+
+    Attributes:
+        aside: whether it only gets tasks that devices may not run: then its memory is not one where the tasks of a step run.
+    """
 
     id: WorkerId
     kind: WorkerKind
     node: NodeId
     depth: int
+    aside: bool = False
     assigned: list[Task] = field(default_factory=list)
     running: Task | None = None

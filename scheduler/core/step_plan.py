@@ -22,6 +22,7 @@ class RecordedTask:
     Attributes:
         block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all.
         is_clone: whether it makes again what another task of the step has made.
+        aside: whether workers run it that stand aside (`Worker.aside`), in host memory.
     """
 
     codelet: object
@@ -34,6 +35,7 @@ class RecordedTask:
     model_key: tuple[str, int] | None = None
     block: int | None = None
     is_clone: bool = False
+    aside: bool = False
 
 
 @dataclass(slots=True)
@@ -60,12 +62,17 @@ class StepPlan:
         window: tasks this far beyond the oldest unfinished one are held back.
         partitions: of each task, the partition of the step it belongs to, from 0, or -1; the tasks of one belong on one device. Empty for none.
         idle: bytes of the program's data that is there while the step runs and that none of its tasks touches, if they are known.
+
+    Attributes:
+        aside: for each task, whether it runs in host memory beside the devices that run the others (`RecordedTask.aside`).
     """
 
     def __init__(
         self, tasks: Sequence[RecordedTask], owned: Mapping[HandleRecord, bool], *, window: int = ANY, partitions: Sequence[int] = (), idle: int = 0
     ) -> None:
         self.tasks = list(tasks)
+        self.aside = [task.aside for task in self.tasks]
+        self.has_aside = any(self.aside)
         self.window = window
         self.partitions = list(partitions)
         self.idle = idle
@@ -129,13 +136,20 @@ class StepPlan:
                 seen.add(handle)
         return found
 
+    def is_only_aside(self, handle: HandleRecord) -> bool:
+        """Whether no task touches the handle but those that run aside."""
+        return self.has_aside and all(self.aside[position] for position in self.uses[handle].positions)
+
     def live_bytes(self) -> list[int]:
-        """For each position in the planned order, the bytes of the step's own data that must exist while its task runs, scratch included.
+        """For each position in the planned order, the bytes of the step's own data that must exist while its task runs, scratch included; without
+        what only tasks aside touch.
 
         Data that outlives the step counts from its first write, if that comes before any read of it.
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
+            if self.is_only_aside(handle):
+                continue
             if use.first_writer is None and not use.readers:  # scratch
                 for position in use.positions:
                     change[position] += handle.size
@@ -147,8 +161,11 @@ class StepPlan:
         return list(accumulate(change[:-1]))
 
     def needed_bytes(self) -> int:
-        """Bytes that exist at once at most, in this order with one task at a time: what the step finds, makes and uses as scratch."""
-        found = sum(handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned)
+        """Bytes that exist at once at most, in this order with one task at a time: what the step finds, makes and uses as scratch, without what only
+        tasks aside touch."""
+        found = sum(
+            handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned and not self.is_only_aside(handle)
+        )
         return found + max(self.live_bytes(), default=0)
 
     def minimum_bytes(self, *, is_last: bool, computes: bool, replays: int = 2, ranks: Sequence[int] | None = None) -> int:
@@ -187,16 +204,17 @@ class StepPlan:
         """For each position in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch.
 
         Args:
-            scratch: whether tasks run here, and need bytes for scratch and for what they read from files.
+            scratch: whether tasks run here, and need bytes for scratch and for what they read from files; those that run aside do in any case.
             ranks: of the tasks, where they run in another order.
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
             positions = use.positions if ranks is None else [ranks[at] for at in use.positions]
             if self._is_scratch(handle) or self.stays_in_file(handle):
-                for position in positions if scratch else ():
-                    change[position] += handle.size
-                    change[position + 1] -= handle.size
+                for position, at in zip(use.positions, positions, strict=True) if scratch or self.has_aside else ():
+                    if scratch or self.aside[position]:
+                        change[at] += handle.size
+                        change[at + 1] -= handle.size
             elif self.owned.get(handle) is False:
                 change[min(positions)] += handle.size
                 change[max(positions) + 1] -= handle.size
@@ -206,9 +224,14 @@ class StepPlan:
         use = self.uses[handle]
         return use.first_writer is None and not use.readers
 
-    def largest_task(self) -> int:
-        """Bytes that the hungriest task touches: no memory where tasks run may be smaller."""
-        return max((sum(handle.size for handle, _ in task.accesses) for task in self.tasks), default=0)
+    def largest_task(self, *, aside: bool = False) -> int:
+        """Bytes that the hungriest task touches: no memory where tasks run may be smaller.
+
+        Args:
+            aside: whether of those that run aside, which host memory must hold.
+        """
+        found = zip(self.tasks, self.aside, strict=True)
+        return max((sum(handle.size for handle, _ in task.accesses) for task, is_beside in found if is_beside == aside), default=0)
 
     def _makes(self) -> list[int]:
         """`makes` of the step's replays."""
@@ -251,6 +274,7 @@ class StepPlan:
             returns=self.returns,
         )
         replay.has_pins = any(task.pin is not None for task in self.tasks)
+        replay.has_aside = self.has_aside
         replay.tasks += [self._twin_task(position, twins, first_id, replay) for position in range(len(self.tasks))]
         replay.roots += [task for task in replay.tasks if not task.num_predecessors]
         for task, successors in zip(replay.tasks, self.successors, strict=True):
@@ -283,6 +307,7 @@ class StepPlan:
             position=position,
             partition=self.partitions[position] if self.partitions else -1,
             pin=recorded.pin,
+            aside=recorded.aside,
             is_exit=False,
             model_key=recorded.model_key,
             is_clone=recorded.is_clone,

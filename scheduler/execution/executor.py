@@ -126,12 +126,12 @@ class Executor:
         self._num_tasks = 0
         self._started = perf_counter()
 
-    def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> None:
-        """Start the threads and let the workers join."""
+    def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None, *, aside: bool = False) -> None:
+        """Start the threads and let the workers join; see `WorkerPool.start`."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         memory = self.machine.memory
         self.models.declare_links(len(memory.names), storage=memory.tier is not None, given=None if bandwidth is None else (0.0, bandwidth))
-        for worker in self.pool.start(cpu_workers, sim_gpus, bandwidth):
+        for worker in self.pool.start(cpu_workers, sim_gpus, bandwidth, aside=aside):
             self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
 

@@ -23,6 +23,8 @@ from ..storage.device import Arena, DeviceArena, PinnedRange
 from ..storage.tier import DiskTier
 
 SIM_DEPTH: Final = 3
+ASIDE_DEPTH: Final = 2
+"""Tasks that a CPU worker beside devices holds: one runs while what the next one reads comes from a device."""
 """Tasks admitted to a simulated device at a time: one runs while the data of the next ones arrives."""
 
 
@@ -70,10 +72,11 @@ class WorkerPool:
         """Bytes of host memory that are locked in place."""
         return 0 if self._pinned is None else self._pinned.nbytes
 
-    def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None) -> Iterator[Worker]:
+    def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None, *, aside: bool) -> Iterator[Worker]:
         """Start the threads, one worker after another.
 
         Args:
+            aside: whether CPU workers stand aside, see `Worker`.
             bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
         """
         num_devices = sim_gpus + len(self.gpus)
@@ -82,7 +85,7 @@ class WorkerPool:
         for source, target in itertools.permutations(nodes, 2):
             copier = self._copiers[source, target] = self._copier(source, target, bandwidth)
             copier.start()
-        workers = [Worker(WorkerId(i), "cpu", RAM, depth=1) for i in range(cpu_workers)]
+        workers = [Worker(WorkerId(i), "cpu", RAM, ASIDE_DEPTH if aside else 1, aside) for i in range(cpu_workers)]
         workers += [Worker(WorkerId(cpu_workers + i), kind, NodeId(1 + i), depth=SIM_DEPTH) for i in range(num_devices)]
         for worker, core in zip(workers, cores_for(len(workers)), strict=True):
             arena = self.arenas[worker.node]

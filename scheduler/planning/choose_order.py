@@ -89,21 +89,27 @@ def pace_of(
     channels: int,
     task_seconds: TaskSeconds | None = None,
     disk: tuple[NodeId, int] | None = None,
+    num_aside: int = 0,
 ) -> Pace:
     """Rates at which a machine computes and copies during a step, according to its performance models.
 
     Args:
         plan: the step.
-        workers: kind and memory node of each worker.
+        workers: kind and memory node of each worker, without those that stand aside.
         below: the node that data is fetched from and evicted to. Where tasks run on no other node, the files are the tier below.
         models: measured or rough durations of kernels and copies.
         channels: copies from and to `below` that run at once on one shared link; 0 where each node has a link of its own in each direction.
         task_seconds: duration of a task on a kind of worker, instead of the models' estimate.
         disk: the node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
+        num_aside: CPU workers that stand aside.
     """
     seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
     kinds = [kind for kind, _ in workers]
-    seconds = {task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" else 0.0 for task in plan.tasks}
+    beside = {task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if is_beside and num_aside}
+    seconds = {
+        task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in beside else 0.0
+        for task in plan.tasks
+    }
     nodes = sorted({node for _, node in workers} - {below})
     if not nodes and reads_files(plan):
         nodes, below, channels = [below], FILE, THREADS
@@ -117,7 +123,7 @@ def pace_of(
         node, capacity = disk
         read_spill, write_spill = (THREADS * tile / models.transfer_seconds(*ends, tile) for ends in ((node, nodes[0]), (nodes[0], node)))
         spill = Spill(capacity, read_spill, write_spill)
-    return Pace(seconds, read, write, duplex=not channels, spill=spill)
+    return Pace(seconds, read, write, duplex=not channels, spill=spill, aside={task: seconds_of(task, "cpu") / num_aside for task in beside})
 
 
 def _typical_nbytes(plan: StepPlan) -> int:
@@ -145,13 +151,14 @@ class Reach:
 def reach_of(machine: Machine, models: Models) -> Reach:
     """The memory and rates of a real machine as it is now."""
     memory = machine.memory
-    workers = [(worker.kind, worker.node) for worker in machine.workers]
+    workers = [(worker.kind, worker.node) for worker in machine.workers if not worker.aside]
+    num_aside = len(machine.workers) - len(workers)
     nodes = frozenset(node for _, node in workers)
     below = memory.last if RAM in nodes else RAM
     channels = THREADS if below == memory.tier else 0
     nbytes = sum(map(memory.budget, nodes)) - (memory.readers_bytes if RAM in nodes else 0)
     disk = (memory.last, memory.budget(RAM) - memory.readers_bytes) if memory.last not in (RAM, below) else None
-    return Reach(nodes, nbytes, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk))
+    return Reach(nodes, nbytes, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk, num_aside=num_aside))
 
 
 def reads_files(plan: StepPlan) -> bool:
@@ -178,7 +185,7 @@ def plan_order(
     Args:
         plan: the step in submission order.
         order: "auto", or the name of a candidate (`orders`).
-        memory: bytes of the memory where tasks run, all devices together.
+        memory: bytes of the memory where tasks run, all devices together; what tasks aside touch is elsewhere, and a step that has some moves.
         last: bytes of the last tier, which must back all live data.
         computes_on_last: whether tasks run on the last tier.
         num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
@@ -191,7 +198,7 @@ def plan_order(
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
         plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
-    fits = _needed(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+    fits = not plan.has_aside and device_bytes(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
         return PlannedOrder(SUBMISSION, plan, {}, num_tasks=len(plan.tasks))
     found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
@@ -343,7 +350,7 @@ def _of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
     return StepPlan([plan.tasks[at] for at in positions], plan.owned)
 
 
-def _needed(plan: StepPlan, num_devices: int) -> int:
+def device_bytes(plan: StepPlan, num_devices: int) -> int:
     """Bytes of device memory, all devices together, with which data moves between devices only."""
     if not plan.partitions:
         return plan.needed_bytes()

@@ -22,7 +22,7 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
+from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, last_tier_bytes, plan_order
 from .forecast import Pace
 from .orders import repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
@@ -135,7 +135,7 @@ def choose_plan(
     if recompute != AUTO:
         return replace(find(as_asked(plan, recompute), order), recompute=recompute)
     found = find(plan, order)
-    if not found.forecasts:  # everything fits
+    if not found.forecasts or (plan.has_aside and device_bytes(found.plan, num_devices) <= memory):  # everything fits
         return found
     weighing = _Weighing(plan, lambda chosen: last_tier_bytes(chosen.plan, computes=computes_on_last) <= last, pace)
     if weighing.is_bound_by_tasks(found):

@@ -9,13 +9,16 @@ forecast twice in a row and the second pass counts.
 
 Devices may have a disk under host memory (`Spill`). Host memory is no cache then: a tile evicted from a device goes to host memory while that has
 free bytes, else straight to the disk; it stays there until it is overwritten or dead, and is read from there.
+
+Tasks that run aside (`StepPlan.aside`), by CPU workers in host memory, are a second queue: each begins when what it reads has come down from the
+device, and what it writes can be fetched from its end on. What only they touch takes no bytes of the device.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ..core.memory.prefetch import AHEAD, CLEAN, TASKS
@@ -68,6 +71,8 @@ class _Moves:
         added: bytes that it misses, what it makes and scratch among them.
         read: bytes that are fetched for it, of which `far_read` from the disk under the tier below.
         evicted: what is written back for it: (position of its last use, bytes, whether they go to that disk).
+        after: position of the latest task aside that makes what is fetched; None without one.
+        far_written: bytes that a task aside writes to that disk.
     """
 
     used: int
@@ -75,6 +80,8 @@ class _Moves:
     read: int
     far_read: int
     evicted: list[tuple[int, int, bool]]
+    after: int | None = None
+    far_written: int = 0
 
     @property
     def is_far(self) -> bool:
@@ -119,6 +126,7 @@ class Pace:
         duplex: whether both directions run at once.
         num_devices: number of equal devices of the machine, of which the forecast follows one.
         spill: the disk under a duplex tier below; None without one.
+        aside: duration of each task that runs aside, if all workers beside the devices shared it; `seconds` has 0 for those.
     """
 
     seconds: Mapping[RecordedTask, float]
@@ -127,6 +135,7 @@ class Pace:
     duplex: bool
     num_devices: int = 1
     spill: Spill | None = None
+    aside: Mapping[RecordedTask, float] = field(default_factory=dict)
 
 
 class _Clock:
@@ -140,11 +149,38 @@ class _Clock:
     def __init__(self, pace: Pace, reach: int, backlog: int) -> None:
         self.pace, self.reach, self.backlog = pace, reach, backlog
         self.now = self.reads = self.writes = 0.0
+        self._aside = 0.0  # end of the latest task aside
         self._starts: list[float] = []
         self._ends: list[float] = []
         self._oldest = 0  # task ahead of which the prefetcher has come as far as the one that is next
         self._missing = 0  # bytes that the tasks from there on miss
         self._added: list[int] = []
+
+    @property
+    def end(self) -> float:
+        """When all tasks so far have ended."""
+        return max(self.now, self._aside)
+
+    def run_aside(self, seconds: float, moves: _Moves, start: int) -> None:
+        """Run a task aside, when what is evicted for it has come down.
+
+        Args:
+            seconds: it takes if all workers beside the devices share it.
+            start: number of tasks before the step, from which positions count.
+        """
+        pace = self.pace
+        for since, nbytes, _ in moves.evicted:
+            self.writes = max(self.writes, self._ended(start + since)) + nbytes * pace.num_devices / pace.write
+        if pace.spill is not None:
+            seconds += moves.far_read / pace.spill.read + moves.far_written / pace.spill.write
+        self._aside = max(self._aside, self.writes if moves.evicted else self.now) + seconds * pace.num_devices
+        self._look_ahead(len(self._starts), 0)
+        self._starts.append(self.now)
+        self._ends.append(self._aside)
+
+    def _ended(self, at: int) -> float:
+        """When a task ended; 0 for one before the first."""
+        return self._ends[at] if at >= 0 else 0.0
 
     def run(self, seconds: float, moves: _Moves, start: int, begin: int) -> None:
         """Run a task.
@@ -167,8 +203,9 @@ class _Clock:
         if not pace.duplex and moves.read:  # one direction at a time until `writes`; reads overtake pending writes
             self.writes = max(self.writes, fetch_from) + reading
         for since, nbytes, is_far in moves.evicted:
-            used_until = self._ends[start + since] if start + since >= 0 else 0.0
-            self.writes = max(self.writes, used_until) + nbytes * (far_per_write if is_far else per_write)
+            self.writes = max(self.writes, self._ended(start + since)) + nbytes * (far_per_write if is_far else per_write)
+        if moves.after is not None:
+            fetch_from = max(fetch_from, self._ended(start + moves.after))
         if moves.read:
             self.reads = max(self.reads, fetch_from, self.writes - (reading if not pace.duplex else 0.0) - spare) + reading
             if pace.duplex and far_reading:  # the disk serves one direction at a time
@@ -230,6 +267,7 @@ class Touches:
     Attributes:
         data: of each task, (handle, whether it reads what is there, whether it writes), scratch left out.
         scratch: of each task, bytes.
+        overwritten: of each task that runs aside, what it writes.
         mortal: handles that die with their last use.
     """
 
@@ -237,6 +275,7 @@ class Touches:
         self.plan = plan
         self.data = [[(handle, mode != W, mode != R) for handle, mode in task.accesses if mode != SCRATCH] for task in plan.tasks]
         self.scratch = [sum(handle.size for handle, mode in task.accesses if mode == SCRATCH) for task in plan.tasks]
+        self.overwritten = {at: {handle for handle, _, writes in self.data[at] if writes} for at, is_aside in enumerate(plan.aside) if is_aside}
         self.mortal = {handle for handle, is_output in plan.owned.items() if not is_output}
 
     def next_uses(self, positions: Sequence[int]) -> list[list[int]]:
@@ -269,6 +308,7 @@ class _Memory:
 
     Attributes:
         gone: evicted tiles, each with its next use.
+        made_aside: tiles that a task aside wrote last, and its position.
     """
 
     def __init__(self, capacity: int, below: _Below | None = None, stays: Set[HandleRecord] = frozenset()) -> None:
@@ -280,13 +320,14 @@ class _Memory:
         self.last_use: dict[HandleRecord, int] = {}
         self.dirty: set[HandleRecord] = set()
         self.gone: list[tuple[HandleRecord, int]] = []
+        self.made_aside: dict[HandleRecord, int] = {}
         self._written: list[tuple[int, int, bool]] = []  # for the task at hand, as in `_Moves.evicted`
         self._heaps: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (-next use, handle), clean and dirty
         self._by_id: dict[int, HandleRecord] = {}
 
     def bring(self, data: Sequence[tuple[HandleRecord, bool, bool]], scratch: int, now: int) -> _Moves:
         """Bring in what a task touches, and let go what has no room beside it."""
-        next_use, added, read, far_read = self.next_use, scratch, 0, 0
+        next_use, added, read, far_read, after = self.next_use, scratch, 0, 0, None
         for handle, reads, _ in data:
             if handle in next_use:
                 del next_use[handle]
@@ -296,11 +337,13 @@ class _Memory:
                 read += handle.size
                 if self.below is not None and handle in self.below.spilled:
                     far_read += handle.size
+                if handle in self.made_aside:
+                    after = self.made_aside[handle] if after is None else max(after, self.made_aside[handle])
         self.used += added
         self._written = []
         if self.used > self.capacity:
             self.evict(now)
-        moves = _Moves(self.used, added, read, far_read, self._written)
+        moves = _Moves(self.used, added, read, far_read, self._written, after)
         self.used -= scratch
         return moves
 
@@ -325,6 +368,40 @@ class _Memory:
                     self.below.forget(handle)
             self._by_id[handle.id] = handle
             heapq.heappush(self._heaps[handle in self.dirty], (-start - following, handle.id))
+
+    def pass_aside(self, data: Sequence[tuple[HandleRecord, bool, bool]], next_uses: Sequence[int], now: int, start: int) -> _Moves:
+        """Let a task aside use tiles that may be here: what it reads is written down first, what it overwrites is dropped; as `leave`."""
+        self._written, far_read, far_written = [], 0, 0
+        for (handle, reads, writes), following in zip(data, next_uses, strict=True):
+            self._send(handle, now, reads=reads, drops=writes or following == DEAD)
+            if handle in self.next_use:
+                self.leave([(handle, reads, False)], [following], now, start)
+            if writes:
+                self.made_aside[handle] = now
+            if self.below is not None:
+                if handle in self.below.spilled:
+                    far_read += handle.size if reads else 0
+                    far_written += handle.size if writes else 0
+                if following == DEAD:
+                    self.below.forget(handle)
+        return _Moves(self.used, 0, 0, far_read, self._written, far_written=far_written)
+
+    def drop_overwritten(self, handle: HandleRecord, now: int) -> None:
+        """What a task aside overwrites next goes first, unless it is dirty."""
+        if handle not in self.dirty:
+            self._send(handle, now, reads=False, drops=True)
+
+    def _send(self, handle: HandleRecord, now: int, *, reads: bool, drops: bool) -> None:
+        """Write a tile down if a task aside reads it and it is nowhere else; drop it if it is overwritten there or dead."""
+        if handle not in self.next_use:
+            return
+        if handle in self.dirty and reads:
+            self._written.append((self.last_use.get(handle, now), handle.size, False))
+            self.dirty.discard(handle)
+        if drops:
+            self.used -= handle.size
+            del self.next_use[handle]
+            self.dirty.discard(handle)
 
     def _kill(self, handle: HandleRecord) -> None:
         """Drop a tile that no task uses any more."""
@@ -390,10 +467,13 @@ def _seconds(step: Touches, positions: Sequence[int], passed: _Passed, capacity:
     seconds = [pace.seconds[step.plan.tasks[at]] for at in positions]
     before = 0.0
     for start in (0, period):
-        before = clock.now
+        before = clock.end
         for position, moves in enumerate(passed.moves):
-            clock.run(seconds[position], moves, start, begins.get(position, position))
-    return clock.now - before
+            if positions[position] in step.overwritten:
+                clock.run_aside(pace.aside.get(step.plan.tasks[positions[position]], 0.0), moves, start)
+            else:
+                clock.run(seconds[position], moves, start, begins.get(position, position))
+    return clock.end - before
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,9 +531,18 @@ def _run(step: Touches, positions: Sequence[int], capacity: int, budget: int, pa
         memory.gone.clear()
         found.clear()
         for now, position in enumerate(positions):
-            found.append(memory.bring(step.data[position], step.scratch[position], start + now))
-            memory.leave(step.data[position], next_uses[now], now, start)
+            data, following = step.data[position], next_uses[now]
+            if position in step.overwritten:
+                found.append(memory.pass_aside(data, following, now, start))
+                continue
+            found.append(memory.bring(data, step.scratch[position], start + now))
+            memory.leave(data, following, now, start)
+            if step.overwritten:
+                for (handle, _, _), at in zip(data, following, strict=True):
+                    if at != DEAD and handle in step.overwritten.get(positions[at % period], ()):
+                        memory.drop_overwritten(handle, now)
         memory.last_use = {handle: now - period for handle, now in memory.last_use.items()}
+        memory.made_aside = {handle: now - period for handle, now in memory.made_aside.items()}
     return _Passed(found, memory.gone)
 
 

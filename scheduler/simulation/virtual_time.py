@@ -81,6 +81,7 @@ class VirtualDriver:
         transfer: seconds of a copy; None for copies that take no time.
         channels: copies from and to the disk tier under way at most.
         host: when tasks without a worker end; None for at once.
+        aside: whether CPU workers run only what devices may not.
 
     Attributes:
         now: seconds since the start.
@@ -96,6 +97,7 @@ class VirtualDriver:
         transfer: Transfer | None = None,
         channels: int = 1,
         host: HostEnd | None = None,
+        aside: bool = False,
     ) -> None:
         self.machine = machine
         self.host = host
@@ -112,7 +114,7 @@ class VirtualDriver:
         self._writes: deque[CopyTile] = deque()
         self._num_begun = 0
         for number, (kind, node, depth) in enumerate(workers):
-            self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth)))
+            self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth, aside and kind == "cpu")))
 
     def bring(self, event: Event) -> None:
         """Let something happen now.
@@ -203,6 +205,7 @@ def simulate(
     replays: int = 2,
     ahead: bool = False,
     host: HostEnd | None = None,
+    aside: bool = False,
 ) -> Simulation:
     """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
 
@@ -221,6 +224,7 @@ def simulate(
         replays: how often the step runs; the last one is reported, when devices hold what fits.
         ahead: whether the next replay, another one after the last, has begun when one ends, as in training; else each begins when nothing moves.
         host: when tasks without a worker end; None for at once.
+        aside: whether CPU workers run only what devices may not.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
@@ -233,7 +237,7 @@ def simulate(
     estimates = Given(duration, transfer)
     machine = Machine(memories, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.memory
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
     twin = _detached(plan)
     num_tasks = len(twin.tasks)
     for handle, own in zip(plan.uses, twin.uses, strict=True):
@@ -308,6 +312,7 @@ def _detached(plan: StepPlan) -> StepPlan:
             task.constants,
             task.priority,
             task.pin,
+            aside=task.aside,
         )
         for task in plan.tasks
     ]

@@ -63,6 +63,7 @@ class Job:
 
     Args:
         start: where the weights that are not learnt are read.
+        on_cpu: whether CPU workers alone update.
         options: of `build`.
     """
 
@@ -75,13 +76,14 @@ class Job:
         recompute: str = "none",
         minibatches: int = 2,
         start: ModelDirectory | None = None,
+        on_cpu: bool = False,
         **options: Any,
     ) -> None:
         self.model = build(runtime, family, **options)
         if start is not None:
             start.attach(self.model.frozen_tensors())
         self.rate = 3e-2 if "adapters" in family else 3e-3
-        self.optimizer = AdamW(decay_groups(self.model, 0.1), self.rate, max_norm=1.0)
+        self.optimizer = AdamW(decay_groups(self.model, 0.1), self.rate, max_norm=1.0, on_cpu=on_cpu)
         self.inputs = [self.model.inputs(SEQUENCES // minibatches) for _ in range(minibatches)]
         self.step = None
         if isinstance(runtime, Runtime):

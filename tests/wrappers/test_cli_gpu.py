@@ -322,3 +322,22 @@ def test_a_trace_knows_the_steps_of_joined_tasks(cards: EmulatedCards, capsys: p
     steps = Counter(event["args"]["step"] for event in events if "step" in event.get("args", {}))
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
     assert len(set(steps.values())) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_updates_by_cpu_workers(cards: EmulatedCards, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    """CPU workers update and do nothing else; losses are those of updates on GPUs within rounding, and no task counts as one that falls back."""
+    some = [f"--dtype={dtype}", "--steps=4", "--gpu-memory=256KiB", "--strict"]
+    assert main([*TRAIN, *some, "--update-on=cpu", "--ncpu=2", "--run-dir=cpu", "--trace=t.json"]) == 0
+    out = capsys.readouterr().out
+    assert "weights are updated by CPU workers in RAM" in out
+    assert "workers: cpu:0, cpu:1, cuda:0" in out
+    assert main([*TRAIN, *some, "--run-dir=gpu"]) == 0
+    np.testing.assert_allclose(losses("cpu"), losses("gpu"), rtol=1e-2 if dtype == "bf16" else 1e-4)
+    events = json.loads(Path("t.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    ran = {(threads[event["pid"], event["tid"]].partition(":")[0], event["name"]) for event in events if event.get("ph") == "X"}
+    assert {name for where, name in ran if where == "cpu"} == {"adam"}
+    assert ("cuda", "adam") not in ran

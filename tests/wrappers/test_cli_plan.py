@@ -174,6 +174,26 @@ def test_the_disk_of_an_imaginary_machine_has_a_rate(config: str, capsys: pytest
         assert words in capsys.readouterr().err
 
 
+def test_updates_by_cpu_workers_are_planned(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan says who updates, and why if that was open; --ram-rate says how fast, and is a mistake where nobody asks."""
+    flags = ["plan", config, "--devices=1x4MiB@1TF", "--batch=4", "--minibatch=1"]
+    assert main([*flags, "--update-on=cpu", "--ncpu=2"]) == 0
+    out = capsys.readouterr().out
+    assert "weights             updated by CPU workers in RAM\n" in out
+    assert "workers             1 x sim@gpu:0, 2 x cpu@ram; policy" in out
+    assert main([*flags, "--update-on=auto", "--ram-rate=1MB/s"]) == 0
+    assert "weights             updated where devices compute (chosen: " in capsys.readouterr().out
+    for argv, sentence in (
+        (["plan", config, "--ram-rate=1GB/s"], "--ram-rate 1GB/s is about the RAM of an imaginary machine, and this one's is measured"),
+        ([*flags, "--ram-rate=1GB/s"], "--ram-rate 1GB/s is about updates by CPU workers and devices update here; add --update-on auto"),
+        ([*flags, "--ram-rate=quick", "--update-on=cpu"], "--ram-rate must be bytes per second, got 'quick'"),
+        ([*flags, "--update-on=gpu"], "--update-on"),
+        (["train", config, "--dask=local:2", "--lanes=2", "--update-on=auto"], "--update-on auto is for one machine"),
+    ):
+        assert main(argv) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--disk 2TB is as large as that; memory that does not say is boundless; on this machine a size is no directory."""
     flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]

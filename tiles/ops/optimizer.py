@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler import RW, SCRATCH, Access, Handle, R, TaskRuntime, W
 
-from ..emission import emit, scratch
+from ..emission import emit, emit_on_cpu, scratch
 from ..kernels.cpu.optimizer import optimizer_scratch_nbytes
 from ..kernels.registry import NARROW
 from ..tensor import TileTensor
@@ -80,6 +80,7 @@ def adamw(
     master: TileTensor | None = None,
     tiles: Iterable[int] | None = None,
     priority: int = 0,
+    cpu_only: bool = False,
 ) -> None:
     """One step of AdamW (`decoupled`) or of Adam with L2, as torch.optim computes it.
 
@@ -90,9 +91,10 @@ def adamw(
         master: fp32 copy of a 16-bit parameter.
         tiles: numbers of those that are updated; None for all.
         priority: of the tasks.
+        cpu_only: whether CPU workers alone run them.
     """
     constants = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority)
+    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only)
 
 
 def sgd(
@@ -109,12 +111,13 @@ def sgd(
     master: TileTensor | None = None,
     tiles: Iterable[int] | None = None,
     priority: int = 0,
+    cpu_only: bool = False,
 ) -> None:
     """One step of SGD as torch.optim computes it; the momentum `buffer` starts at zero. Other arguments as of `adamw`."""
     if (buffer is None) != (momentum == 0.0):
         raise ValueError(f"SGD needs a buffer exactly when momentum is not 0, got momentum {momentum} and buffer {buffer!r}")
     constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, buffer)
+    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, buffer)
 
 
 def _update(
@@ -129,6 +132,7 @@ def _update(
     constants: dict[str, Any],
     tiles: Iterable[int] | None,
     priority: int,
+    cpu_only: bool,
     buffer: TileTensor | None = None,
 ) -> None:
     state = [tensor for tensor in (*moments, buffer, master) if tensor is not None]
@@ -152,4 +156,4 @@ def _update(
         nbytes = optimizer_scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
-        emit(param.runtime, op, accesses, priority=priority, **constants)
+        (emit_on_cpu if cpu_only else emit)(param.runtime, op, accesses, priority=priority, **constants)

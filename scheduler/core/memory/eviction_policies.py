@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Final, Protocol
 
-from ..records import HandleRecord, R, Replay, Replica, UseSchedule, W
+from ..records import RAM, HandleRecord, R, Replay, Replica, UseSchedule, W
 from . import coherence
 
 FAR: Final = 1 << 20
@@ -76,9 +76,11 @@ class Foresight:
     def next_use_of(self, replica: Replica) -> tuple[int, bool]:
         """The same of one replica. While the data is elsewhere too, what tasks of other nodes read does not count; what they write overwrites it."""
         handle = replica.handle
-        if not self.replays or not self.replays[0].partition_nodes or handle.use_schedule is None or coherence.is_needed(replica):
+        if not self.replays or handle.use_schedule is None:
             return self.next_use(handle)
         oldest, use_schedule, node = self.replays[0], handle.use_schedule, replica.node
+        if not (oldest.partition_nodes or (oldest.has_aside and node != RAM)) or coherence.is_needed(replica):
+            return self.next_use(handle)
         done, frontier, positions = oldest.done, oldest.frontier, use_schedule.positions
         if positions[-1] >= len(done) or use_schedule.replay not in (None, oldest):
             return self.next_use(handle)
@@ -86,7 +88,9 @@ class Foresight:
             for at in range(begin, len(positions)):
                 position = positions[at]
                 if shift or not done[position]:
-                    if oldest.tasks[position].planned_node in (None, node):
+                    task = oldest.tasks[position]
+                    is_beside = task.aside and node != RAM
+                    if not is_beside and task.planned_node in (None, node):
                         return position - frontier + shift, use_schedule.modes[at] == W
                     if use_schedule.modes[at] != R:
                         return FAR, True

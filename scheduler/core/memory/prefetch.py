@@ -154,9 +154,9 @@ class Lookahead:
 
     def _tasks_ahead(self) -> Iterator[tuple[Replay, int]]:
         for replay in tuple(self.replicas.foresight.replays):
-            done = replay.done
+            done, tasks = replay.done, replay.tasks
             for position in self._positions_ahead(replay):
-                if not done[position]:
+                if not done[position] and not tasks[position].aside:
                     yield replay, position
 
     def _positions_ahead(self, replay: Replay) -> Iterable[int]:

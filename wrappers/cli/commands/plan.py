@@ -17,7 +17,7 @@ from ..options.help import show_help
 from ..options.sources import Request, naming, request
 from ..options.torch_extra import load_torch, through_torch
 
-OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str}
+OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str, "ram-rate": str}
 """Flags of ``nntask plan`` beside those of ``nntask train``, with their types."""
 _OF_DEVICES: Final = {"sim-gpu": 0, "sim-bandwidth": "", "ngpu": 0, "split-gpu": 1, "gpu-memory": "", "restrict": "none"}
 """Flags for devices of this machine, each with its neutral value."""
@@ -36,6 +36,9 @@ class PlanHelp:
     """bytes per second between host memory and each imaginary device, in each direction, e.g. 55GB/s (default 25GB/s)"""
     disk_rate: str = ""
     """bytes per second of the imaginary --disk, all its requests in flight and both directions together, e.g. 6GB/s (default 1.6GB/s)"""
+    ram_rate: str = ""
+    """bytes per second that the CPU workers of the imaginary machine read and write of its RAM, all together, where they update weights
+    (default 100GB/s)"""
     json: bool = False
     """print JSON"""
 
@@ -57,7 +60,11 @@ def run(argv: Sequence[str]) -> int:
     from nntask.planning import plan_run
     from nntask.training import check_disk
 
-    devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
+    devices, link, disk_rate, ram_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate", "ram-rate"))
+    if ram_rate and not devices:
+        raise UsageError(
+            f"--ram-rate {ram_rate} is about the RAM of an imaginary machine, and this one's is measured; add --devices 8x80GiB@150TF, or drop it"
+        )
     if link and not devices:
         raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
     if disk_rate and not devices:
@@ -92,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
                 "--auto-tile measured runs steps, and nntask plan runs nothing; drop it, or see what it finds with "
                 "nntask train --dry-run --auto-tile measured"
             )
-        target = imaginary_machine(devices, settings.resources, link, disk_rate) if devices else None
+        target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         figures = plan_run(settings, asked.config, target, machine=machine)
     return _print(figures, asked)
 
@@ -160,6 +167,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
     from nntask.config import format_least, format_size
     from nntask.hardware import BOUNDLESS, DISK
+    from nntask.planning import told_updater
 
     yield f"parameters          {figures['parameters']:,}"
     if figures["trained_parameters"] != figures["parameters"]:
@@ -201,6 +209,8 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["forecast_bytes"] == {}:
         memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
+    if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
+        yield f"weights             updated {told_updater(figures['update_on'], figures['seconds_by_update'])}"
     yield from _recomputed(figures)
     for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
         yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
