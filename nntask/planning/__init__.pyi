@@ -1,11 +1,12 @@
-from .memory_fit import CapturedStep, capture, more_memory, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
+from .memory_fit import CapturedStep, capture, choose_order, more_memory, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
 from .needs import Needs, shortage
-from .simulate import plan_run, plan_step
+from .simulate import plan_run, plan_step, with_few_tasks
 
 __all__ = [
     "CapturedStep",
     "Needs",
     "capture",
+    "choose_order",
     "more_memory",
     "needs_of",
     "no_collections",
@@ -16,4 +17,5 @@ __all__ = [
     "shortage",
     "thriftiest_needs",
     "untouched",
+    "with_few_tasks",
 ]

@@ -76,8 +76,8 @@ def plan_run(
         check_budgets(run.machine)
         target = this_machine(run.machine)
     else:
-        run = _with_few_tasks(asked, target)
-    anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
+        run = with_few_tasks(asked, target)
+    anew = (lambda larger: with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
         found = capture(run, frozen_base=run.start.frozen_base)
         figures = plan_step(found, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew))
@@ -87,17 +87,24 @@ def plan_run(
     return figures
 
 
-def plan_step(found: CapturedStep, run: LanguageRun, target: MachineModel, changes: Callable[[Needs, str], Sequence[str]]) -> dict[str, Any]:
+def plan_step(
+    found: CapturedStep,
+    run: LanguageRun,
+    target: MachineModel,
+    changes: Callable[[Needs, str], Sequence[str]],
+    order: PlannedOrder | None = None,
+) -> dict[str, Any]:
     """The figures of a captured step on a machine.
 
     Args:
         changes: of what the step needs, and the memory that was too small all the same ("" for none): what would make it fit.
+        order: in which it runs, if that is chosen already.
 
     Raises:
         UsageError: the step has no order of the name that was asked for.
     """
     plan = found.plan
-    order = choose_order(plan, run, target.without(found.reading))
+    order = choose_order(plan, run, target.without(found.reading)) if order is None else order
     needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
@@ -113,7 +120,7 @@ def plan_step(found: CapturedStep, run: LanguageRun, target: MachineModel, chang
     return figures
 
 
-def _with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
+def with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
     """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
 
     Raises:
