@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
     from nntask.hardware import MachineModel
@@ -32,8 +32,8 @@ class BoundSettings:
     """preset"""
     config_path: str = ""
     """config, a JSON file with Hugging Face keys; instead of --model"""
-    dtype: str = "auto"
-    """as of nntask train"""
+    dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
+    """what products compute in"""
     batch: int = 32
     """sequences per step"""
     minibatch: int = 8
@@ -68,7 +68,7 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     if find_spec("scipy") is None:
         raise UsageError('nntask bench bound solves linear programs with SciPy, which is not installed; pip install -e ".[bench]"')
     parse_devices(settings.device, "--device")
-    model = ModelSettings(model=settings.model, dtype=settings.dtype, seq_len=settings.seq_len)  # type: ignore[arg-type]
+    model = ModelSettings(model=settings.model, dtype=settings.dtype, seq_len=settings.seq_len)
     tiling = TilingSettings(batch=settings.batch, minibatch=settings.minibatch)
     train, config, target = on_devices(model, settings.config_path, tiling, settings.ram, f"1x{settings.device}", settings.link)
     job = with_few_tasks(run_of(train, config), target)
@@ -129,9 +129,9 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         f"{figures['model']} on a device of {figures['device']}, link of {figures['link']}: {figures['tasks_per_step']:,} tasks, "
         f"needs {figures['needed_bytes'] / 1e9:.1f} GB"
     )
-    yield f"plan   {figures['seconds_per_step']:8.3f} s in order {figures['order']}; made again: {figures['recompute']}"
-    yield f"tasks  {figures['task_seconds']:8.3f} s, nothing made again"
-    yield f"bound  {figures['bound_seconds']:8.3f} s, the least of the orders below; the plan takes {figures['over_bound']:.3f} times as long"
+    yield f"plan   {figures['seconds_per_step']:9.4g} s in order {figures['order']}; made again: {figures['recompute']}"
+    yield f"tasks  {figures['task_seconds']:9.4g} s, nothing made again"
+    yield f"bound  {figures['bound_seconds']:9.4g} s, the least of the orders below; the plan takes {figures['over_bound']:.3f} times as long"
     for row in figures["bounds"]:
         mark = "  (the plan's)" if row["is_planned"] else ""
-        yield f"  {row['order']:13} {row['seconds']:8.3f} s, with nothing made again {row['seconds_without_recompute']:8.3f} s{mark}"
+        yield f"  {row['order']:13} {row['seconds']:9.4g} s, with nothing made again {row['seconds_without_recompute']:9.4g} s{mark}"

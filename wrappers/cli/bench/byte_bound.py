@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from .access_trace import AccessTrace
 from .intervals import UNIT, enter, intervals_of, tight_of
-from .linear_program import Program
+from .linear_program import LinearProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def lower_bound(trace: AccessTrace, capacity: int) -> Bound:
     tight = tight_of(trace, intervals_of(trace), capacity)
     if not len(tight.limits):
         return Bound(0.0, 0.0)
-    program = Program()
+    program = LinearProgram()
     shares = enter(program, tight)
     found = program.minimise((shares.stays, -tight.size), (shares.written, tight.epoch_size))
     return Bound(UNIT * float(tight.size @ (1 - found[shares.stays])), UNIT * float(tight.epoch_size @ found[shares.written]))

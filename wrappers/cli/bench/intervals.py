@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from .access_trace import AccessTrace
-from .linear_program import Indices, Numbers, Program
+from .linear_program import Indices, Numbers, LinearProgram
 
 UNIT: Final = 1 << 20
 """Bytes per unit of the linear program, which improves its conditioning."""
@@ -132,7 +132,7 @@ def tight_of(trace: AccessTrace, intervals: Intervals, capacity: int) -> Tight:
     return Tight(chosen, first[chosen], last[chosen], size[chosen], epoch[chosen], epoch_size, limits)
 
 
-def enter(program: Program, tight: Tight, again: Indices = NOTHING) -> Shares:
+def enter(program: LinearProgram, tight: Tight, again: Indices = NOTHING) -> Shares:
     """Put the program of the module's docstring together, apart from what is to be least.
 
     Args:

@@ -14,7 +14,7 @@ Terms = tuple[Indices, Indices, Numbers]
 """Row, column and coefficient of each term, shape (terms,) each; coefficients of the same row and column add up."""
 
 
-class Program:
+class LinearProgram:
     """Variables from 0 to a limit each, and linear conditions on them."""
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class Program:
         """All conditions of a kind as a sparse matrix and its right side."""
         from scipy import sparse
 
-        begin, parts = 0, [(np.zeros(0, int), np.zeros(0, int), np.zeros(0))]
+        begin, entries = 0, [(np.zeros(0, int), np.zeros(0, int), np.zeros(0))]
         for terms, right in conditions:
-            parts += [(begin + rows, columns, values) for rows, columns, values in terms]
+            entries += [(begin + rows, columns, values) for rows, columns, values in terms]
             begin += len(right)
-        rows, columns, values = (np.concatenate([part[at] for part in parts]) for at in range(3))
+        rows, columns, values = (np.concatenate([entry[at] for entry in entries]) for at in range(3))
         rights = np.concatenate([np.zeros(0), *(right for _, right in conditions)])
         return sparse.csr_array((values, (rows, columns)), shape=(begin, self._num_columns)), rights

@@ -40,7 +40,7 @@ from scheduler.planning import PlannedOrder, Value, Values, candidates
 
 from .access_trace import AccessTrace, tiles_of, trace_of
 from .intervals import Intervals, Tight, enter, intervals_of, tight_of
-from .linear_program import Indices, Numbers, Program
+from .linear_program import Indices, Numbers, LinearProgram
 
 METHOD: Final = "highs-ipm"
 """Interior points take a tenth of the time of the simplex method here: 4 s for a step of 9,000 tasks."""
@@ -110,7 +110,7 @@ def least_seconds(trace: AccessTrace, capacity: int, cost: StepCost) -> float:
     stored = np.zeros(len(tight.epoch_size))
     dirty = tight.epoch >= 0
     stored[tight.epoch[dirty]] = store[dirty]
-    program = Program()
+    program = LinearProgram()
     shares = enter(program, tight, again)
     runs, time = program.variables(np.full(len(productions), np.inf)), program.variables(np.array([np.inf]))
     lines = np.arange(len(again))
@@ -195,11 +195,11 @@ class TimedStep:
             ValueError, RuntimeError, ImportError: as of the function `least_seconds`.
         """
         handles = tiles_of(self.plan, order)
-        place = {at: number for number, at in enumerate(order)}
+        rank = {at: number for number, at in enumerate(order)}
         remade: list[Remade | None] = []
         for handle in handles:
             value = self._values.get(handle) if again else None
-            late = [] if value is None else [place[at] for at in self.plan.uses[handle].positions if at >= value.wanted]
+            late = [] if value is None else [rank[at] for at in self.plan.uses[handle].positions if at >= value.wanted]
             remade.append(Remade(min(late), self._makers[handle]) if late else None)
         load, store = ([copy(handle.nbytes) for handle in handles] for copy in (self._load, self._store))
         return least_seconds(trace_of(self.plan, order), capacity, StepCost(self.tasks, load, store, remade, self._productions, self._duplex))
