@@ -117,10 +117,10 @@ def seconds_of(task: RecordedTask | Task, speed: float) -> float:
     speed=st.sampled_from((0.01, 0.1, 1.0)),
     order=st.sampled_from((AUTO, AUTO, "submission", "eager-update", "layers")),
 )
-@search(200, suppress_health_check=list(HealthCheck))
+@search(400, suppress_health_check=list(HealthCheck))
 def test_no_planned_step_is_faster(numbers: Any, again: int, extra: int, speed: float, order: str) -> None:
-    """Random steps with random values made again, in virtual time: six replays take at least six times the bound of their order, less what the first
-    one finds in host memory and the last one leaves unwritten."""
+    """Random steps with random values made again, in virtual time: the slowest of four replays takes at least the bound of their order. The first two
+    do not count, which find all data in host memory; of the others some leave to the next what they would have to copy."""
     sizes, num_inputs, _, adds = numbers
     driver = FakeDriver([64], [("cpu", 0, 1)], "prio")
     drawn = DrawnStep(driver)
@@ -150,8 +150,7 @@ def test_no_planned_step_is_faster(numbers: Any, again: int, extra: int, speed: 
         ).seconds
         for number in range(6)
     ]
-    lasting = pages_of(memory + sum(handle.size for handle in plan.uses if handle not in plan.owned))
-    assert 6 * bound <= 1.0001 * (sum(taken) + lasting)
+    assert bound <= 1.0001 * max(taken[2:])
     assert bound <= 1.0001 * timed(plan, speed).least_seconds(positions, memory, again=False)
 
 

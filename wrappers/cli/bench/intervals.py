@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from .access_trace import AccessTrace
-from .linear_program import Indices, Numbers, LinearProgram
+from .linear_program import Indices, LinearProgram, Numbers
 
 UNIT: Final = 1 << 20
 """Bytes per unit of the linear program, which improves its conditioning."""

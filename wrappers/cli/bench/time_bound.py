@@ -36,11 +36,11 @@ import numpy as np
 
 from scheduler import SCRATCH, R
 from scheduler.machine import RecordedTask, StepPlan
-from scheduler.planning import PlannedOrder, Value, Values, candidates
+from scheduler.planning import PlannedOrder, Value, Values
 
 from .access_trace import AccessTrace, tiles_of, trace_of
 from .intervals import Intervals, Tight, enter, intervals_of, tight_of
-from .linear_program import Indices, Numbers, LinearProgram
+from .linear_program import Indices, LinearProgram, Numbers
 
 METHOD: Final = "highs-ipm"
 """Interior points take a tenth of the time of the simplex method here: 4 s for a step of 9,000 tasks."""
@@ -173,17 +173,6 @@ class TimedStep:
         self._makers = {handle: _numbers_of(value, numbers, whole) for handle, value in self._values.items()}
         known = seconds(StepPlan([task for each in tasks for task in each], plan.owned))
         self._productions = [sum(known[task] for task in each) for each in tasks]
-
-    def bounds(self, capacity: int) -> dict[str, float]:
-        """Least seconds of every order that a planner knows, by name.
-
-        Args:
-            capacity: bytes of the fast memory.
-
-        Raises:
-            ValueError, RuntimeError, ImportError: as of the function `least_seconds`.
-        """
-        return {name: self.least_seconds(order, capacity) for name, order in candidates(self.plan).items()}
 
     def least_seconds(self, order: Sequence[int], capacity: int, *, again: bool = True) -> float:
         """Least seconds in an order (positions of tasks).
