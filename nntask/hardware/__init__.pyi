@@ -2,7 +2,7 @@ from .allocator import give_back_freed, reuse_freed_memory
 from .flops import FlopCounts, flop_counts_of, gemm_peak, known_gemm_peak
 from .gpus import GpuPlan, cards, gpus_of, open_nccl, without_nccl
 from .imaginary import BOUNDLESS, coarse_tiling, imaginary_machine, parse_devices
-from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, this_machine
+from .machine_model import DISK, RAM, MachineModel, durations, memory_bandwidth, open_store, pace_on, this_machine
 from .machine_spec import Budget, MachineSpec, check_budgets, devices_of, free_bytes, machine_of, with_budgets
 from .runtimes import FAILURES, as_user_error, open_runtime, runtime_for
 
@@ -34,6 +34,7 @@ __all__ = [
     "open_nccl",
     "open_runtime",
     "open_store",
+    "pace_on",
     "parse_devices",
     "reuse_freed_memory",
     "runtime_for",

@@ -1,7 +1,7 @@
 from .fit_advice import more_memory
-from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
+from .memory_fit import CapturedStep, capture, choose_order, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
 from .needs import Needs, shortage
-from .simulate import plan_run, plan_step
+from .simulate import plan_run, plan_step, with_few_tasks
 from .updater import told_updater
 from .value_figures import HEAD, cells, headline, order_figures, value_lines
 
@@ -11,6 +11,7 @@ __all__ = [
     "Needs",
     "capture",
     "cells",
+    "choose_order",
     "headline",
     "more_memory",
     "needs_of",
@@ -25,4 +26,5 @@ __all__ = [
     "told_updater",
     "untouched",
     "value_lines",
+    "with_few_tasks",
 ]

@@ -77,8 +77,8 @@ def plan_run(
         check_budgets(run.machine)
         target = this_machine(run.machine)
     else:
-        run = _with_few_tasks(asked, target)
-    anew = (lambda larger: _with_few_tasks(asked, larger)) if target.is_imaginary else None
+        run = with_few_tasks(asked, target)
+    anew = (lambda larger: with_few_tasks(asked, larger)) if target.is_imaginary else None
     with no_collections():
         chosen = plan_updater(run, target)
         run, target = chosen.run, chosen.target
@@ -107,7 +107,7 @@ def plan_step(
         UsageError: the step has no order of the name that was asked for.
     """
     plan = found.plan
-    order = order or choose_order(plan, run, target.without(found.reading))
+    order = choose_order(plan, run, target.without(found.reading)) if order is None else order
     needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
@@ -123,7 +123,7 @@ def plan_step(
     return figures
 
 
-def _with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
+def with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
     """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
 
     Raises:

@@ -3,7 +3,7 @@ from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, pace_
 from .choose_recompute import as_asked, choose_plan, most_again
 from .forecast import Pace
 from .orders import arrange, candidates, repetition
-from .recompute import BLOCK, NONE
+from .recompute import BLOCK, NONE, Value, Values
 
 __all__ = [
     "AUTO",
@@ -12,6 +12,8 @@ __all__ = [
     "SUBMISSION",
     "Pace",
     "PlannedOrder",
+    "Value",
+    "Values",
     "arrange",
     "as_asked",
     "candidates",

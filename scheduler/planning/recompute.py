@@ -26,7 +26,7 @@ from math import ceil
 from typing import Final
 
 from ..core.codelet import Codelet, Tail
-from ..core.records import RW, SCRATCH, HandleId, HandleRecord, R, W
+from ..core.records import RW, SCRATCH, HandleId, HandleRecord, Mode, R, W
 from ..core.step_plan import RecordedTask, StepPlan
 
 NONE: Final = "none"
@@ -108,6 +108,17 @@ class Values:
         if value.tail is not None:
             return self._results(value, value.tail.writes)
         return [handle for at in value.production for handle, mode in self.plan.tasks[at].accesses if mode == W]
+
+    def tasks(self, value: Value) -> list[RecordedTask]:
+        """The tasks of the production, over the handles of the step."""
+        tasks, tail = [self.plan.tasks[at] for at in value.production], value.tail
+        if tail is None:
+            return tasks
+        (task,) = tasks
+        accesses: list[tuple[HandleRecord, Mode]] = [(task.accesses[each][0], R) for each in tail.reads]
+        accesses += [(task.accesses[each][0], W) for each in tail.writes]
+        constants = {name: task.constants[name] for name in tail.constants}
+        return [RecordedTask(tail.codelet, tail.codelet.name, task.kinds, tuple(accesses), constants, task.priority, task.pin)]
 
     def _results(self, value: Value, accesses: Iterable[int]) -> list[HandleRecord]:
         """Handles of some accesses of the task whose tail makes a value."""
@@ -319,16 +330,10 @@ class _Rewriting:
 
     def _enter(self, value: Value, at: int) -> None:
         """Clone a production whose inputs are there."""
-        made, tail = {handle: self._twin(handle) for handle in self._values.made(value)}, value.tail
-        for position in value.production:
-            task = self._plan.tasks[position]
-            accesses, codelet, constants = task.accesses, task.codelet, task.constants
-            if tail is not None:
-                codelet, constants = tail.codelet, {name: constants[name] for name in tail.constants}
-                accesses = (*((accesses[each][0], R) for each in tail.reads), *((accesses[each][0], W) for each in tail.writes))
-            new = tuple((made.get(handle) or (self._now(handle, at) if mode == R else handle), mode) for handle, mode in accesses)
-            name = task.name if tail is None else tail.codelet.name
-            self._tasks.append(RecordedTask(codelet, name, task.kinds, new, constants, task.priority, task.pin, is_clone=True))
+        made = {handle: self._twin(handle) for handle in self._values.made(value)}
+        for task in self._values.tasks(value):
+            new = tuple((made.get(handle) or (self._now(handle, at) if mode == R else handle), mode) for handle, mode in task.accesses)
+            self._tasks.append(RecordedTask(task.codelet, task.name, task.kinds, new, task.constants, task.priority, task.pin, is_clone=True))
         self._made.update(made)
 
     def _twin(self, handle: HandleRecord) -> HandleRecord:

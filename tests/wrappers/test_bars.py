@@ -15,7 +15,8 @@ from scheduler.core.performance_model import Models
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning.choose_order import AUTO, SUBMISSION, PlannedOrder, plan_order
 from scheduler.simulation.virtual_time import Simulation, simulate
-from wrappers.cli.bench.bound import lower_bound, trace_of
+from wrappers.cli.bench.access_trace import trace_of
+from wrappers.cli.bench.byte_bound import lower_bound
 from wrappers.cli.bench.standard import captured
 
 CONFIG = GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)

@@ -334,6 +334,44 @@ def test_bench_evict_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
     assert moved[f"1/{part + 1}"] is None
 
 
+BOUND = ["bench", "bound", "--batch=4", "--minibatch=1", "--link=100MB/s"]
+
+
+def test_bench_bound(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is that of `nntask plan`, and not below the bound of its order; each order has one, smaller where values may be made again."""
+    assert main([*BOUND, config, "--device=200KiB@1GF", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert main(["plan", config, *BOUND[2:], "--devices=1x200KiB@1GF", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert all(figures[name] == plan[name] for name in ("seconds_per_step", "order", "recompute", "tasks_per_step", "moved_bytes_per_step"))
+    bounds = {row["order"]: row for row in figures["bounds"]}
+    assert {"submission", "eager-update", "layers"} <= set(bounds)
+    assert [row["is_planned"] for row in bounds.values()].count(True) == 1
+    for row in bounds.values():
+        assert figures["task_seconds"] <= row["seconds"] * (1 + 1e-6)
+        assert row["seconds"] <= row["seconds_without_recompute"] * (1 + 1e-6)
+    assert figures["bound_seconds"] == min(row["seconds"] for row in bounds.values()) == bounds[figures["bound_order"]]["seconds"]
+    assert figures["over_bound"] == figures["seconds_per_step"] / figures["bound_seconds"] >= 1
+    assert main([*BOUND, config, "--device=200KiB@1GF"]) == 0
+    out = capsys.readouterr().out
+    assert f"the plan takes {figures['over_bound']:.3f} times as long" in out
+    assert len(out.splitlines()) == 4 + len(bounds)
+
+
+@pytest.mark.parametrize(("flags", "words"), [(["--device=20KiB@1GF"], "enlarge --device"), (["--device=1MiB", "--ram=300KiB"], "or --ram 300KiB")])
+def test_bench_bound_where_the_step_does_not_fit(flags: list[str], words: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit 3, and what to enlarge."""
+    assert main([*BOUND, config, *flags]) == 3
+    assert words in capsys.readouterr().err
+
+
+def test_bench_bound_needs_scipy(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it there is nothing to say."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([*BOUND, config]) == 2
+    assert 'pip install -e ".[bench]"' in capsys.readouterr().err
+
+
 def test_bench_sched_takes_a_model_s_length(capsys: pytest.CaptureFixture[str]) -> None:
     """As long sequences as the model takes, unless told otherwise."""
     flags = ["bench", "sched", "--model=tiny", "--batch=2", "--minibatch=1", "--counts=1", "--policies=eager", "--device=256MiB@1TF", "--json"]
@@ -425,13 +463,16 @@ def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, cap
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["bench"], "bench needs NAME; NAME is one of overhead, kernels, links, evict, sched"),
+        (["bench"], "bench needs NAME; NAME is one of overhead, kernels, links, evict, bound, sched"),
         (["bench", "speed"], "there is no benchmark 'speed'; NAME is one of"),
         (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
         (["bench", "evict", "--model=gpt5"], "--model must be a preset"),
         (["bench", "evict", "--batch=0"], "--batch must be at least 1, got 0; the nearest legal value is 1"),
         (["bench", "evict", "--seq-len=0"], "--seq-len must be at least 1, got 0; the nearest legal value is 1"),
         (["bench", "evict", "--seq-len=5000"], "--seq-len must be at most n_positions = 1024, got 5000; the nearest legal value is 1024"),
+        (["bench", "bound", "--model=gpt5"], "--model must be a preset that nntask models lists, got 'gpt5'; use --model gpt2"),
+        (["bench", "bound", "--device=2x80GiB"], "--device must be MEMORY[@FLOPS], got '2x80GiB'; for example 80GiB@150TF"),
+        (["bench", "bound", "--dtype=bf17"], "--dtype"),
         (["bench", "sched", "--seq-len=0"], "--seq-len must be at least 1, got 0; the nearest legal value is 1"),
         (["bench", "sched", "--device=80"], "--device must be MEMORY[@FLOPS], got '80', whose MEMORY has no unit; for example 80GiB@150TF"),
         (["bench", "sched", "--device=8x80GiB"], "--device must be MEMORY[@FLOPS], got '8x80GiB'; for example 80GiB@150TF"),

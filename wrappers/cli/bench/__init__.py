@@ -4,6 +4,7 @@
     kernels    seconds, rate, fraction of a training step and of the machine's peak, by codelet, measured
     links      copies between RAM, simulated devices and the disk tier, measured; the rates are kept for plans and policies
     evict      bytes that a step moves under eviction policies and orders, beside a lower bound; in virtual time
+    bound      seconds of a planned step on an imaginary device, beside a lower bound over what stays, moves and is made again; in virtual time
     sched      seconds and bytes of a step under scheduling policies on imaginary machines, beside lower bounds; in virtual time
 
 Every benchmark has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same figures as lines of text.
@@ -24,6 +25,7 @@ BENCHMARKS: Final = {
     "kernels": "KernelsSettings",
     "links": "LinksSettings",
     "evict": "EvictSettings",
+    "bound": "BoundSettings",
     "sched": "SchedSettings",
 }
 """Name of the module -> name of its dataclass of flags."""

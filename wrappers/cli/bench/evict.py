@@ -1,7 +1,7 @@
 """``nntask bench evict``: bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
 
 Every order of the step runs with the eviction policy `next-use`; the other policies run under the submission order, `layers` and the planned order.
-There is one worker, so that the executed order is the planned one. Beside each order stands a lower bound by linear programming (`bound`; needs
+There is one worker, so that the executed order is the planned one. Beside each order stands a lower bound by linear programming (`byte_bound`; needs
 SciPy). Bytes depend on durations only through prefetching, so tasks run at a fixed rate of operations, and copies at 1 GB/s.
 """
 
@@ -121,7 +121,8 @@ def _rows(plan: Any, divisor: int, positions: Mapping[str, list[int]], with_boun
 
 def _bound(plan: Any, order: list[int], budget: int) -> float | None:
     """Least bytes that this order moves; None where it does not fit."""
-    from .bound import lower_bound, trace_of
+    from .access_trace import trace_of
+    from .byte_bound import lower_bound
 
     try:
         return lower_bound(trace_of(plan, order), budget).total

@@ -11,9 +11,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nntask.config import TrainSettings
     from nntask.hardware import MachineModel
-    from nntask.models import ModelConfig
     from scheduler.machine import StepPlan
     from scheduler.simulation import Duration
 
@@ -85,14 +83,16 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     import gc
 
     from nntask import UsageError
-    from nntask.config import parse_rate
+    from nntask.config import ModelSettings, TilingSettings, parse_rate
     from nntask.hardware import durations
     from nntask.planning import order_on
     from scheduler.planning import Pace, lower_bounds
 
-    from .standard import captured
+    from .standard import captured, on_devices
 
-    train, config, target = _setting(settings, count)
+    model = ModelSettings(model=settings.model, seq_len=settings.seq_len)
+    tiling = TilingSettings(batch=settings.batch, minibatch=settings.minibatch)
+    train, config, target = on_devices(model, settings.config_path, tiling, settings.ram, f"{count}x{settings.device}", settings.link)
     gc.disable()  # plans are large and hold no garbage
     try:
         plan = captured(train, config, target)
@@ -116,31 +116,6 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
         "bounds_seconds": bounds,
         "policies": rows,
     }
-
-
-def _setting(settings: SchedSettings, count: int) -> tuple[TrainSettings, ModelConfig, MachineModel]:
-    """The settings, the model's config, and the machine.
-
-    Raises:
-        UsageError: a flag is wrong.
-    """
-    from nntask import PRESETS, UsageError
-    from nntask.config import ModelSettings, ResourceSettings, TilingSettings, TrainSettings, check_values
-    from nntask.hardware import imaginary_machine
-    from nntask.models import config_from_json
-
-    from .standard import length_of
-
-    if not settings.config_path and settings.model not in PRESETS:
-        raise UsageError(f"--model must be a preset that nntask models lists, got {settings.model!r}; use --model gpt2")
-    config: ModelConfig = config_from_json(settings.config_path) if settings.config_path else PRESETS[settings.model]
-    train = TrainSettings(
-        model=ModelSettings(model=settings.model, seq_len=length_of(config) if settings.seq_len is None else settings.seq_len),
-        tiling=TilingSettings(batch=settings.batch, minibatch=settings.minibatch),
-        resources=ResourceSettings(ram=settings.ram),
-    )
-    check_values(train, is_imaginary=True)
-    return train, config, imaginary_machine(f"{count}x{settings.device}", train.resources, settings.link)
 
 
 def _row(policy: str, eviction: str, plan: StepPlan, target: MachineModel, duration: Duration, bound: float) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Final
 
 from nntask import PRESETS
-from nntask.config import ModelSettings, TilingSettings, TrainSettings, resolve, retiled
-from nntask.hardware import MachineModel, coarse_tiling, devices_of
-from nntask.models import ModelConfig
+from nntask.config import ModelSettings, ResourceSettings, RunConfig, TilingSettings, TrainSettings, check_values, resolve, retiled
+from nntask.hardware import MachineModel, coarse_tiling, devices_of, imaginary_machine
+from nntask.models import ModelConfig, config_from_json
 from nntask.planning import capture
 from scheduler.machine import StepPlan
 
@@ -27,7 +27,12 @@ def length_of(config: ModelConfig) -> int:
 
 
 def captured(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> StepPlan:
-    """The step that `nntask train` would record with these settings.
+    """The step that `nntask train` would record with these settings; arguments and errors as of `run_of`."""
+    return capture(run_of(settings, config, target)).plan
+
+
+def run_of(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> RunConfig:
+    """The run of these settings.
 
     Args:
         config: of the model; the preset that the settings name unless given.
@@ -40,7 +45,7 @@ def captured(settings: TrainSettings, config: ModelConfig | None = None, target:
     run = resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))
     if target is not None:
         run = retiled(run, coarse_tiling(config, run.step.minibatch, run.model.seq_len, target))
-    return capture(run).plan
+    return run
 
 
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:
@@ -62,3 +67,31 @@ def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None
     length = length_of(PRESETS[model]) if seq_len is None else seq_len
     tiling = STANDARD.tiling if model == "gpt2" else TilingSettings(minibatch_tile=1)
     return replace(STANDARD, model=ModelSettings(model=model, seq_len=length), tiling=replace(tiling, batch=batch, minibatch=minibatch))
+
+
+def on_devices(
+    model: ModelSettings, config_path: str, tiling: TilingSettings, ram: str, devices: str, link: str
+) -> tuple[TrainSettings, ModelConfig, MachineModel]:
+    """The settings of a job on imaginary devices, its model's config, and the machine.
+
+    Args:
+        model: with the name of a preset, and a length or None for `length_of`.
+        config_path: JSON file of a config instead of the preset; "" for none.
+        ram: byte budget of RAM; "" for a boundless one.
+        devices, link: as of `imaginary_machine`.
+
+    Raises:
+        UsageError: a flag is wrong.
+        DataError: the config cannot be read.
+    """
+    from nntask import UsageError
+
+    preset = model.model or ""
+    if not config_path and preset not in PRESETS:
+        raise UsageError(f"--model must be a preset that nntask models lists, got {preset!r}; use --model gpt2")
+    config: ModelConfig = config_from_json(config_path) if config_path else PRESETS[preset]
+    if model.seq_len is None:
+        model = replace(model, seq_len=length_of(config))
+    train = TrainSettings(model=model, tiling=tiling, resources=ResourceSettings(ram=ram))
+    check_values(train, is_imaginary=True)
+    return train, config, imaginary_machine(devices, train.resources, link)

@@ -1,4 +1,4 @@
-"""The lower bound on moved bytes (`wrappers.cli.bench.bound`) on traces small enough to solve by hand or by exhaustion."""
+"""The lower bound on moved bytes (`wrappers.cli.bench.byte_bound`) on traces small enough to solve by hand or by exhaustion."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.access_traces import UNIT, traces
 from support.search import search
 
-from wrappers.cli.bench.bound import AccessTrace, lower_bound
+from wrappers.cli.bench.access_trace import AccessTrace
+from wrappers.cli.bench.byte_bound import lower_bound
 
 pytest.importorskip("scipy.optimize")
-
-UNIT = 1 << 20
 
 
 def exhaustive(trace: AccessTrace, capacity: int) -> int:
@@ -50,20 +50,6 @@ def _intervals(trace: AccessTrace) -> tuple[list[tuple[int, range, bool]], dict[
                 intervals.append((tile, range(at + 1, after), bool(before)))
                 epochs[tile, at + 1] = before[-1] % period if before else -1
     return intervals, epochs
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> AccessTrace:
-    """Up to six positions over up to four tiles of one unit; a temporary is written first."""
-    persistent = draw(st.lists(st.booleans(), min_size=1, max_size=4))
-    accesses: list[list[tuple[int, str]]] = []
-    seen: set[int] = set()
-    for _ in range(draw(st.integers(1, 6))):
-        tiles = draw(st.lists(st.integers(0, len(persistent) - 1), max_size=2, unique=True))
-        accesses.append([(t, draw(st.sampled_from(("R", "W", "RW"))) if persistent[t] or t in seen else "W") for t in tiles])
-        seen.update(tiles)
-    scratch = draw(st.lists(st.sampled_from((0, UNIT)), min_size=len(accesses), max_size=len(accesses)))
-    return AccessTrace(accesses, [UNIT] * len(persistent), persistent, scratch)
 
 
 @search(150)
