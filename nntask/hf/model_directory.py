@@ -1,4 +1,4 @@
-"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles.
+"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is one too.
 
 Opening a directory reads headers only. A tile is read from its byte range in the file at its first use, and again at a use after an eviction; no
 tensor is whole in memory. A value that is not finite is refused at that read, with the names of the tensor and the file.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tiles import TileTensor
 
 from ..errors import DataError, StorageError
+from ..gguf.model_file import is_gguf, open_gguf
 from ..io.finite import first_not_finite
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
@@ -26,7 +27,7 @@ from ..io.strided_ranges import FileRange, Rows, windows
 from ..models.config_checks import config_values
 from ..models.interface import ModelConfig
 from ..models.names import is_of_head
-from ..models.registry import config_from_json
+from ..models.registry import config_from_dict
 from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
@@ -47,16 +48,17 @@ def read_config(directory: Path) -> Any:
         DataError: the directory does not exist, has no config.json, or its config.json is not JSON.
         UsageError: the model family is unknown, or the config breaks a rule.
     """
-    _check_directory(directory)
-    return config_from_json(directory, _ADVICE)
+    return config_from_dict(*read_values(directory))
 
 
 def read_values(directory: Path) -> tuple[Any, str]:
-    """The decoded config.json of a model directory, of any family, and the file's name for error messages.
+    """The decoded config.json of a model directory or the config of a GGUF file, of any family, and the file's name for error messages.
 
     Raises:
         DataError: as of `read_config`.
     """
+    if is_gguf(directory):
+        return open_gguf(directory).values, str(directory)
     _check_directory(directory)
     return config_values(directory, _ADVICE)
 
@@ -230,6 +232,8 @@ def weight_ranges(path: Path) -> dict[str, FileRange]:
     Raises:
         DataError: the directory has no safetensors files, one of them is broken, or index and files disagree.
     """
+    if is_gguf(path):
+        return open_gguf(path).ranges()
     _check_directory(path)
     ranges: dict[str, FileRange] = {}
     for name, tensors in _files(path).items():

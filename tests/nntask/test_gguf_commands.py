@@ -1,0 +1,101 @@
+"""GGUF files where commands take model directories: texts, scores, plans, training, adapters, tokenizers and chat templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.gguf_files import write_gguf
+from support.model_directories import TEXT, losses, write_model
+from support.transformers_oracle import hf_model
+
+from nntask.checkpoints import find_checkpoint
+from nntask.data.chat import ChatTemplate
+from nntask.data.tokenizer import load_tokenizer
+from nntask.gguf.vocabulary import files_from, keys_of
+from nntask.models.gpt2 import GPT2Config
+from wrappers.cli import main
+
+CONFIG = GPT2Config(vocab_size=300, n_positions=16, n_embd=32, n_layer=2, n_head=4).with_dropout(0.0)
+TRAIN = ("--dataset=text", "--dataset-path=text.txt", "--steps=2", "--batch=2", "--seq-len=8", "--sample-tokens=0", "--save-every=0")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model, the same as a file, and a text."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", CONFIG)
+    theirs = hf_model(CONFIG)
+    theirs.save_pretrained("model")
+    Path("model/generation_config.json").unlink()  # with ids of the real GPT-2
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
+    write_gguf(tmp_path / "model.gguf", theirs, tokenizer=tmp_path / "model")
+    Path("text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints."""
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_texts_scores_and_plans_are_those_of_the_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`generate`, `perplexity` and `plan`."""
+    for argv in (
+        ("generate", "{}", "--prompt=some", "--max-new-tokens=8", "--temperature=0"),
+        ("generate", "{}", "--prompt=", "--max-new-tokens=8", "--temperature=0"),
+        ("perplexity", "{}", "--dataset=text", "--dataset-path=text.txt", "--json"),
+    ):
+        ours, theirs = (printed(capsys, *(each.format(path) for each in argv)) for path in ("model.gguf", "model"))
+        assert ours.replace("model.gguf", "model") == theirs
+    assert "model.gguf" in printed(capsys, "plan", "--init-from=model.gguf", *TRAIN[:-2])
+
+
+def test_training_begins_with_the_weights_of_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses are those of the directory, of the whole model and of adapters, which remember the file."""
+    for name, more in {"full": (), "lora": ("--train=lora:4",)}.items():
+        for path in ("model.gguf", "model"):
+            assert main(["train", f"--init-from={path}", *TRAIN, *more, f"--run-dir={name}-{path}", "--save-every=1"]) == 0
+        assert losses(here / f"{name}-model.gguf") == losses(here / f"{name}-model")
+    base = find_checkpoint(here / "lora-model.gguf").state["base"]
+    assert base["kind"] == "gguf"
+    capsys.readouterr()
+    ours, theirs = (
+        printed(capsys, "generate", f"lora-{path}", "--prompt=some", "--temperature=0", "--max-new-tokens=8") for path in ("model.gguf", "model")
+    )
+    assert ours == theirs
+    with open("model.gguf", "r+b") as file:
+        file.seek(-64, 2)
+        file.write(np.full(16, 0.5, np.float32).tobytes())
+    assert main(["generate", "lora-model.gguf"]) == 4
+    assert "as it was, with fingerprint" in capsys.readouterr().err
+
+
+def test_a_tokenizer_and_its_template(here: Path) -> None:
+    """Ids, ends of texts and the chat template come from the file."""
+    ours, theirs = load_tokenizer(here / "model.gguf"), load_tokenizer(here / "model")
+    assert ours.encode([TEXT])[0].tolist() == theirs.encode([TEXT])[0].tolist()
+    assert ours.special.eos == theirs.special.eos == (0,)
+    assert ours.decode(ours.encode([TEXT])[0]) == TEXT
+    assert ChatTemplate.of(ours, "").terms()[:30].count("messages")
+
+
+def test_a_tokenizer_comes_back(here: Path) -> None:
+    """Through the keys of a file: as it was with its tokenizer.json, and with the same ids without it."""
+    files = {"tokenizer.json": Path("model/tokenizer.json").read_text(), "tokenizer_config.json": json.dumps({"chat_template": "hello"})}
+    keys = keys_of(files, 300, begin=0, ends=(0,))
+    back = files_from(keys | {"tokenizer.ggml.token_type": np.array(keys["tokenizer.ggml.token_type"])}, 16)
+    assert back["tokenizer.json"] == files["tokenizer.json"]
+    assert json.loads(back["tokenizer_config.json"])["chat_template"] == "hello"
+    del keys["tokenizer.huggingface.json"]
+    keys["tokenizer.ggml.token_type"] = np.array(keys["tokenizer.ggml.token_type"])
+    (here / "again").mkdir()
+    for name, text in files_from(keys, 16).items():
+        (here / "again" / name).write_text(text)
+    one, two = load_tokenizer(here / "model"), load_tokenizer(here / "again")
+    assert one.encode([TEXT])[0].tolist() == two.encode([TEXT])[0].tolist()
+    assert one.vocab_size == two.vocab_size

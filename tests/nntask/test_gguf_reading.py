@@ -1,0 +1,115 @@
+"""GGUF files that the gguf package wrote from models of transformers: config, weights, tokens of greedy texts, tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.gguf_files import write_gguf
+from support.transformers_oracle import CONFIGS, hf_model, tiles
+
+from nntask.hf.model_directory import ModelDirectory
+from nntask.inference.generator import Generator
+from nntask.inference.pretrained import ModelSource
+from nntask.inference.sampling import Sampling
+from nntask.models.gpt2 import GPT2Config
+from nntask.models.qwen import FULL, SLIDING
+from nntask.models.registry import build
+from nntask.tiling.model_tiling import ModelTiling
+from scheduler import InlineRuntime, Runtime
+
+COUNT = 9
+
+
+def expressible(name: str) -> Any:
+    """A config of the table that the keys of a file can say."""
+    config = CONFIGS[name]
+    if name == "qwen2":
+        return replace(config, use_sliding_window=False)
+    if name == "gemma3":
+        return replace(config, query_pre_attn_scalar=8, layer_types=(SLIDING,) * 5 + (FULL,), num_hidden_layers=6)
+    return config
+
+
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi")
+
+
+def wide(config: Any) -> Any:
+    """The config with matrices of whole blocks."""
+    if isinstance(config, GPT2Config):
+        return replace(config, n_embd=64, n_head=4, n_inner=96)
+    return replace(config, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def read(path: Path, tiling: ModelTiling) -> dict[str, np.ndarray]:
+    """Our name -> weight, read tile by tile."""
+    directory = ModelDirectory.open(path)
+    model = build(directory.config, tiling, InlineRuntime(), seed=None)
+    directory.attach(model.tensors())
+    return {name: tensor.read() for name, tensor in model.tensors().items()}
+
+
+def of_transformers(theirs: Any, config: Any) -> dict[str, np.ndarray]:
+    """Our name -> weight."""
+    state = {name: tensor.float().numpy() for name, tensor in theirs.state_dict().items()}
+    return config.names.from_hf(state, config)
+
+
+def greedy(path: Path, prompt: list[int]) -> list[int]:
+    """New tokens of ours."""
+    source = ModelSource.open(path)
+    with Runtime(2) as runtime:
+        model = source.build(runtime, ModelTiling())
+        generator = Generator(model, runtime, source.context)
+        return [int(tokens[0]) for tokens in generator.stream([prompt], COUNT, Sampling(temperature=0))]
+
+
+def their_greedy(theirs: Any, prompt: list[int]) -> list[int]:
+    """New tokens of transformers."""
+    with torch.no_grad():
+        found = theirs.generate(torch.tensor([prompt]), max_new_tokens=COUNT, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return found[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_config_and_tokens(tmp_path: Path, name: str) -> None:
+    """All of a family, tile by tile: equal to the model that was written, bit by bit but for norms of Gemma, which have 1 added in between."""
+    config = expressible(name)
+    theirs = hf_model(config)
+    path = write_gguf(tmp_path / "model.gguf", theirs)
+    found = ModelDirectory.open(path).config
+    assert found.with_dropout(0.0).description == replace(config, initializer_range=found.initializer_range).description
+    expected = of_transformers(theirs, config)
+    for tiling in (ModelTiling(), tiles(config)):
+        weights = read(path, tiling)
+        assert weights.keys() == expected.keys()
+        for key, value in expected.items():
+            if name == "gemma3" and "norm" in key:
+                np.testing.assert_allclose(weights[key], value, atol=1e-6)
+            else:
+                np.testing.assert_array_equal(weights[key], value, key)
+    assert greedy(path, [3, 1, 4]) == their_greedy(theirs, [3, 1, 4])
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_1"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_types(tmp_path: Path, name: str, kind: str) -> None:
+    """Other types of matrices are what the gguf package decodes."""
+    config = wide(expressible(name))
+    theirs = hf_model(config)
+    path = write_gguf(tmp_path / "model.gguf", theirs, kind=kind)
+    number = gguf.GGMLQuantizationType[kind]
+    weights = read(path, tiles(config))
+    for key, value in of_transformers(theirs, config).items():
+        if value.ndim == 1 or key == "wpe.weight":
+            np.testing.assert_array_equal(weights[key], value)
+            continue
+        stored = value if name == "llama" or key == "wte.weight" else value.T
+        decoded = gguf.quants.dequantize(gguf.quants.quantize(np.ascontiguousarray(stored), number), number)
+        expected = decoded if stored is value else decoded.T
+        np.testing.assert_array_equal(weights[key], expected, key)
