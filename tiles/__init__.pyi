@@ -3,6 +3,7 @@ from .block_format import BLOCK_FORMATS, Q4_0, Q8_0, BlockFormat
 from .emission import emit
 from .kernels.catalog import register
 from .kernels.registry import register_activation
+from .quantised import QuantisedTensor
 from .tensor import TileTensor
 from .tiling import Tiling
 from .view import TileView
@@ -12,6 +13,7 @@ __all__ = [
     "Q4_0",
     "Q8_0",
     "BlockFormat",
+    "QuantisedTensor",
     "TileTensor",
     "TileView",
     "Tiling",

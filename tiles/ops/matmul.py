@@ -1,17 +1,24 @@
 """Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading.
 
-Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,).
+Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,). The weight of `linear`, `linear_gelu`
+and `linear_backward_input` may be quantised.
 """
 
 from __future__ import annotations
 
 import itertools
+from math import prod
 from typing import Any
 
-from scheduler import REDUX, RW, Access, R, W
+import numpy as np
 
-from ..emission import emit
+from scheduler import REDUX, RW, SCRATCH, Access, R, W
+
+from ..emission import emit, scratch
+from ..kernels.cpu.quantised import panel_scratch_nbytes
+from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
+from . import elementwise
 from .grid import chained, leading, same_axis, with_last
 
 
@@ -39,7 +46,13 @@ def add_linear(x: TileTensor, w: TileTensor, y: TileTensor, *, transpose_w: bool
 
 
 def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str, *, transpose_w: bool = False) -> tuple[TileTensor, TileTensor]:
-    """pre = x @ op(w) + bias; y = activation(pre), applied by the last task of each chain. Returns (pre, y)."""
+    """pre = x @ op(w) + bias; y = activation(pre), applied by the last task of each chain. Returns (pre, y).
+
+    Where w is quantised, activations are tasks of their own.
+    """
+    if isinstance(w, QuantisedTensor):
+        pre = linear(x, w, bias, transpose_w=transpose_w)
+        return pre, elementwise.activation(pre, kind)
     pre = _linear_output(x, w, bias, transpose_w)
     y = pre.like(name="activation")
     last = x.grid[-1] - 1
@@ -66,11 +79,23 @@ def _linear_task(
     x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, row: tuple[int, ...], n: int, k: int, transpose_w: bool
 ) -> None:
     operands: list[Access] = [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R)]
+    if isinstance(w, QuantisedTensor):
+        _quantised_task(x, w, [*operands, *([(bias[n,], R)] if k == 0 and bias is not None else []), (y[*row, n], chained(k))], k, transpose_w)
+        return
     if k == 0 and bias is not None:
         emit(x.runtime, "linear_bias", [*operands, (bias[n,], R), (y[*row, n], W)], trans_b=transpose_w)
         return
     constants: dict[str, Any] = {"trans_a": False, "trans_b": transpose_w, "alpha": 1.0, "accumulate": k > 0}
     emit(x.runtime, "matmul", [*operands, (y[*row, n], chained(k))], **constants)
+
+
+def _quantised_task(x: TileTensor, w: QuantisedTensor, accesses: list[Access], k: int, transpose_w: bool) -> None:
+    """One product with a quantised tile; `accesses` are x, w, [bias,] y."""
+    view, tile = accesses[0][0].view, accesses[1][0].view
+    room = panel_scratch_nbytes(prod(view.shape[:-1]), tile.shape, w.block_format, 8 if x.dtype == np.float64 else 4, trans_b=transpose_w)
+    more: list[Access] = [(scratch(x.runtime, room), SCRATCH)] if room else []
+    constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": transpose_w, "has_bias": len(accesses) > 3, "accumulate": k > 0}
+    emit(x.runtime, "quantised_linear", [*accesses, *more], **constants)
 
 
 def linear_backward_input(dy: TileTensor, w: TileTensor, *, transpose_w: bool = False) -> TileTensor:
