@@ -21,7 +21,7 @@ from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
 from .config_keys import config_from
-from .tensor_ranges import Heads, Stored
+from .tensor_ranges import Heads, LocatedTensor
 from .vocabulary import files_from, ids_from
 
 _GENERATION: Final = "generation_config.json"
@@ -70,7 +70,7 @@ class GgufModel:
         self.values |= ids
         architecture, heads = ARCHITECTURES[found.metadata["general.architecture"]], Heads.of(self.values)
         self.tensors = {
-            architecture.name_there(name): Stored(found.file, name, each.type, each.shape, each.offset, architecture, heads)
+            architecture.name_there(name): LocatedTensor(found.file, name, each.type, each.shape, each.offset, architecture, heads)
             for name, each in found.tensors.items()
             if name != ROTARY_FACTORS and not (ties and name == HEAD)
         }

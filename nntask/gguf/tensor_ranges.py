@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tiles.block_format import BLOCK_FORMATS, BlockFormat, decode, encode
+from tiles import BLOCK_FORMATS, BlockFormat, block_format
 
 from ..errors import DataError
 from ..io.gguf_file import TensorType
@@ -52,7 +52,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class LocatedTensor:
     """A tensor in a GGUF file.
 
     Args:
@@ -118,7 +118,14 @@ class Stored:
     def _decoded(self, file: ByteFile, offset: int) -> DecodedBlocks:
         kind, known = self.type, BLOCK_FORMATS.get(self.type.name.lower())
         if known is not None:
-            return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, lambda raw: decode(raw, known), lambda some: encode(some, known))
+            return DecodedBlocks(
+                file,
+                offset,
+                kind.block_values,
+                kind.block_bytes,
+                lambda raw: block_format.decode(raw, known),
+                lambda some: block_format.encode(some, known),
+            )
         return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, self._foreign())
 
     def _foreign(self) -> Callable[[Array], Array]:
