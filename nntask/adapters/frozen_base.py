@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tiles import TileTensor
-
 from ..checkpoints.store import STATE, Checkpoint
 from ..config.settings import TrainSettings, from_dict
 from ..config.validation import rank_of
@@ -23,8 +21,10 @@ from ..errors import DataError
 from ..gguf.model_file import fingerprint, is_gguf
 from ..hf.model_directory import ModelDirectory, attach_weights
 from ..io.safetensors_file import TensorFile, fingerprint_of
-from ..io.strided_ranges import Rows
+from ..io.tile_sources import Stored
 from ..models.interface import ModelConfig
+from ..models.language import LanguageModel
+from .lora import base_tensors
 
 Kind = Literal["directory", "gguf", "file", "seed"]
 _KINDS: Final = ("directory", "gguf", "file", "seed")
@@ -111,7 +111,7 @@ class FrozenBase:
                     "adapters mean nothing beside other weights, so put the old file back"
                 )
 
-    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Rows]] | None:
+    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Stored]] | None:
         """Our name of each weight -> (its name in the files, its byte range); None for weights that are drawn from the seed.
 
         Args:
@@ -132,12 +132,9 @@ class FrozenBase:
         directory.check({name: shape for name, (shape, _) in shapes.items()})
         return directory.weights()
 
-    def attach(self, tensors: Mapping[str, TileTensor], config: ModelConfig) -> list[str]:
-        """Attach the tensors of a model to their byte ranges in the files; no value is read yet.
-
-        Args:
-            tensors: our name -> tensor, of all but the adapters.
-            config: of the model.
+    def attach(self, model: LanguageModel) -> list[str]:
+        """Attach the weights of a model, but for its adapters, to their byte ranges in the files, and let it hold those quantised that are so there;
+        no value is read yet.
 
         Returns:
             Our names of those that the files lack, of a new head.
@@ -145,7 +142,11 @@ class FrozenBase:
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
         """
-        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config)
+        if self.kind in ("directory", "gguf"):
+            directory = ModelDirectory.open(Path(self.path), model.config)
+            model.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in base_tensors(model).items()}))
+        tensors = base_tensors(model)
+        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, model.config)
         if found is None:
             return []
         attach_weights(tensors, found)

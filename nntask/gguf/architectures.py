@@ -15,6 +15,7 @@ ROTARY_FACTORS: Final = "rope_freqs.weight"
 """A tensor that says how rotary frequencies are scaled, and is no weight."""
 EMBEDDING: Final = "token_embd.weight"
 HEAD: Final = "output.weight"
+POSITIONS: Final = "position_embd.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from tiles import BlockFormat
+
 from ..io.gguf_file import MAGIC, SUFFIX, GgufFile
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
@@ -77,13 +79,16 @@ class GgufModel:
         longest = int(self.values.get("max_position_embeddings", self.values.get("n_positions")) or 0)
         self.files: Mapping[str, str] = {**files_from(found.metadata, longest), _GENERATION: json.dumps(ids)}
 
-    def ranges(self) -> dict[str, FileRange]:
-        """transformers' name -> values of each tensor; of blocks, decoded.
+    def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
+        """transformers' name -> range of each tensor, and name -> format of the matrices that are quantised as products take them.
+
+        The former are of values with transformers' layout, and of the latter of their blocks (out, bytes of a row).
 
         Raises:
             DataError: the type of a tensor is not read here.
         """
-        return {name: each.values() for name, each in self.tensors.items()}
+        formats = {name: each.format for name, each in self.tensors.items() if each.format is not None}
+        return {name: each.blocks() if name in formats else each.values() for name, each in self.tensors.items()}, formats
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GgufModel:

@@ -20,7 +20,7 @@ from ..errors import DataError
 from ..io.gguf_file import TensorType
 from ..io.strided_ranges import ByteFile, FileRange, strides_of
 from ..io.translated_files import DecodedBlocks, PairedRows, ShiftedValues
-from .architectures import Architecture
+from .architectures import POSITIONS, Architecture
 
 FLOATS: Final[Mapping[str, np.dtype[Any]]] = {
     "F32": np.dtype(np.float32),
@@ -76,7 +76,7 @@ class LocatedTensor:
     @property
     def format(self) -> BlockFormat | None:
         """The format of quantised matrices that products take as they are; None for other tensors."""
-        return BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 else None
+        return BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 and self.name != POSITIONS else None
 
     def blocks(self) -> FileRange:
         """The bytes of a quantised matrix, (out, bytes of a row)."""

@@ -209,6 +209,7 @@ class ModelSource:
         if self.checkpoint is None:
             directory = ModelDirectory.open(self.path)
             found = build_model(spec, runtime, fill=False)
+            found.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
             directory.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)

@@ -339,6 +339,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
     ],
     "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
+    "decode_blocks": [lambda m, f=f: ([encode(m(7, 96), BLOCK_FORMATS[f]), m(7, 96)], [1], {"block_format": f}) for f in BLOCK_FORMATS],
     "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
     "embedding": [
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),

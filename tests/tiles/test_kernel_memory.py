@@ -276,6 +276,11 @@ def _blocks(m: Maker, block_format: str, rows: int) -> np.ndarray:
     return np.tile(np.arange(row_bytes, dtype=np.uint8) % 60, (rows, 1))
 
 
+def _decode(m: Maker, block_format: str) -> Call:
+    w = _blocks(m, block_format, m.rows)
+    return [w, m(m.rows, BLOCK_FORMATS[block_format].columns(w.shape[1]))], {"block_format": block_format}
+
+
 def _quantised_embedding(m: Maker, block_format: str) -> Call:
     table = _blocks(m, block_format, 50)
     constants = {"block_format": block_format, "v_start": 0, "vocab": 200, "accumulate": False}
@@ -319,6 +324,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "cap_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
+    "decode_blocks": [lambda m, f=f: _decode(m, f) for f in BLOCK_FORMATS],
     "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
     "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],

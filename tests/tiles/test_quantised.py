@@ -11,7 +11,7 @@ from scheduler import InlineRuntime
 from tiles import TileTensor
 from tiles.block_format import BLOCK_FORMATS, BlockFormat, decode, encode
 from tiles.kernels.cpu.quantised import FEW_ROWS
-from tiles.ops import embedding, matmul
+from tiles.ops import embedding, loss, matmul
 from tiles.quantised import QuantisedTensor
 
 B, T, K, N = 2, 5, 96, 70
@@ -108,3 +108,39 @@ def test_what_is_refused() -> None:
             QuantisedTensor(runtime, shape, tile, np.float32, q4_0, name="w")
     with pytest.raises(ValueError, match="w has shape"):
         QuantisedTensor(runtime, (4, 64), (-1, -1), np.float32, q4_0, name="w").write(np.zeros((4, 32)))
+
+
+@formats
+@pytest.mark.parametrize("tile", [(-1, -1), (32, 24), (64, 70)], ids=str)
+def test_turned_weights(block_format: BlockFormat, tile: tuple[int, int]) -> None:
+    """A matrix (in, out), as GPT-2 has them, whose transpose is stored: product and gradient are those of the decoded one."""
+    rng, runtime = np.random.default_rng(0), InlineRuntime()
+    values, x, dy = rng.standard_normal((K, N)), rng.standard_normal((B, T, K)), rng.standard_normal((B, T, N))
+    w = QuantisedTensor(runtime, (K, N), tile, np.float64, block_format, is_turned=True, name="w")
+    w.write(values)
+    blocks = encode(values.T, block_format)
+    np.testing.assert_array_equal(w.read(), decode(blocks, block_format).T)
+    assert w.nbytes == blocks.nbytes
+    for index, handle in zip(w.tiling.indices(), w.handles, strict=True):
+        with runtime.acquire(handle, "R") as view:
+            np.testing.assert_array_equal(view, blocks[w.stored_slices(index)])
+    y = matmul.linear(tensor(runtime, x, (1, 2, tile[0])), w)
+    np.testing.assert_allclose(y.read(), x @ w.read(), atol=1e-12)
+    dx = matmul.linear_backward_input(tensor(runtime, dy, (1, 2, tile[1])), w)
+    np.testing.assert_allclose(dx.read(), dy @ w.read().T, atol=1e-12)
+
+
+@formats
+def test_loss_of_a_quantised_head(block_format: BlockFormat) -> None:
+    """The loss and its gradient by x are those of the decoded head."""
+    rng, runtime = np.random.default_rng(0), InlineRuntime()
+    head = quantised(runtime, rng.standard_normal((41, 64)), (16, 32), block_format, np.float64)
+    plain = tensor(runtime, head.read(), (16, 32))
+    x, targets = tensor(runtime, rng.standard_normal((B, T, 64)), (1, 3, 32)), tensor(runtime, rng.integers(0, 41, (B, T)).astype(np.int32), (1, 3))
+    found = []
+    for w in (head, plain):
+        value, lse = loss.linear_cross_entropy(x, w, targets, scale=0.1)
+        dx = loss.linear_cross_entropy_backward(x, w, targets, lse, None, scale=0.1)
+        found.append((value.read(), dx.read()))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -80,7 +80,8 @@ def _linear_task(
 ) -> None:
     operands: list[Access] = [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R)]
     if isinstance(w, QuantisedTensor):
-        _quantised_task(x, w, [*operands, *([(bias[n,], R)] if k == 0 and bias is not None else []), (y[*row, n], chained(k))], k, transpose_w)
+        with_bias: list[Access] = [(bias[n,], R)] if k == 0 and bias is not None else []
+        _quantised_task(w, [*operands, *with_bias, (y[*row, n], chained(k))], k, transpose_w)
         return
     if k == 0 and bias is not None:
         emit(x.runtime, "linear_bias", [*operands, (bias[n,], R), (y[*row, n], W)], trans_b=transpose_w)
@@ -89,13 +90,25 @@ def _linear_task(
     emit(x.runtime, "matmul", [*operands, (y[*row, n], chained(k))], **constants)
 
 
-def _quantised_task(x: TileTensor, w: QuantisedTensor, accesses: list[Access], k: int, transpose_w: bool) -> None:
-    """One product with a quantised tile; `accesses` are x, w, [bias,] y."""
-    view, tile = accesses[0][0].view, accesses[1][0].view
-    room = panel_scratch_nbytes(prod(view.shape[:-1]), tile.shape, w.block_format, 8 if x.dtype == np.float64 else 4, trans_b=transpose_w)
-    more: list[Access] = [(scratch(x.runtime, room), SCRATCH)] if room else []
-    constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": transpose_w, "has_bias": len(accesses) > 3, "accumulate": k > 0}
-    emit(x.runtime, "quantised_linear", [*accesses, *more], **constants)
+def _quantised_task(w: QuantisedTensor, accesses: list[Access], k: int, transpose_w: bool) -> None:
+    """One product with a quantised tile; `accesses` are x, w, [bias,] y. What is stored is (N, K), or its transpose."""
+    views: list[Any] = [handle.view for handle, _ in accesses]
+    trans_b, itemsize = transpose_w != w.is_turned, 8 if views[0].dtype == np.float64 else 4
+    room = panel_scratch_nbytes(prod(views[0].shape[:-1]), views[1].shape, w.block_format, itemsize, trans_b=trans_b)
+    if room:
+        accesses = [*accesses, (scratch(w.runtime, room), SCRATCH)]
+    constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": trans_b, "has_bias": len(views) > 3, "accumulate": k > 0}
+    emit(w.runtime, "quantised_linear", accesses, **constants)
+
+
+def decoded(w: QuantisedTensor) -> TileTensor:
+    """The numbers of quantised weights as a new tensor of floats, for operations that take no others."""
+    if w.is_turned:
+        raise ValueError(f"only what is stored as it is can be decoded tile by tile, got {w!r}, which is turned; multiply by it instead")
+    values = TileTensor(w.runtime, w.shape, w.tile, w.dtype, name="decoded")
+    for index in w.tiling.indices():
+        emit(w.runtime, "decode_blocks", [(w[index], R), (values[index], W)], block_format=w.block_format.name)
+    return values
 
 
 def linear_backward_input(dy: TileTensor, w: TileTensor, *, transpose_w: bool = False) -> TileTensor:

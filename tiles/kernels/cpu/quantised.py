@@ -1,8 +1,8 @@
 """Products and lookups with quantised weights on the CPU.
 
 One or a few fp32 rows take a compiled loop that widens the weights in registers; reading them is most of the cost, so a quarter (q8_0) or a seventh
-(q4_0) of the bytes is what counts. More rows decode a panel of the weights into scratch that stays in cache, and multiply that by BLAS. Sums are of fp32 products with fp32 activations: activations rounded to 8 bits, as llama.cpp multiplies them, would be quicker still, but are
-wrong by half a percent.
+(q4_0) of the bytes is what counts. More rows decode a panel of the weights into scratch that stays in cache, and multiply that by BLAS. Sums are of
+fp32 products with fp32 activations: activations rounded to 8 bits, as llama.cpp multiplies them, would be wrong by half a percent.
 
 Ladder, rows x (R, 1024) @ (4096, 1024)^T of q4_0, one core with AVX-512: R = 1 in registers 0.14 ms, by panels 0.46 ms (fp32 weights by BLAS 0.22 ms
 from the cache, 0.63 ms from memory); R = 4 0.54 / 0.58 / 0.46 ms, R = 8 1.2 / 0.76 / 0.89 ms, R = 256 by panels 19 ms, of fp32 weights 18 ms.
@@ -51,7 +51,7 @@ def panel_scratch_nbytes(num_rows: int, blocks: tuple[int, ...], block_format: B
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     """2 M N K of the product."""
     numbers = views[1].shape[0] * BLOCK_FORMATS[constants["block_format"]].columns(views[1].shape[1])
-    return 2.0 * prod(views[0].shape[:-1]) * numbers
+    return float(2.0 * prod(views[0].shape[:-1]) * numbers)
 
 
 @register("quantised_linear", "cpu", flops=_flops)
@@ -113,3 +113,9 @@ def quantised_embedding(tokens: Array, table: Array, x: Array, *, block_format: 
         row = int(ids[at]) - v_start
         if 0 <= row < table.shape[0]:
             decode_into(table[row : row + 1], out[at : at + 1], BLOCK_FORMATS[block_format])
+
+
+@register("decode_blocks", "cpu")
+def decode_blocks(w: Array, out: Array, *, block_format: str) -> None:
+    """out = the numbers of blocks  # (R, bytes) -> (R, C)."""
+    decode_into(w, out, BLOCK_FORMATS[block_format])

@@ -32,3 +32,9 @@ def quantised_embedding(tokens: Array, table: Array, x: Array, *, block_format: 
     """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
     values = np.asarray(decode(table, BLOCK_FORMATS[block_format]), x.dtype)
     embedding(tokens, values, x, v_start=v_start, vocab=vocab, accumulate=accumulate)
+
+
+@register("decode_blocks", "reference")
+def decode_blocks(w: Array, out: Array, *, block_format: str) -> None:
+    """out = the numbers of blocks  # (R, bytes) -> (R, C)."""
+    out[...] = decode(w, BLOCK_FORMATS[block_format])

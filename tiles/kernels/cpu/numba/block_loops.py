@@ -66,7 +66,7 @@ def _total(builder: Any, vector: Any) -> Any:
 
 
 def _scale(builder: Any, address: Any) -> Any:
-    """The fp16 number at an address as fp32, in all lanes: its exponent and mantissa moved in place, times 2^112, which is exact for denormals too."""
+    """The fp16 number at an address as fp32, in all lanes: its exponent and mantissa moved in place, times 2^112; exact for denormals too."""
     bits = builder.zext(_load(builder, address, 0, _I16), _I32)
     size = builder.shl(builder.and_(bits, _constant(_I32, 0x7FFF)), _constant(_I32, 13))
     sign = builder.shl(builder.and_(bits, _constant(_I32, 0x8000)), _constant(_I32, 16))
@@ -91,7 +91,7 @@ def _dot(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
     def row_dot(context: Any, w: Any, x: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             row, numbers, blocks = arguments
-            total = cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0))
+            total = cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0))  # type: ignore[no-untyped-call]
             with cgutils.for_range(builder, blocks) as loop:
                 scale, low, high = decode(builder, builder.add(row, builder.mul(loop.index, _constant(_I64, size))))
                 at = builder.add(numbers, builder.mul(loop.index, _constant(_I64, _X_BYTES)))
