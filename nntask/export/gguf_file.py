@@ -87,7 +87,9 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     if architecture is None:
         families = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.model_types}))
         raise UsageError(f"{source.path} is a {config.model_type}, and GGUF files are written of {families}; write a directory instead")
-    metadata = metadata_of(config.to_dict(), architecture)
+    values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
+    values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
+    metadata = metadata_of(values, architecture)
     shapes = {_name_here(architecture, name): shape for name, shape in source.shapes().items()}
     advice = f"{source.path} cannot be written as GGUF, whose {architecture.name} is another model in"
     try:

@@ -213,7 +213,7 @@ def metadata_of(values: Values, architecture: Architecture) -> dict[str, Any]:
     """Key -> value that a config has in a file; the other direction of `config_from`.
 
     Args:
-        values: the config, in transformers' JSON as our configs write it.
+        values: the config, in transformers' JSON as our configs write it, with rope_theta and rope_scaling at the top.
         architecture: of its family.
     """
     if architecture.name == "gpt2":
@@ -225,6 +225,7 @@ def metadata_of(values: Values, architecture: Architecture) -> dict[str, Any]:
             "feed_forward_length": values["n_inner"] or 4 * width,
             "attention.head_count": heads,
             _LAYER: values["layer_norm_epsilon"],
+            "vocab_size": values["vocab_size"],
         }
     else:
         found = _metadata_of_hidden(values, architecture.name)

@@ -17,6 +17,7 @@ from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.generator import Generator
 from nntask.inference.pretrained import ModelSource
 from nntask.inference.sampling import Sampling
+from nntask.models.gemma import Gemma3Config
 from nntask.models.gpt2 import GPT2Config
 from nntask.models.qwen import FULL, SLIDING
 from nntask.models.registry import build
@@ -43,7 +44,8 @@ def wide(config: Any) -> Any:
     """The config with matrices of whole blocks."""
     if isinstance(config, GPT2Config):
         return replace(config, n_embd=64, n_head=4, n_inner=96)
-    return replace(config, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    more = {"query_pre_attn_scalar": 16} if isinstance(config, Gemma3Config) else {}
+    return replace(config, **more, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
 def read(path: Path, tiling: ModelTiling) -> dict[str, np.ndarray]:
