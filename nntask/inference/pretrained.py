@@ -10,8 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
@@ -21,7 +22,7 @@ from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_token
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
-from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, stored_ranges
 from ..io.json_file import read_object
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
@@ -31,6 +32,9 @@ from ..training.initial_weights import load_model
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
+
+_BLOCK: Final = 32
+"""Features that tiles of quantised matrices hold a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,17 @@ class ModelSource:
             raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
         return tuple(found)
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether matrices of the model, or of what its adapters stand beside, are quantised; asks headers of files.
+
+        Raises:
+            DataError: files are missing or broken, or not those that the adapters were trained with.
+        """
+        base = None if self.checkpoint is None else frozen_base_of(self.checkpoint)
+        directory = self.path if self.checkpoint is None else Path(base.path) if base is not None and base.kind == "directory" else None
+        return directory is not None and bool(stored_ranges(directory)[1])
+
     def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
         """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
 
@@ -204,7 +219,7 @@ class ModelSource:
         Raises:
             DataError: a tensor is missing, misshapen, or a file is broken.
         """
-        spec = model_spec(self.settings, self.config, tiling)
+        spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, _BLOCK) if self.is_quantised else tiling)
         spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
         if self.checkpoint is None:
             directory = ModelDirectory.open(self.path)

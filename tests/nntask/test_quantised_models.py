@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.quantised_directories import write_decoded, write_quantised
+from support.quantised_directories import wide, write_decoded, write_plain, write_quantised
 from support.small_texts import prompts_of
 from support.transformers_oracle import CONFIGS
 
@@ -21,43 +20,13 @@ from nntask.inference.generator import Generator
 from nntask.inference.pretrained import ModelSource
 from nntask.inference.sampling import Sampling
 from nntask.models.registry import build
+from nntask.nn.module import Blocks
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
-from tiles import QuantisedTensor
+from tiles import BLOCK_FORMATS, QuantisedTensor
 
-WIDTHS: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff"), 96),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
-    **dict.fromkeys(("head_dim", "d_kv"), 16),
-    "num_key_value_heads": 2,
-}
 FAMILIES = [name for name in CONFIGS if "classifier" not in name and name != "mlp_mixer"]
 TILES = ModelTiling(2, 4, 32, 32, 2, 13)
-
-
-def wide(name: str) -> Any:
-    """A family's config with rows of whole blocks."""
-    config = CONFIGS[name]
-    keys = {field.name: getattr(config, field.name) for field in fields(config)}
-    return replace(config, **{key: value for key, value in WIDTHS.items() if keys.get(key) is not None})
-
-
-def write_plain(path: Path, config: Any) -> Path:
-    """A directory of random weights."""
-    path.mkdir()
-    model = build(config, ModelTiling(), InlineRuntime(), seed=3)
-    tensors = config.names.to_hf({name: tensor.read() for name, tensor in model.tensors().items()}, config)
-    rng = np.random.default_rng(0)
-    if config.ties_head:
-        tensors.pop(config.names.head, None)
-    noisy = {name: (value + 0.1 * rng.standard_normal(value.shape)).astype(np.float32) for name, value in tensors.items()}
-    for alias, theirs in config.names.aliases.items():
-        if alias in noisy and alias not in config.names.spare:
-            noisy[alias] = noisy[theirs].copy()
-    save_file(noisy, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config.to_dict()))
-    return path
 
 
 @pytest.fixture
@@ -153,7 +122,11 @@ def test_what_is_refused(plain: Path, tmp_path: Path) -> None:
     bad[0, :2] = np.array([np.inf], np.float16).view(np.uint8)
     refused(good, DataError, "weights must be finite", **{name: bad})
     save_file(tensors, file, metadata={"quantised": json.dumps(good)})
+    directory = ModelDirectory.open(tmp_path / "small")
+    model = build(directory.config, ModelTiling(embd_tile=24), InlineRuntime(), seed=None)
     with pytest.raises(UsageError, match=r"whole blocks of 32.*--embd-tile"):
-        loss_of(tmp_path / "small", ModelTiling(embd_tile=24))
+        model.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in model.tensors().items()}))
+    with pytest.raises(UsageError, match=r"norm\.weight is quantised"):
+        model.hold_blocks({"norm.weight": Blocks(BLOCK_FORMATS["q8_0"])})
     with pytest.raises(DataError, match="only models of tiles take"):
         weight_ranges(tmp_path / "small")
