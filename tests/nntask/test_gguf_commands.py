@@ -58,7 +58,8 @@ def test_texts_scores_and_plans_are_those_of_the_directory(here: Path, capsys: p
     ):
         ours, theirs = (printed(capsys, *(each.format(path) for each in argv)) for path in ("model.gguf", "model"))
         assert without_times(ours.replace("model.gguf", "model")) == without_times(theirs)
-    assert "model.gguf" in printed(capsys, "plan", "--init-from=model.gguf", *TRAIN[:-2])
+    ours, theirs = (printed(capsys, "plan", f"--init-from={path}", *TRAIN[:-2]) for path in ("model.gguf", "model"))
+    assert ours == theirs
 
 
 def test_training_begins_with_the_weights_of_a_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,3 +106,25 @@ def test_a_tokenizer_comes_back(here: Path) -> None:
     one, two = load_tokenizer(here / "model"), load_tokenizer(here / "again")
     assert one.encode([TEXT])[0].tolist() == two.encode([TEXT])[0].tolist()
     assert one.vocab_size == two.vocab_size
+
+
+def test_a_run_is_exported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a file in its own type and in another; with adapters merged in; and quantised."""
+    assert main(["train", "--init-from=model", *TRAIN, "--save-every=1", "--run-dir=run"]) == 0
+    assert main(["train", "--init-from=model", *TRAIN, "--train=lora:4", "--save-every=1", "--run-dir=beside"]) == 0
+    capsys.readouterr()
+    assert main(["export", "beside", "b.gguf", "--format=gguf"]) == 2
+    assert "add --merge" in capsys.readouterr().err
+    assert main(["export", "run", "r.gguf", "--format=gguf", "--shard-size=1MB"]) == 2
+    capsys.readouterr()
+    for run, more in {"run": (), "beside": ("--merge",)}.items():
+        printed(capsys, "export", run, f"{run}-hf", *more)
+        assert "weights of" in printed(capsys, "export", run, f"{run}.gguf", "--format=gguf", *more)
+        printed(capsys, "export", run, f"{run}-16.gguf", "--format=gguf", "--dtype=bf16", *more)
+        printed(capsys, "quantize", run, f"{run}-8.gguf")
+        texts = [printed(capsys, "generate", path, "--prompt=some", "--temperature=0", "--max-new-tokens=8") for path in (f"{run}.gguf", f"{run}-hf")]
+        assert texts[0] == texts[1]
+        for name in (f"{run}-16.gguf", f"{run}-8.gguf"):
+            assert printed(capsys, "generate", name, "--prompt=some", "--temperature=0", "--max-new-tokens=8")
+    again = [printed(capsys, "perplexity", path, "--dataset=text", "--dataset-path=text.txt", "--json") for path in ("run.gguf", "run-hf")]
+    assert without_times(again[0].replace(".gguf", "-hf")) == without_times(again[1])

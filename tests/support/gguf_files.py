@@ -43,8 +43,9 @@ def converted(theirs: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def write_gguf(path: Path, theirs: Any, *, kind: str = "F32", tokenizer: Path | None = None, repeats_head: bool = False) -> Path:
-    """A file of a model of transformers; matrices of a quantised type where they have whole blocks, embeddings included."""
+def write_gguf(path: Path, theirs: Any, *, kind: str = "F32", tokenizer: Path | None = None, repeats_head: bool = False, random: str = "") -> Path:
+    """A file of a model of transformers; matrices of a quantised type where they have whole blocks, embeddings included, or of a type `random` with
+    blocks of random bytes."""
     config = theirs.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     add_config(writer, config)
@@ -54,10 +55,12 @@ def write_gguf(path: Path, theirs: Any, *, kind: str = "F32", tokenizer: Path | 
     if repeats_head:
         arrays["output.weight"] = arrays["token_embd.weight"]
     for name, values in arrays.items():
-        number = gguf.GGMLQuantizationType[kind]
+        number = gguf.GGMLQuantizationType[random or kind]
         block = gguf.GGML_QUANT_SIZES[number][0]
         if values.ndim == 1 or values.shape[-1] % block or name == "position_embd.weight":
             writer.add_tensor(name, values)
+        elif random:
+            writer.add_tensor(name, random_blocks(values.shape, gguf.GGMLQuantizationType[random]), raw_dtype=gguf.GGMLQuantizationType[random])
         elif kind in KINDS:
             writer.add_tensor(name, values.astype(KINDS[kind]))
         else:
@@ -67,6 +70,16 @@ def write_gguf(path: Path, theirs: Any, *, kind: str = "F32", tokenizer: Path | 
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def random_blocks(shape: tuple[int, ...], number: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Random bytes that decode to finite numbers."""
+    nbytes = gguf.GGML_QUANT_SIZES[number][1]
+    size, draw = gguf.quant_shape_to_byte_shape(shape, number), np.random.default_rng(1)
+    blocks = draw.integers(0, 256, (np.prod(size) // nbytes, nbytes), np.uint8)
+    bad = ~np.isfinite(gguf.quants.dequantize(blocks, number)).all(axis=1) if number.name != "Q8_K" else slice(0)
+    blocks[bad] = 0
+    return blocks.reshape(size)
 
 
 def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
