@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 from support.gguf_files import ARCHITECTURES, converted
+from support.gguf_oracle import FAMILIES, expressible, greedy, of_transformers, read, wide
 from support.transformers_oracle import CONFIGS, hf_model, tiles
-from test_gguf_reading import FAMILIES, expressible, greedy, of_transformers, read, wide
 
 from nntask.errors import DoesNotFit, UsageError
 from nntask.export import Conversion, Convertible, write_gguf, write_quantised
