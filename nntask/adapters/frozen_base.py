@@ -18,6 +18,7 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..config.settings import TrainSettings, from_dict
 from ..config.validation import rank_of
 from ..errors import DataError
+from ..gguf.model_file import fingerprint, is_gguf
 from ..hf.model_directory import ModelDirectory, attach_weights
 from ..io.safetensors_file import TensorFile, fingerprint_of
 from ..io.tile_sources import Stored
@@ -25,8 +26,8 @@ from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from .lora import base_tensors
 
-Kind = Literal["directory", "file", "seed"]
-_KINDS: Final = ("directory", "file", "seed")
+Kind = Literal["directory", "gguf", "file", "seed"]
+_KINDS: Final = ("directory", "gguf", "file", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class FrozenBase:
     """The source of a model's frozen base weights.
 
     Args:
-        kind: "directory" for a Hugging Face model directory, "file" for a safetensors file with our names, "seed" for drawn weights.
+        kind: "directory" for a Hugging Face model directory, "gguf" for a GGUF file, "file" for a safetensors file with our names, "seed" for drawn
+            weights.
         path: absolute path of the directory or the file; "" for the seed.
         files: file name -> fingerprint, for each file with weights; None for the seed, and before the files of a new run are read.
     """
@@ -75,8 +77,11 @@ class FrozenBase:
         path = Path(self.path)
         if self.kind == "seed":
             return self
-        names = {path} if self.kind == "file" else {each.file.path for each in ModelDirectory.open(path).ranges.values()}
-        return replace(self, files={file.name: fingerprint_of(file) for file in sorted(names)})
+        names = {path} if self.kind in ("file", "gguf") else {each.file.path for each in ModelDirectory.open(path).ranges.values()}
+        return replace(self, files={file.name: self._fingerprint(file) for file in sorted(names)})
+
+    def _fingerprint(self, file: Path) -> str:
+        return fingerprint(file) if self.kind == "gguf" else fingerprint_of(file)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object under "base" in state.json."""
@@ -100,7 +105,7 @@ class FrozenBase:
                     f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where "
                     f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}"
                 )
-            if (found := fingerprint_of(file)) != written:
+            if (found := self._fingerprint(file)) != written:
                 raise DataError(
                     f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {found} now; "
                     "adapters mean nothing beside other weights, so put the old file back"
@@ -137,7 +142,7 @@ class FrozenBase:
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
         """
-        if self.kind == "directory":
+        if self.kind in ("directory", "gguf"):
             directory = ModelDirectory.open(Path(self.path), model.config)
             model.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in base_tensors(model).items()}))
         tensors = base_tensors(model)
@@ -188,5 +193,6 @@ def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | Non
         return _recorded(resumed)
     files = settings.checkpoints
     if files.init_from:
-        return FrozenBase("directory", str(Path(files.init_from).resolve()))
+        path = Path(files.init_from).resolve()
+        return FrozenBase("gguf" if is_gguf(path) else "directory", str(path))
     return FrozenBase("file", str(Path(files.load_checkpoint).resolve())) if files.load_checkpoint else FrozenBase("seed")

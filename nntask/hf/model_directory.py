@@ -1,4 +1,4 @@
-"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles.
+"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is one too.
 
 Opening a directory reads headers only. A tile is read from its byte range in the file at its first use, and again at a use after an eviction; no
 tensor is whole in memory. A value that is not finite is refused at that read, with the names of the tensor and the file. Matrices may be quantised
@@ -19,6 +19,7 @@ import numpy as np
 from tiles import BlockFormat, TileTensor
 
 from ..errors import DataError
+from ..gguf.model_file import is_gguf, open_gguf
 from ..io.block_ranges import BlockRange, formats_in, turned
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
@@ -27,7 +28,7 @@ from ..io.tile_sources import Stored, TileSource
 from ..models.config_checks import config_values
 from ..models.interface import ModelConfig
 from ..models.names import is_of_head
-from ..models.registry import config_from_json
+from ..models.registry import config_from_dict
 from ..nn.module import Blocks
 from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
 
@@ -49,16 +50,17 @@ def read_config(directory: Path) -> Any:
         DataError: the directory does not exist, has no config.json, or its config.json is not JSON.
         UsageError: the model family is unknown, or the config breaks a rule.
     """
-    _check_directory(directory)
-    return config_from_json(directory, _ADVICE)
+    return config_from_dict(*read_values(directory))
 
 
 def read_values(directory: Path) -> tuple[Any, str]:
-    """The decoded config.json of a model directory, of any family, and the file's name for error messages.
+    """The decoded config.json of a model directory or the config of a GGUF file, of any family, and the file's name for error messages.
 
     Raises:
         DataError: as of `read_config`.
     """
+    if is_gguf(directory):
+        return open_gguf(directory).values, str(directory)
     _check_directory(directory)
     return config_values(directory, _ADVICE)
 
@@ -283,6 +285,8 @@ def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockForm
     Raises:
         DataError: the directory has no safetensors files, one of them is broken, or index and files disagree.
     """
+    if is_gguf(path):
+        return open_gguf(path).stored_ranges()
     _check_directory(path)
     ranges: dict[str, FileRange] = {}
     formats: dict[str, BlockFormat] = {}

@@ -6,6 +6,7 @@ with what its tokenizer puts before a text, or, if nothing is given at all, with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +18,10 @@ from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.encoding import RowEncoder
 from ..data.special_tokens import GENERATION
-from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
+from ..gguf.model_file import is_gguf, open_gguf
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, stored_ranges
 from ..io.json_file import read_object
 from ..models.config_checks import LARGEST_COUNT
@@ -104,7 +106,9 @@ class ModelSource:
         """
         directory = Path(path)
         if not directory.exists():
-            raise DataError(f"{directory} does not exist; give a run directory, one of its checkpoints, or a model directory of transformers")
+            raise DataError(
+                f"{directory} does not exist; give a run directory, one of its checkpoints, a model directory of transformers, or a GGUF file"
+            )
         if (directory / STATE).is_file() or (directory / RUN_CONFIG).is_file() or step_directories(directory):
             checkpoint = find_checkpoint(directory)
             settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
@@ -155,7 +159,7 @@ class ModelSource:
         if self.checkpoint is not None:
             kind: str | None = self.checkpoint.state.get("tokenizer")
             return kind
-        return "file" if (self.path / TOKENIZER_FILE).is_file() else None
+        return "file" if has_tokenizer(self.path) else None
 
     def text_ids(self, tokenizer: Tokenizer) -> TextIds:
         """How texts begin and end.
@@ -180,6 +184,9 @@ class ModelSource:
 
     def _object(self, name: str) -> Mapping[str, Any]:
         """What is in a JSON file of the directory; nothing if it is not there."""
+        if is_gguf(self.path):
+            found: dict[str, Any] = json.loads(open_gguf(self.path).files.get(name, "{}"))
+            return found
         file = self.path / name
         return read_object(file, "the file") if file.is_file() else {}
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tiles import BLOCK_FORMATS, BlockFormat, block_format
 
 from ..errors import DataError
-from .strided_ranges import FileRange, OpenFile, RowGroups, Rows
+from .strided_ranges import ByteFile, FileRange, RowGroups, Rows
 
 Array = npt.NDArray[Any]
 QUANTISED: Final = "quantised"
@@ -80,7 +80,7 @@ class BlockRange:
         return cls(blocks, block_format, 0, block_format.columns(blocks.shape[1]), is_turned)
 
     @property
-    def file(self) -> OpenFile:
+    def file(self) -> ByteFile:
         """The open file."""
         return self.blocks.file
 
