@@ -7,7 +7,7 @@
     ├── DoesNotFit               3   the model and its tiles need more than the budgets
     ├── DataError                4   data or a checkpoint is missing, broken, changed or of another shape
     ├── Diverged                 5   the loss became NaN or infinite
-    ├── StorageError             6   a disk or a device failed; the newest checkpoint is whole
+    ├── StorageError             6   a GGUF file is broken, or a disk or a device failed; the newest checkpoint is whole
     └── ClusterError             6   a cluster cannot be used, or failed; the newest checkpoint is whole
 
 Each message is one plain sentence: the rule, the values received, what to do.
@@ -49,7 +49,7 @@ class Diverged(NntaskError):
 
 
 class StorageError(NntaskError):
-    """A disk or a device failed; the newest checkpoint, if there is one, is whole."""
+    """A GGUF file is broken, or a disk or a device failed; the newest checkpoint, if there is one, is whole."""
 
     exit_code: ClassVar[int] = 6
 

@@ -1,8 +1,24 @@
+from . import block_format
+from .block_format import BLOCK_FORMATS, Q4_0, Q8_0, BlockFormat
 from .emission import emit
 from .kernels.catalog import register
 from .kernels.registry import register_activation
+from .quantised import QuantisedTensor
 from .tensor import TileTensor
 from .tiling import Tiling
 from .view import TileView
 
-__all__ = ["TileTensor", "TileView", "Tiling", "emit", "register", "register_activation"]
+__all__ = [
+    "BLOCK_FORMATS",
+    "Q4_0",
+    "Q8_0",
+    "BlockFormat",
+    "QuantisedTensor",
+    "TileTensor",
+    "TileView",
+    "Tiling",
+    "block_format",
+    "emit",
+    "register",
+    "register_activation",
+]

@@ -86,6 +86,10 @@ class TileTensor:
         """Exact size of all tiles."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def stored_slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+        """Where tile `index` lies in the whole tensor as it is stored."""
+        return self.tiling.slices(index)
+
     def __getitem__(self, index: tuple[int, ...]) -> Handle:
         """The handle of the tile at a grid index (one integer per axis)."""
         return self.handles[self.tiling.flat(index)]

@@ -14,19 +14,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tiles import TileTensor
-
 from ..checkpoints.store import STATE, Checkpoint
 from ..config.settings import TrainSettings, from_dict
 from ..config.validation import rank_of
 from ..errors import DataError
+from ..gguf.model_file import fingerprint, is_gguf
 from ..hf.model_directory import ModelDirectory, attach_weights
 from ..io.safetensors_file import TensorFile, fingerprint_of
-from ..io.strided_ranges import Rows
+from ..io.tile_sources import Stored
 from ..models.interface import ModelConfig
+from ..models.language import LanguageModel
+from .lora import base_tensors
 
-Kind = Literal["directory", "file", "seed"]
-_KINDS: Final = ("directory", "file", "seed")
+Kind = Literal["directory", "gguf", "file", "seed"]
+_KINDS: Final = ("directory", "gguf", "file", "seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class FrozenBase:
     """The source of a model's frozen base weights.
 
     Args:
-        kind: "directory" for a Hugging Face model directory, "file" for a safetensors file with our names, "seed" for drawn weights.
+        kind: "directory" for a Hugging Face model directory, "gguf" for a GGUF file, "file" for a safetensors file with our names, "seed" for drawn
+            weights.
         path: absolute path of the directory or the file; "" for the seed.
         files: file name -> fingerprint, for each file with weights; None for the seed, and before the files of a new run are read.
     """
@@ -75,8 +77,11 @@ class FrozenBase:
         path = Path(self.path)
         if self.kind == "seed":
             return self
-        names = {path} if self.kind == "file" else {each.file.path for each in ModelDirectory.open(path).ranges.values()}
-        return replace(self, files={file.name: fingerprint_of(file) for file in sorted(names)})
+        names = {path} if self.kind in ("file", "gguf") else {each.file.path for each in ModelDirectory.open(path).ranges.values()}
+        return replace(self, files={file.name: self._fingerprint(file) for file in sorted(names)})
+
+    def _fingerprint(self, file: Path) -> str:
+        return fingerprint(file) if self.kind == "gguf" else fingerprint_of(file)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object under "base" in state.json."""
@@ -100,13 +105,13 @@ class FrozenBase:
                     f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where "
                     f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}"
                 )
-            if (found := fingerprint_of(file)) != written:
+            if (found := self._fingerprint(file)) != written:
                 raise DataError(
                     f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {found} now; "
                     "adapters mean nothing beside other weights, so put the old file back"
                 )
 
-    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Rows]] | None:
+    def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Stored]] | None:
         """Our name of each weight -> (its name in the files, its byte range); None for weights that are drawn from the seed.
 
         Args:
@@ -127,12 +132,9 @@ class FrozenBase:
         directory.check({name: shape for name, (shape, _) in shapes.items()})
         return directory.weights()
 
-    def attach(self, tensors: Mapping[str, TileTensor], config: ModelConfig) -> list[str]:
-        """Attach the tensors of a model to their byte ranges in the files; no value is read yet.
-
-        Args:
-            tensors: our name -> tensor, of all but the adapters.
-            config: of the model.
+    def attach(self, model: LanguageModel) -> list[str]:
+        """Attach the weights of a model, but for its adapters, to their byte ranges in the files, and let it hold those quantised that are so there;
+        no value is read yet.
 
         Returns:
             Our names of those that the files lack, of a new head.
@@ -140,7 +142,11 @@ class FrozenBase:
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
         """
-        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, config)
+        if self.kind in ("directory", "gguf"):
+            directory = ModelDirectory.open(Path(self.path), model.config)
+            model.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in base_tensors(model).items()}))
+        tensors = base_tensors(model)
+        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, model.config)
         if found is None:
             return []
         attach_weights(tensors, found)
@@ -187,5 +193,6 @@ def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | Non
         return _recorded(resumed)
     files = settings.checkpoints
     if files.init_from:
-        return FrozenBase("directory", str(Path(files.init_from).resolve()))
+        path = Path(files.init_from).resolve()
+        return FrozenBase("gguf" if is_gguf(path) else "directory", str(path))
     return FrozenBase("file", str(Path(files.load_checkpoint).resolve())) if files.load_checkpoint else FrozenBase("seed")

@@ -18,7 +18,7 @@ from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.spec import DataSpec
-from ..data.tokenizer import TOKENIZER_FILE
+from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
 from ..models.interface import LanguageConfig, ModelConfig
@@ -244,7 +244,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     """Settings with the tokenizer that belongs to the weights of --init-from, where it has one and no other is asked for."""
     data, files = settings.data, settings.checkpoints
     is_open = bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
-    if is_open and (Path(files.init_from) / TOKENIZER_FILE).is_file():
+    if is_open and has_tokenizer(Path(files.init_from)):
         return replace(settings, data=replace(data, tokenizer_path=files.init_from))
     return settings
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import DataError
+from ..gguf.model_file import is_gguf, open_gguf
 from ..io.json_file import read_object
 
 END_OF_TEXT: Final = "<|endoftext|>"
@@ -59,14 +60,20 @@ def read_special(directory: Path | None, inner: Any) -> Special:
     """The ids around texts of a tokenizer.
 
     Args:
-        directory: directory of the tokenizer's files; None if it has no files.
+        directory: directory of the tokenizer's files, or a GGUF file; None if it has no files.
         inner: a `tokenizers.Tokenizer`.
 
     Raises:
         DataError: a file is broken.
     """
-    files = {} if directory is None else {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
-    objects = {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    if directory is not None and is_gguf(directory):
+        files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
+        objects = {name: json.loads(text) for name, text in files.items() if name.endswith(".json")}
+    else:
+        files = {} if directory is None else {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
+        objects = (
+            {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+        )
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special), _by_id(objects, "eos_token_id", special)
     if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids

@@ -22,7 +22,7 @@ from .spans import NUM_SENTINELS
 from .spec import DataSpec
 from .texts import Corpus, Text
 from .token_file import DTYPES, TokenFile, write_sidecar
-from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, train_bpe
+from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, stored_tokenizer, train_bpe
 
 _TRAINING_NBYTES: Final = 8_000_000
 
@@ -44,7 +44,7 @@ def tokenizer_key(spec: DataSpec) -> str:
     """A key for the cache: it differs between tokenizers that may give a text different tokens."""
     if spec.tokenizer_path:
         tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
-        digest = hashlib.sha256((file / TOKENIZER_FILE if file.is_dir() else file).read_bytes())
+        digest = hashlib.sha256(stored_tokenizer(file))
         digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}".encode())
         return digest.hexdigest()
     kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from ..gguf.model_file import is_gguf, open_gguf
 from .special_tokens import END_OF_TEXT, MASK, Special, read_special
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -182,24 +183,37 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer in a tokenizer.json.
 
     Args:
-        path: the file, or its directory.
+        path: the file, its directory, or a GGUF file.
 
     Raises:
         DataError: the file is missing or broken, or `tokenizers` is not installed.
     """
     file = Path(path)
+    inside = open_gguf(file).files.get(TOKENIZER_FILE) if is_gguf(file) else None
     file = file / TOKENIZER_FILE if file.is_dir() else file
-    if not file.is_file():
+    if not file.is_file() or (inside is None and is_gguf(file)):
         raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
     if not have_tokenizers():
         raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     from tokenizers import Tokenizer as Inner
 
     try:
-        inner = Inner.from_file(str(file))
+        inner = Inner.from_file(str(file)) if inside is None else Inner.from_str(inside)
     except Exception as error:  # the package raises bare Exception for any broken file
         raise DataError(f"{file} is not a tokenizer file: {error}; copy it again") from None
-    return BpeTokenizer(inner, file.parent)
+    return BpeTokenizer(inner, file.parent if inside is None else file)
+
+
+def stored_tokenizer(path: Path) -> bytes:
+    """The content of a tokenizer.json: the file itself, that of a directory, or that of a GGUF file."""
+    if is_gguf(path):
+        return open_gguf(path).files[TOKENIZER_FILE].encode()
+    return (path / TOKENIZER_FILE if path.is_dir() else path).read_bytes()
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model directory or a GGUF file comes with a tokenizer."""
+    return TOKENIZER_FILE in open_gguf(path).files if is_gguf(path) else (path / TOKENIZER_FILE).is_file()
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:

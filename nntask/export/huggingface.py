@@ -79,6 +79,15 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
         needed = Path(base.path).resolve()
         if target == needed or target in needed.parents or needed in target.parents:
             raise UsageError(f"{path} holds, or lies in, the weights {base.path} that the adapters stand beside; name another directory")
+    check_replaceable(path, force=force)
+
+
+def check_replaceable(path: Path, *, force: bool) -> None:
+    """Check that a directory is new, or with `force` a model directory, and that it can be written.
+
+    Raises:
+        UsageError: it is not, or cannot.
+    """
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if path.is_symlink() or not there.is_dir():
         raise UsageError(f"{there} is not a directory; name another one")

@@ -1,13 +1,14 @@
 """The whole weights of a checkpoint, read piece by piece, with adapters merged in.
 
 A weight W (K, N) with adapters A (r, K) and B (N, r) becomes W + alpha / r * A^T B^T. W is rounded to the element type of the run first, as in
-training; the sum is computed in fp32 (fp64 for fp64) and rounded once, to the element type of the export.
+training, unless it is quantised: products decode it to fp32. The sum is computed in fp32 (fp64 for fp64) and rounded once, to the element type of the
+export.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from ..checkpoints.store import MODEL, STATE, Checkpoint
 from ..config.resolution import model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..engine.recorded import build_model
+from ..io.block_ranges import BlockRange
 from ..io.safetensors_file import TensorFile
 from ..models.language import LanguageModel
 from ..nn.initializers import stream_of
@@ -112,14 +114,20 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
     frozen = {name: p for name, p in parameters.items() if not p.trainable}
     in_files = base.weights({name: (p.shape, p.dtype) for name, p in parameters.items()}, checkpoint.config)
     below: dict[str, Weight] = {name: where for name, (_, where) in in_files.items()} if in_files is not None else _made(checkpoint, frozen)
-    found: dict[str, Weight] = {name: _Merged(below[name], p.dtype) if name in frozen else stored[name] for name, p in parameters.items()}
+    found: dict[str, Weight] = {name: _frozen(below[name], p) if name in frozen else stored[name] for name, p in parameters.items()}
     adapters = adapter_arrays(checkpoint, model)
     for members in adapted(model).values():
         for name, layer in members.items():
             assert layer.lora is not None  # capture_of adds the adapters of the run
             down, up = (adapters[id(factor)] for factor in (layer.lora.A, layer.lora.B))
-            found[f"{name}.weight"] = _Merged(below[f"{name}.weight"], layer.weight.dtype, *adapter_factors(layer, down, up))
+            left, right = adapter_factors(layer, down, up)
+            found[f"{name}.weight"] = replace(_frozen(below[f"{name}.weight"], layer.weight), left=left, right=right)
     return found
+
+
+def _frozen(base: Weight, parameter: Parameter) -> _Merged:
+    """A frozen weight as products of the run take it."""
+    return _Merged(base, np.dtype(np.float32) if isinstance(base, BlockRange) else parameter.dtype)
 
 
 def capture_of(checkpoint: Checkpoint) -> LanguageModel:

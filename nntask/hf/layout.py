@@ -26,7 +26,7 @@ class FileLayout:
     """Placeholder arrays for byte ranges of files, and the map from their views back to byte ranges.
 
     Args:
-        ranges: name -> C-contiguous range of a file.
+        ranges: name -> range of a file, without gaps, its axes in any order.
     """
 
     def __init__(self, ranges: Mapping[str, FileRange]) -> None:
@@ -43,7 +43,7 @@ class FileLayout:
     def arrays(self) -> Arrays:
         """Name -> placeholder with the shape and the element size of its range; its values must not be read."""
         return {
-            name: np.ndarray(each.shape, f"V{each.dtype.itemsize}", buffer=self._space, offset=start)
+            name: np.ndarray(each.shape, f"V{each.dtype.itemsize}", buffer=self._space, offset=start, strides=each.strides)
             for start, (name, each) in zip(self._starts, self.ranges.items(), strict=True)
         }
 

@@ -1,7 +1,8 @@
-"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles.
+"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is one too.
 
 Opening a directory reads headers only. A tile is read from its byte range in the file at its first use, and again at a use after an eviction; no
-tensor is whole in memory. A value that is not finite is refused at that read, with the names of the tensor and the file.
+tensor is whole in memory. A value that is not finite is refused at that read, with the names of the tensor and the file. Matrices may be quantised
+(`io.block_ranges`); a model that holds blocks takes them as they are, and others as floats.
 """
 
 from __future__ import annotations
@@ -9,24 +10,26 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from tiles import TileTensor
+from tiles import BlockFormat, TileTensor
 
-from ..errors import DataError, StorageError
-from ..io.finite import first_not_finite
+from ..errors import DataError
+from ..gguf.model_file import is_gguf, open_gguf
+from ..io.block_ranges import BlockRange, formats_in, turned
 from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
-from ..io.strided_ranges import FileRange, Rows, windows
+from ..io.strided_ranges import FileRange, windows
+from ..io.tile_sources import Stored, TileSource
 from ..models.config_checks import config_values
 from ..models.interface import ModelConfig
 from ..models.names import is_of_head
-from ..models.registry import config_from_json
+from ..models.registry import config_from_dict
+from ..nn.module import Blocks
 from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
 
 CONFIG: Final = "config.json"
@@ -47,16 +50,17 @@ def read_config(directory: Path) -> Any:
         DataError: the directory does not exist, has no config.json, or its config.json is not JSON.
         UsageError: the model family is unknown, or the config breaks a rule.
     """
-    _check_directory(directory)
-    return config_from_json(directory, _ADVICE)
+    return config_from_dict(*read_values(directory))
 
 
 def read_values(directory: Path) -> tuple[Any, str]:
-    """The decoded config.json of a model directory, of any family, and the file's name for error messages.
+    """The decoded config.json of a model directory or the config of a GGUF file, of any family, and the file's name for error messages.
 
     Raises:
         DataError: as of `read_config`.
     """
+    if is_gguf(directory):
+        return open_gguf(directory).values, str(directory)
     _check_directory(directory)
     return config_values(directory, _ADVICE)
 
@@ -100,14 +104,16 @@ class ModelDirectory:
     Args:
         path: the directory.
         config: of the model that takes the weights, an instance of the family's class.
-        ranges: name in the files -> byte range of the tensor.
+        ranges: name in the files -> byte range of the tensor; of a quantised matrix, its blocks (features out, bytes of a row).
         stored: the directory's own config; it differs where a model takes other dropout, or has another head.
+        formats: name in the files -> format of each quantised matrix.
     """
 
     path: Path
     config: Any
     ranges: Mapping[str, FileRange]
     stored: Any
+    formats: Mapping[str, BlockFormat] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path, config: ModelConfig | None = None) -> ModelDirectory:
@@ -122,7 +128,8 @@ class ModelDirectory:
             UsageError: the model family is unknown, or the config breaks a rule.
         """
         stored = read_config(path)
-        return cls(path, stored if config is None else config, weight_ranges(path), stored)
+        ranges, formats = stored_ranges(path)
+        return cls(path, stored if config is None else config, ranges, stored, formats)
 
     @property
     def has_head(self) -> bool:
@@ -154,7 +161,7 @@ class ModelDirectory:
         placeholders = self.config.names.to_hf(blanks(shapes), self.config)
         expected, ties = shapes_of(placeholders), ties_of(placeholders)
         theirs: dict[str, str] = {}
-        for name, each in self.ranges.items():
+        for name in self.ranges:
             known = self.config.names.today(name)
             if known not in placeholders:
                 continue
@@ -162,8 +169,8 @@ class ModelDirectory:
                 raise DataError(f"{self.path} has both {theirs[known]} and {name}, which are the same weight; remove the one that is wrong")
             theirs[known] = name
             shape = expected[ties.get(known, known)]
-            if each.shape != shape:
-                raise DataError(f"{name} in {self._where(name)} has shape {each.shape}, {CONFIG} makes it {shape}; copy both from one model")
+            if self._shape(name) != shape:
+                raise DataError(f"{name} in {self._where(name)} has shape {self._shape(name)}, {CONFIG} makes it {shape}; copy both from one model")
         for tied, name in ties.items():
             if tied in theirs and name not in theirs:
                 theirs[name] = theirs.pop(tied)
@@ -196,17 +203,52 @@ class ModelDirectory:
                     f"{self._where(name)} has a tensor {name} of shape {self.ranges[name].shape} that a {self.config.to_dict()['model_type']} "
                     "of this config lacks; remove it, or copy both from one model"
                 )
-            if self.ranges[name].dtype not in _FLOATS:
+            if self.ranges[name].dtype not in _FLOATS and name not in self.formats:
                 kind = self.ranges[name].dtype.name
                 raise DataError(
                     f"{name} in {self._where(name)} holds {kind}, and weights must be F32, F16 or BF16; convert it, or copy the right one"
                 )
 
-    def weights(self) -> dict[str, tuple[str, Rows]]:
+    def weights(self) -> dict[str, tuple[str, Stored]]:
         """Our name of each weight in the files -> (name of the tensor that contains it, its byte range). Requires a successful `check`."""
-        layout = FileLayout(self.ranges)
-        arrays = self.config.names.from_hf(layout.arrays(), self.config, has_head=self.has_head)
-        return {name: (layout.name_of(array), layout.range_of(array)) for name, array in arrays.items()}
+        layout, found = FileLayout(self.ranges), dict[str, tuple[str, Stored]]()
+        placeholders = {name: array.T if self._is_turned(name) else array for name, array in layout.arrays().items()}
+        for ours, array in self.config.names.from_hf(placeholders, self.config, has_head=self.has_head).items():
+            name, where = layout.name_of(array), layout.range_of(array)
+            if name in self.formats:
+                is_turned = self._is_turned(name)
+                found[ours] = name, BlockRange.of(turned(where) if is_turned else where, self.formats[name], is_turned=is_turned)
+            else:
+                found[ours] = name, where
+        return found
+
+    def _is_turned(self, name: str) -> bool:
+        """Whether a tensor is quantised, and the family's files have it as (in, out) where it is not."""
+        if name not in self.formats or not self.config.description.has_rows_in:
+            return False
+        return self.config.names.today(name) not in (self.config.names.embedding, self.config.names.head)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor as the family's files have it."""
+        shape, kind = self.ranges[name].shape, self.formats.get(name)
+        if kind is None:
+            return shape
+        rows, columns = shape[0], kind.columns(shape[1])
+        return (columns, rows) if self._is_turned(name) else (rows, columns)
+
+    def blocks(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Blocks]:
+        """Our name of each matrix that is quantised in the files -> how, as `LanguageModel.hold_blocks` takes it.
+
+        Args:
+            shapes: our name -> shape, for all weights of the model.
+
+        Raises:
+            DataError: the files do not hold the weights of this model; see `check`.
+        """
+        if not self.formats:
+            return {}
+        self.check(shapes)
+        return {ours: Blocks(each.block_format, each.is_turned) for ours, (_, each) in self.weights().items() if isinstance(each, BlockRange)}
 
     def attach(self, tensors: Mapping[str, TileTensor]) -> None:
         """Attach the tensors of a model to their byte ranges in the files; no value is read yet, except to compare a stored tied head.
@@ -225,24 +267,41 @@ class ModelDirectory:
 
 
 def weight_ranges(path: Path) -> dict[str, FileRange]:
-    """Name -> byte range of each tensor of a model directory, of one file or of shards with an index; only headers are read.
+    """Name -> byte range of each tensor of a model directory without quantised ones, of one file or of shards with an index; only headers are read.
+
+    Raises:
+        DataError: the directory has no safetensors files, one of them is broken, or index and files disagree; or a tensor is quantised.
+    """
+    ranges, formats = stored_ranges(path)
+    if formats:
+        name, kind = next(iter(formats.items()))
+        raise DataError(f"{name} in {path} is quantised as {kind.name}, which only models of tiles take; use the weights that it was made from")
+    return ranges
+
+
+def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
+    """Name -> byte range of each tensor of a model directory, and name -> format of the quantised ones; only headers are read.
 
     Raises:
         DataError: the directory has no safetensors files, one of them is broken, or index and files disagree.
     """
+    if is_gguf(path):
+        return open_gguf(path).stored_ranges()
     _check_directory(path)
     ranges: dict[str, FileRange] = {}
+    formats: dict[str, BlockFormat] = {}
     for name, tensors in _files(path).items():
         with TensorFile(path / name) as file:
             found = file.ranges()
+            formats.update(formats_in(file.metadata, found, file.path))
         if tensors is not None and (wrong := sorted(tensors ^ set(found))):
             where = "has a tensor" if wrong[0] in found else "lacks the tensor"
             raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
         ranges.update(found)
-    return ranges
+    return ranges, formats
 
 
-def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, Rows]]) -> None:
+def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, Stored]]) -> None:
     """Attach tensors to byte ranges of files; no value is read yet.
 
     Args:
@@ -252,7 +311,7 @@ def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tupl
     for ours, (name, where) in weights.items():
         tensor = tensors[ours]
         for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
-            tensor.runtime.attach(handle, TileSource(where[tensor.tiling.slices(index)], name, tensor.dtype))
+            tensor.runtime.attach(handle, TileSource.of(where, tensor, index, name))
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:
@@ -311,44 +370,3 @@ def _is_equal(one: FileRange, other: FileRange) -> bool:
         if not np.array_equal(ours, theirs):
             return False
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class TileSource:
-    """A tile's byte range in a file, as a `scheduler.Source`.
-
-    Args:
-        range: byte range of the tile.
-        name: name of the tensor in the file, for error messages.
-        dtype: element type of the tile in memory.
-    """
-
-    range: Rows
-    name: str
-    dtype: np.dtype[Any]
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Scratch memory of `read`, in bytes."""
-        return self.range.scratch_nbytes(self.dtype)
-
-    def read(self, out: npt.NDArray[Any], scratch: memoryview) -> None:
-        """Fill a tile from the file.
-
-        Args:
-            out: the tile, of the range's shape and this element type.
-            scratch: at least `scratch_nbytes` bytes.
-
-        Raises:
-            StorageError: the file cannot be read, or has changed.
-            DataError: a value is not finite.
-        """
-        try:
-            self.range.read(out, np.frombuffer(scratch, np.uint8))
-        except StorageError as error:
-            raise StorageError(f"{self.name} was lost: {error}") from error
-        if (bad := first_not_finite(out)) is not None:
-            raise DataError(
-                f"{self.name} in {self.range.file.path} holds {bad}, as {out.dtype.name}, and weights must be finite; "
-                "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"
-            )

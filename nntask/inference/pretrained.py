@@ -6,20 +6,23 @@ with what its tokenizer puts before a text, or, if nothing is given at all, with
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.encoding import RowEncoder
 from ..data.special_tokens import GENERATION
-from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
-from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config
+from ..gguf.model_file import is_gguf, open_gguf
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, stored_ranges
 from ..io.json_file import read_object
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
@@ -29,6 +32,9 @@ from ..training.initial_weights import load_model
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
+
+_BLOCK: Final = 32
+"""Features that tiles of quantised matrices hold a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,9 @@ class ModelSource:
         """
         directory = Path(path)
         if not directory.exists():
-            raise DataError(f"{directory} does not exist; give a run directory, one of its checkpoints, or a model directory of transformers")
+            raise DataError(
+                f"{directory} does not exist; give a run directory, one of its checkpoints, a model directory of transformers, or a GGUF file"
+            )
         if (directory / STATE).is_file() or (directory / RUN_CONFIG).is_file() or step_directories(directory):
             checkpoint = find_checkpoint(directory)
             settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
@@ -151,7 +159,7 @@ class ModelSource:
         if self.checkpoint is not None:
             kind: str | None = self.checkpoint.state.get("tokenizer")
             return kind
-        return "file" if (self.path / TOKENIZER_FILE).is_file() else None
+        return "file" if has_tokenizer(self.path) else None
 
     def text_ids(self, tokenizer: Tokenizer) -> TextIds:
         """How texts begin and end.
@@ -176,6 +184,9 @@ class ModelSource:
 
     def _object(self, name: str) -> Mapping[str, Any]:
         """What is in a JSON file of the directory; nothing if it is not there."""
+        if is_gguf(self.path):
+            found: dict[str, Any] = json.loads(open_gguf(self.path).files.get(name, "{}"))
+            return found
         file = self.path / name
         return read_object(file, "the file") if file.is_file() else {}
 
@@ -187,6 +198,17 @@ class ModelSource:
             raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
         return tuple(found)
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether matrices of the model, or of what its adapters stand beside, are quantised; asks headers of files.
+
+        Raises:
+            DataError: files are missing or broken, or not those that the adapters were trained with.
+        """
+        base = None if self.checkpoint is None else frozen_base_of(self.checkpoint)
+        directory = self.path if self.checkpoint is None else Path(base.path) if base is not None and base.kind == "directory" else None
+        return directory is not None and bool(stored_ranges(directory)[1])
+
     def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
         """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
 
@@ -197,11 +219,12 @@ class ModelSource:
         Raises:
             DataError: a tensor is missing, misshapen, or a file is broken.
         """
-        spec = model_spec(self.settings, self.config, tiling)
+        spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, _BLOCK) if self.is_quantised else tiling)
         spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
         if self.checkpoint is None:
             directory = ModelDirectory.open(self.path)
             found = build_model(spec, runtime, fill=False)
+            found.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
             directory.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)

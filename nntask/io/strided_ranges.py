@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,23 @@ from ..errors import StorageError
 Array = npt.NDArray[Any]
 PASS_NBYTES: Final = 1 << 18
 """Scratch memory in bytes of a transfer between different layouts or element types, unless one row of the file is longer."""
+
+
+class ByteFile(Protocol):
+    """A file as ranges see it: bytes at offsets. `OpenFile` conforms, and `translated_files` has others."""
+
+    @property
+    def path(self) -> Path:
+        """Of the file on disk, for messages."""
+
+    def read_at(self, out: memoryview, offset: int) -> int:
+        """Fill bytes from an offset on; returns how many were filled, 0 at the end of the file."""
+
+    def write_at(self, values: memoryview, offset: int) -> int:
+        """Overwrite bytes from an offset on; returns how many were written."""
+
+    def check(self) -> None:
+        """Check that the file is unchanged since it was opened."""
 
 
 class OpenFile:
@@ -43,6 +60,25 @@ class OpenFile:
         if fd < 0:
             self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
         self._found = self._stamp()
+
+    def read_at(self, out: memoryview, offset: int) -> int:
+        """As of `ByteFile`.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        try:
+            return os.preadv(self.fd, [out], offset)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
+
+    def write_at(self, values: memoryview, offset: int) -> int:
+        """As of `ByteFile`.
+
+        Raises:
+            OSError: the disk is full or failed.
+        """
+        return os.pwritev(self.fd, [values], offset)
 
     def close(self) -> None:
         """Close the descriptor; closing twice is fine."""
@@ -97,7 +133,7 @@ class FileRange:
         strides: distance between neighbours along each axis, in bytes; not negative.
     """
 
-    file: OpenFile
+    file: ByteFile
     dtype: np.dtype[Any]
     offset: int
     shape: tuple[int, ...]
@@ -132,13 +168,13 @@ class FileRange:
             StorageError: the file cannot be read, or has changed.
         """
         if self._is_plain(out.dtype):
-            self._transfer(os.preadv, out)
+            self._transfer(self.file.read_at, out)
             self.file.check()
             return
         for box, window in self._passes():
             shape = tuple(box.shape[axis] for axis in self.order)
             raw = np.ndarray(shape, self.dtype, buffer=scratch)
-            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.preadv, raw)
+            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.read_at, raw)
             out[window] = raw.transpose(np.argsort(self.order))
         self.file.check()
 
@@ -151,7 +187,7 @@ class FileRange:
         for box, window in self._passes():
             shape = tuple(box.shape[axis] for axis in self.order)
             raw = np.ascontiguousarray(values[window].transpose(self.order), self.dtype)
-            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(os.pwritev, raw)
+            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.write_at, raw)
 
     def _is_plain(self, dtype: np.dtype[Any]) -> bool:
         return dtype == self.dtype and self.order == tuple(range(len(self.shape)))
@@ -169,19 +205,14 @@ class FileRange:
             window[axis] = slice(first, min(first + rows, self.shape[axis]))
             yield self[window], tuple(window)
 
-    def _transfer(self, call: Any, array: Array) -> None:
+    def _transfer(self, call: Callable[[memoryview, int], int], array: Array) -> None:
         """Move all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after another."""
         raw = array.reshape(-1).view(np.uint8).data
         done = 0
         for offset, nbytes in self._runs():
             end = done + nbytes
             while done < end:
-                try:
-                    count = call(self.file.fd, [raw[done:end]], offset + nbytes - (end - done))
-                except OSError as error:
-                    if call is os.pwritev:
-                        raise
-                    raise StorageError(f"cannot read {self.file.path}: {error.strerror}; copy it to another disk and start anew") from None
+                count = call(raw[done:end], offset + nbytes - (end - done))
                 if count == 0:
                     raise StorageError(f"{self.file.path} has become shorter since it was opened; copy it again and start anew")
                 done += count
@@ -216,7 +247,7 @@ class RowGroups:
         return cls(whole, 0, whole.shape[0] * whole.shape[1])
 
     @property
-    def file(self) -> OpenFile:
+    def file(self) -> ByteFile:
         """The open file."""
         return self.whole.file
 

@@ -5,7 +5,7 @@ Letters: B sequences of T tokens, C features of the residual stream, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,8 @@ from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks
 from ..nn.kv_cache import KVCache, Past
-from ..nn.module import Module, Parameter
+from ..nn.layers import Adaptable
+from ..nn.module import Blocks, Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .interface import ModelConfig
 
@@ -80,6 +81,30 @@ class LanguageModel(Module):
         super().allocate(runtime, dtype, seed)
         self.dropout_key = TileTensor(runtime, (2,), (2,), np.uint64, kind="input", data_class="data", name="dropout key")
         self.dropout_key.write(np.array([seed or 0, 0], np.uint64))
+
+    @property
+    def tables(self) -> tuple[Parameter, ...]:
+        """The token embedding and the head, of models that have both; the head of others."""
+        return (self.lm_head,)
+
+    def hold_blocks(self, blocks: Mapping[str, Blocks]) -> None:
+        """Let weights be quantised and frozen from now on, with tiles that nothing has written yet; for weights that are then attached to files.
+
+        Args:
+            blocks: name -> how. Only matrices of layers, the token embedding and the head may be.
+
+        Raises:
+            UsageError: another one is, or a tile is not whole blocks.
+        """
+        layers = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Adaptable)}
+        parameters = self.named_parameters()
+        for name, how in blocks.items():
+            if name not in layers and not any(parameters[name] is table for table in self.tables):
+                raise UsageError(f"{name} is quantised, and only matrices of layers, the token embedding and the head may be; keep it as floats")
+            try:
+                parameters[name].hold(how)
+            except ValueError as error:
+                raise UsageError(f"{error} (tile sizes are --embd-tile, --inner-tile and, times the size of a head, --head-tile)") from error
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
         """Features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.

@@ -134,6 +134,11 @@ class Transformer(LanguageModel):
         self._frequencies = {rotary: self._frequencies_of(rotary, dtype) for rotary in _rotaries(described.stack)}
         self._constants: dict[tuple[Any, ...], TileTensor] = {}
 
+    @property
+    def tables(self) -> tuple[Parameter, ...]:
+        """As of `LanguageModel.tables`."""
+        return (self.embed.weight, self.lm_head)
+
     def _frequencies_of(self, rotary: Rotary, dtype: npt.DTypeLike) -> TileTensor:
         angle_dtype, shape = np.float64 if np.dtype(dtype) == np.float64 else np.float32, (rotary.size // 2,)
         found = TileTensor(self.runtime, shape, shape, angle_dtype, kind="input", data_class="data", name="rotary frequencies")

@@ -8,6 +8,7 @@ twice (a tied head) is one parameter, under its first name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,11 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import TaskRuntime
-from tiles import TileTensor
+from tiles import BlockFormat, QuantisedTensor, TileTensor
 
 from ..errors import UsageError
 from .autograd import ParameterEdge, Tensor
 from .initializers import Init, stream_of
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How a quantised matrix is held.
+
+    Args:
+        block_format: of its blocks.
+        is_turned: whether the transpose is stored, as of `tiles.QuantisedTensor`.
+    """
+
+    block_format: BlockFormat
+    is_turned: bool = False
 
 
 class Parameter(Tensor):
@@ -56,6 +70,17 @@ class Parameter(Tensor):
         self.edge = ParameterEdge(self.data) if self.trainable else None
         if seed is not None:
             self.init(self.data, seed, stream_of(name))
+
+    def hold(self, blocks: Blocks) -> None:
+        """Be quantised and frozen, with new tiles that nothing has written yet.
+
+        Raises:
+            ValueError: it is no matrix, or a tile is not whole blocks.
+        """
+        self.data = QuantisedTensor(
+            self.data.runtime, self.extents, self.tile, self.data.dtype, blocks.block_format, is_turned=blocks.is_turned, name=self.name
+        )
+        self.freeze()
 
     def freeze(self) -> None:
         """Learn it no longer, from the next forward pass on; its gradient is forgotten."""

@@ -94,7 +94,7 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     runtime = CapturingRuntime(run.step.lanes, has_gpus=run.machine.has_gpus, aside=run.machine.aside)
     model = build_model(run.model, runtime)
     if frozen_base is not None:
-        frozen_base.attach(base_tensors(model), run.model.config)
+        frozen_base.attach(model)
     elif (start := _start(run)) is not None:
         start.attach(base_tensors(model))
     optimizer = build_optimizer(model, run.optimizer, on_cpu=run.step.update_on == "cpu")

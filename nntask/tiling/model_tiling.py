@@ -7,8 +7,8 @@ workers, budgets or measurements. Its limits (tokens, features and vocabulary ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from math import isqrt
+from dataclasses import dataclass, fields, replace
+from math import isqrt, lcm
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..errors import UsageError
@@ -65,6 +65,21 @@ class ModelTiling:
                 f"values, got {tiling.head_tile}; the nearest legal value is {near}"
             )
         return tiling
+
+    def in_blocks(self, config: ModelConfig, size: int) -> ModelTiling:
+        """The same tiling with features and heads rounded up to whole blocks of `size` features, where the dimension is of whole blocks."""
+
+        def rounded(tile: int, extent: int, step: int) -> int:
+            return tile if tile == -1 or extent % step else -(-tile // step) * step
+
+        heads = lcm(config.head_size, size) // config.head_size
+        heads = lcm(heads, config.n_head // config.n_kv_head)  # a tile holds whole groups
+        return replace(
+            self,
+            embd_tile=rounded(self.embd_tile, config.n_embd, size),
+            inner_tile=rounded(self.inner_tile, config.inner_size, size),
+            head_tile=rounded(self.head_tile, config.n_head, heads),
+        )
 
 
 class Limits(NamedTuple):

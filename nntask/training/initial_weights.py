@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase, frozen_base_of
-from ..adapters.lora import base_tensors, is_factor
+from ..adapters.lora import is_factor
 from ..checkpoints.store import MODEL, OPTIMIZER, STATE, Checkpoint
 from ..config.resolution import dtype_of
 from ..config.run_config import ModelSpec, RunConfig, Start
@@ -130,5 +130,5 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
 def _beside(frozen_base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
     """A model with adapters in their first state, beside the weights of `frozen_base`."""
     model = build_model(spec, runtime, fill=frozen_base.kind == "seed")
-    model.fill(frozen_base.attach(base_tensors(model), spec.config), spec.seed)
+    model.fill(frozen_base.attach(model), spec.seed)
     return model

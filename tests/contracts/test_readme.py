@@ -16,7 +16,9 @@ from support.deadline import DEADLINE
 from nntask.config.settings import ModelSettings, TrainSettings
 from nntask.models.registry import PRESETS
 from wrappers.cli import COMMANDS
+from wrappers.cli.commands.export import ExportSettings
 from wrappers.cli.commands.plan import OWN_FLAGS
+from wrappers.cli.commands.quantize import QuantizeSettings
 from wrappers.cli.options.flags import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,7 @@ OTHER_FLAGS = {
     "tiny",
     "only",
     "case",
+    "no-binary",  # of pip
     "fastest",
     "force",
     "a",
@@ -130,7 +133,7 @@ def test_the_front_page_is_short() -> None:
 @pytest.mark.parametrize("page", [*PAGES, *DOCS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_exist(page: Path) -> None:
     """Flags a page names in code are flags that are accepted."""
-    known = {*table_of(TrainSettings), *OWN_FLAGS, *OTHER_FLAGS, "config"}
+    known = {*table_of(TrainSettings), *table_of(QuantizeSettings), *table_of(ExportSettings), *OWN_FLAGS, *OTHER_FLAGS, "config"}
     shell = " ".join(re.findall(r"`[^`]+`|```(?:sh|text)?\n.*?```", page.read_text(), re.DOTALL))
     named = {flag.removeprefix("no-") if flag.removeprefix("no-") in known else flag for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", shell)}
     assert named <= known, f"{page.name} names flags that nothing accepts: {sorted(named - known)}"

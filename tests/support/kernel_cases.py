@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from tiles.block_format import BLOCK_FORMATS, encode
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
+from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import FLOOR, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
@@ -241,6 +243,23 @@ def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
     return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
 
 
+def quantised_linear(make: Maker, block_format: str, num_rows: int, *, trans_b: bool, bias: bool = False, accumulate: bool = False) -> Case:
+    """x (R, 96) @ (70, 96)^T, or (R, 70) @ (70, 96)."""
+    named = BLOCK_FORMATS[block_format]
+    w, (inner, outer) = encode(make(70, 96) / 8, named), (96, 70) if trans_b else (70, 96)
+    room = panel_scratch_nbytes(num_rows, w.shape, named, make.dtype.itemsize, trans_b=trans_b)
+    args = [make(1, num_rows, inner), w, *([make(outer)] if bias else []), make(1, num_rows, outer), *([np.empty(room, np.uint8)] if room else [])]
+    constants = {"block_format": block_format, "trans_b": trans_b, "has_bias": bias, "accumulate": accumulate}
+    return args, [] if accumulate else [2 + bias], constants
+
+
+def quantised_embedding(make: Maker, block_format: str, rows: int, first: int, accumulate: bool) -> Case:
+    """A tile of some rows from `first` of a table of 20."""
+    table = encode(make(rows, 64), BLOCK_FORMATS[block_format])
+    constants = {"block_format": block_format, "v_start": first, "vocab": 20, "accumulate": accumulate}
+    return [make.ids(20, 3, 4), table, make(3, 4, 64)], [] if accumulate else [2], constants
+
+
 KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
 CASES: dict[str, list[Callable[[Maker], Case]]] = {
@@ -320,6 +339,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
     ],
     "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
+    "decode_blocks": [lambda m, f=f: ([encode(m(7, 96), BLOCK_FORMATS[f]), m(7, 96)], [1], {"block_format": f}) for f in BLOCK_FORMATS],
     "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
     "embedding": [
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
@@ -408,6 +428,15 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         ),
     ],
     "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
+    "quantised_embedding": [
+        lambda m, f=f, r=r, v=v, a=a: quantised_embedding(m, f, r, v, a) for f in BLOCK_FORMATS for r, v, a in ((20, 0, False), (8, 8, True))
+    ],
+    "quantised_linear": [
+        lambda m, f=f, r=r, t=t, b=b, a=a: quantised_linear(m, f, r, trans_b=t, bias=b, accumulate=a)
+        for f in BLOCK_FORMATS
+        for r in (1, 3, 9)
+        for t, b, a in ((True, False, False), (True, True, False), (True, False, True), (False, False, False), (False, False, True))
+    ],
     "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
     "random_uniform": [lambda m: ([m(3, 4, 20)], [0], _place(low=-1.0, high=2.0, seed=5))],
     "residual_layer_norm": [

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tiles.block_format import BLOCK_FORMATS
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
@@ -23,6 +24,7 @@ from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
+from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import Pair, Pattern
 from tiles.kernels.reference.buckets import Buckets
@@ -267,6 +269,33 @@ def _each(kinds: tuple[str, ...], count: int) -> list[Callable[[Maker], Call]]:
 
 KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
+
+def _blocks(m: Maker, block_format: str, rows: int) -> np.ndarray:
+    """(rows, bytes) of about as many columns as the shape has."""
+    row_bytes = BLOCK_FORMATS[block_format].row_bytes(max(32, m.columns // 32 * 32))
+    return np.tile(np.arange(row_bytes, dtype=np.uint8) % 60, (rows, 1))
+
+
+def _decode(m: Maker, block_format: str) -> Call:
+    w = _blocks(m, block_format, m.rows)
+    return [w, m(m.rows, BLOCK_FORMATS[block_format].columns(w.shape[1]))], {"block_format": block_format}
+
+
+def _quantised_embedding(m: Maker, block_format: str) -> Call:
+    table = _blocks(m, block_format, 50)
+    constants = {"block_format": block_format, "v_start": 0, "vocab": 200, "accumulate": False}
+    return [m.ids(200), table, m(1, m.rows, BLOCK_FORMATS[block_format].columns(table.shape[1]))], constants
+
+
+def _quantised_linear(m: Maker, block_format: str, trans_b: bool) -> Call:
+    named, rows = BLOCK_FORMATS[block_format], 300
+    w = _blocks(m, block_format, rows)
+    wide, narrow = m(1, m.rows, named.columns(w.shape[1])), m(1, m.rows, rows)
+    room = np.empty(panel_scratch_nbytes(m.rows, w.shape, named, m.dtype.itemsize, trans_b=trans_b), np.uint8)
+    constants = {"block_format": block_format, "trans_b": trans_b, "has_bias": False, "accumulate": False}
+    return [*((wide, w, narrow) if trans_b else (narrow, w, wide)), room], constants
+
+
 CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "accumulate": _tiles(2),
     "activation": _each(KINDS, 2),
@@ -295,6 +324,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "cap_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
+    "decode_blocks": [lambda m, f=f: _decode(m, f) for f in BLOCK_FORMATS],
     "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
     "embedding": [lambda m, p=p: _embedding(m, part=p) for p in (False, True)],
     "embedding_backward": [lambda m: ([m.ids(200), m.tile(), m(50, m.columns)], {"v_start": 0, "accumulate": False})],
@@ -324,6 +354,8 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
         lambda m: ([m.tile(), m.row(), m.column(), m.column(), m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": True})
     ],
     "norm_finish": [lambda m: ([m.column() for _ in range(4)], {"width": 70, "eps": 1e-5})],
+    "quantised_embedding": [lambda m, f=f: _quantised_embedding(m, f) for f in BLOCK_FORMATS],
+    "quantised_linear": [lambda m, f=f, t=t: _quantised_linear(m, f, t) for f in BLOCK_FORMATS for t in (False, True)],
     "random_normal": [lambda m, f=f: ([m.tile()], _place(m, f, std=0.02, seed=5)) for f in (False, True)],
     "random_uniform": [lambda m, f=f: ([m.tile()], _place(m, f, low=-1.0, high=2.0, seed=5)) for f in (False, True)],
     "residual_layer_norm": [lambda m: ([m.tile(), m.tile(), m.row(), m.row(), m.tile(), m.tile(), m.column(), m.column()], {"eps": 1e-5})],

@@ -1,10 +1,13 @@
-"""Embedding lookup over vocabulary tiles, and its gradient."""
+"""Embedding lookup over vocabulary tiles, which may be quantised, and its gradient."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from scheduler import REDUX, Access, R
 
 from ..emission import emit
+from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from .grid import chained, same_axis
 
@@ -16,10 +19,13 @@ def embedding(tokens: TileTensor, table: TileTensor, first: int = 0) -> TileTens
     """
     (b, t), (vocab, width) = tokens.shape, table.shape
     x = TileTensor(tokens.runtime, (b, t, width), (*tokens.tile, table.tile[1]), table.dtype, name="embedding")
+    op, more = "embedding", dict[str, Any]()
+    if isinstance(table, QuantisedTensor):
+        op, more = "quantised_embedding", {"block_format": table.block_format.name}
     for index in x.tiling.indices():
         for v in range(table.grid[0]):
             accesses: list[Access] = [(tokens[index[:2]], R), (table[v, index[2]], R), (x[index], chained(v))]
-            emit(x.runtime, "embedding", accesses, v_start=v * table.tile[0] - first, vocab=vocab - first, accumulate=v > 0)
+            emit(x.runtime, op, accesses, v_start=v * table.tile[0] - first, vocab=vocab - first, accumulate=v > 0, **more)
     return x
 
 

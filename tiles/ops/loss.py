@@ -1,6 +1,7 @@
 """Cross-entropy of a linear head, vocabulary tile by vocabulary tile; the whole logits never exist.
 
-Legend: x (B, T, C), head w (V, C), targets (B, T) int32 with -1 for ignored tokens, bias (V,), factor (1,) fp32.
+Legend: x (B, T, C), head w (V, C), targets (B, T) int32 with -1 for ignored tokens, bias (V,), factor (1,) fp32. A quantised head is decoded, tile by
+tile, for each pass.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from scheduler import REDUX, SCRATCH, Access, Mode, R, W
 from ..emission import emit, scratch
 from ..kernels.cpu.loss import loss_scratch_nbytes
 from ..kernels.reference.loss import PLAIN, Head
+from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
 from .grid import chained, same_axis, statistics
+from .matmul import decoded
 from .optimizer import sum_scalars
 
 
@@ -38,6 +41,7 @@ def linear_cross_entropy(
         cap: c; logits become c tanh(logits / c), after the bias.
     """
     _check(x, w, targets, bias, factor, cap)
+    w = _as_floats(w)
     how = Head(has_bias=bias is not None, cap=cap or 0.0)
     lse, peak, total, picked = (statistics(x, name) for name in ("lse", "row maximum", "row sum", "target logit"))
     partials = TileTensor(x.runtime, (targets.tiling.num_tiles,), (1,), np.float64, name="loss parts")
@@ -69,6 +73,7 @@ def linear_cross_entropy_backward(
 ) -> TileTensor:
     """dx of `linear_cross_entropy`, recomputing the logits; dw and dbias receive contributions, unless None."""
     _check(x, w, targets, bias, factor, cap)
+    w = _as_floats(w)
     if dbias is not None:
         same_axis(dbias, 0, w, 0)
     how = Head(bias is not None, factor is not None, dbias is not None, cap or 0.0)
@@ -88,6 +93,10 @@ def linear_cross_entropy_backward(
             if dbias is not None and sums is not None:  # in a task of its own: dw may have had contributions that dbias has not
                 emit(x.runtime, "add_into", [(sums[0,], R), (dbias[v,], REDUX)])
     return dx
+
+
+def _as_floats(w: TileTensor) -> TileTensor:
+    return decoded(w) if isinstance(w, QuantisedTensor) else w
 
 
 def _constants(how: Head) -> dict[str, Any]:

@@ -1,17 +1,24 @@
 """Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading.
 
-Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,).
+Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,). The weight of `linear`, `linear_gelu`
+and `linear_backward_input` may be quantised.
 """
 
 from __future__ import annotations
 
 import itertools
+from math import prod
 from typing import Any
 
-from scheduler import REDUX, RW, Access, R, W
+import numpy as np
 
-from ..emission import emit
+from scheduler import REDUX, RW, SCRATCH, Access, R, W
+
+from ..emission import emit, scratch
+from ..kernels.cpu.quantised import panel_scratch_nbytes
+from ..quantised import QuantisedTensor
 from ..tensor import TileTensor
+from . import elementwise
 from .grid import chained, leading, same_axis, with_last
 
 
@@ -39,7 +46,13 @@ def add_linear(x: TileTensor, w: TileTensor, y: TileTensor, *, transpose_w: bool
 
 
 def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str, *, transpose_w: bool = False) -> tuple[TileTensor, TileTensor]:
-    """pre = x @ op(w) + bias; y = activation(pre), applied by the last task of each chain. Returns (pre, y)."""
+    """pre = x @ op(w) + bias; y = activation(pre), applied by the last task of each chain. Returns (pre, y).
+
+    Where w is quantised, activations are tasks of their own.
+    """
+    if isinstance(w, QuantisedTensor):
+        pre = linear(x, w, bias, transpose_w=transpose_w)
+        return pre, elementwise.activation(pre, kind)
     pre = _linear_output(x, w, bias, transpose_w)
     y = pre.like(name="activation")
     last = x.grid[-1] - 1
@@ -66,11 +79,38 @@ def _linear_task(
     x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, row: tuple[int, ...], n: int, k: int, transpose_w: bool
 ) -> None:
     operands: list[Access] = [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R)]
+    if isinstance(w, QuantisedTensor):
+        with_bias: list[Access] = [(bias[n,], R)] if k == 0 and bias is not None else []
+        _quantised_task(w, [*operands, *with_bias, (y[*row, n], chained(k))], k, transpose_w)
+        return
     if k == 0 and bias is not None:
         emit(x.runtime, "linear_bias", [*operands, (bias[n,], R), (y[*row, n], W)], trans_b=transpose_w)
         return
     constants: dict[str, Any] = {"trans_a": False, "trans_b": transpose_w, "alpha": 1.0, "accumulate": k > 0}
     emit(x.runtime, "matmul", [*operands, (y[*row, n], chained(k))], **constants)
+
+
+def _quantised_task(w: QuantisedTensor, accesses: list[Access], k: int, transpose_w: bool) -> None:
+    """One product with a quantised tile; `accesses` are x, w, [bias,] y. What is stored is (N, K), or its transpose."""
+    views: list[Any] = [handle.view for handle, _ in accesses]
+    trans_b, itemsize = transpose_w != w.is_turned, 8 if views[0].dtype == np.float64 else 4
+    nbytes = panel_scratch_nbytes(prod(views[0].shape[:-1]), views[1].shape, w.block_format, itemsize, trans_b=trans_b)
+    if nbytes and w.runtime.has_gpus:  # where a whole tile is decoded
+        nbytes = max(nbytes, views[1].shape[0] * w.block_format.columns(views[1].shape[1]) * views[0].dtype.itemsize)
+    if nbytes:
+        accesses = [*accesses, (scratch(w.runtime, nbytes), SCRATCH)]
+    constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": trans_b, "has_bias": len(views) > 3, "accumulate": k > 0}
+    emit(w.runtime, "quantised_linear", accesses, **constants)
+
+
+def decoded(w: QuantisedTensor) -> TileTensor:
+    """The numbers of quantised weights as a new tensor of floats, for operations that take no others."""
+    if w.is_turned:
+        raise ValueError(f"only what is stored as it is can be decoded tile by tile, got {w!r}, which is turned; multiply by it instead")
+    values = TileTensor(w.runtime, w.shape, w.tile, w.dtype, name="decoded")
+    for index in w.tiling.indices():
+        emit(w.runtime, "decode_blocks", [(w[index], R), (values[index], W)], block_format=w.block_format.name)
+    return values
 
 
 def linear_backward_input(dy: TileTensor, w: TileTensor, *, transpose_w: bool = False) -> TileTensor:

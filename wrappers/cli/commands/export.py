@@ -1,4 +1,4 @@
-"""``nntask export``: a run or a checkpoint as a model directory for transformers, or its adapters as a directory for PEFT."""
+"""``nntask export``: a run or a checkpoint as a model directory for transformers or a GGUF file, or its adapters as a directory for PEFT."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ LARGEST_SHARD: Final = "5GB"
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """Write a model as transformers' from_pretrained reads it, or the adapters of a run that trained some as PEFT's does. RUN is a run directory or
-    one of its checkpoints, DIR a new directory."""
+    """Write a model as transformers' from_pretrained or llama.cpp reads it, or the adapters of a run that trained some as PEFT's does. RUN is a run
+    directory or one of its checkpoints, DIR a new directory, or a new file with --format gguf."""
 
+    format: Literal["hf", "gguf"] = "hf"
+    """hf: a directory as transformers writes it; gguf: one file for llama.cpp and its like, see also nntask quantize"""
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """element type of the weights; auto: the one they are stored in"""
     merge: bool = False
@@ -50,6 +52,8 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"--shard-size {settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge")
     tokenizer = _tokenizer(checkpoint, settings.tokenizer_path)
     target = Path(words[1])
+    if settings.format == "gguf":
+        return _gguf(settings, checkpoint, tokenizer, target)
     if has_adapters and not settings.merge:
         done = export_adapters(checkpoint, target, dtype=settings.dtype, tokenizer=tokenizer, force=settings.force)
     else:
@@ -59,6 +63,23 @@ def run(argv: Sequence[str]) -> int:
     print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
     if tokenizer is None and image_shape(checkpoint.config) is None:
         print("the run was trained on token ids without a tokenizer, so there is none; --tokenizer-path DIR adds it")
+    return 0
+
+
+def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer | None, target: Path) -> int:
+    """Write a GGUF file and print its size; returns 0."""
+    from nntask import UsageError
+    from nntask.config import format_size
+    from nntask.export import Conversion, Convertible, write_gguf
+
+    if settings.shard_size:
+        raise UsageError(f"--shard-size {settings.shard_size} is about directories, and a GGUF file is one; drop it")
+    if checkpoint.state.get("base") is not None and not settings.merge:
+        raise UsageError(f"{checkpoint.path} holds adapters, and a GGUF file a whole model; add --merge")
+    model = Convertible.of(checkpoint.path, checkpoint.config, checkpoint, tokenizer)
+    kind = "" if settings.dtype == "auto" else settings.dtype.replace("fp", "f")
+    done = write_gguf(model, target, Conversion(kind), force=settings.force)
+    print(f"wrote {done.num_weights / 1e6:.1f} M weights of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
     return 0
 
 

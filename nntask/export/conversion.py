@@ -1,0 +1,261 @@
+"""Models in other element types and files: from a run, a checkpoint, a model directory or a GGUF file to a GGUF file or a directory, tile by tile.
+
+The file is made with its header and its final size first. Targets are ranges of it with the names and layouts of transformers' files
+(`nntask.gguf`, `nntask.io.translated_files`), so every weight is copied window by window from where it lies to where it belongs, and blocks are
+encoded on their way. A window is all that is in memory. The result appears complete or not at all (`nntask.io.atomic_write`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from scheduler import CapturingRuntime
+from tiles import BLOCK_FORMATS
+
+from ..adapters.lora import adapted
+from ..checkpoints.store import Checkpoint
+from ..config.units import format_size
+from ..data.special_tokens import Special
+from ..data.tokenizer import Tokenizer
+from ..errors import Diverged, DoesNotFit, UsageError
+from ..gguf.model_file import is_gguf
+from ..hf.layout import FileLayout, blanks, names_of, shapes_of
+from ..hf.model_directory import ModelDirectory
+from ..io.finite import first_not_finite
+from ..io.strided_ranges import FileRange, Rows
+from ..models.registry import build
+from ..tiling.model_tiling import ModelTiling
+from .merged_weights import Weight, weights_of
+
+TYPES: Final = ("q8_0", "q4_0", "f16", "bf16", "f32")
+_LARGEST_WINDOW: Final = 8 << 20
+_COPIES: Final = 4
+"""Arrays of a window's size that exist at once: values read, values converted, and temporaries of both."""
+_LARGEST_SCALED: Final = {"q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
+"""Magnitude of the largest value whose block has a finite scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Convertible:
+    """A model on disk that can be read weight by weight.
+
+    Args:
+        path: the checkpoint, the model directory or the GGUF file.
+        config: of the model.
+        weights: our name -> weight.
+        matrices: names in the family's files of the matrices of layers.
+        tokenizer: None where there is none.
+        special: ids around texts.
+    """
+
+    path: Path
+    config: Any
+    weights: Mapping[str, Weight]
+    matrices: frozenset[str]
+    tokenizer: Tokenizer | None
+    special: Special
+
+    @classmethod
+    def of(cls, path: Path, config: Any, checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> Convertible:
+        """The model of a checkpoint, adapters merged in, or that of a model directory or a GGUF file; reads headers only.
+
+        Raises:
+            DataError: it is broken.
+        """
+        model = build(config, ModelTiling(), CapturingRuntime(1), seed=None)
+        matrices = frozenset(f"{name}.weight" for name in adapted(model))
+        special = Special() if tokenizer is None else tokenizer.special
+        if checkpoint is not None:
+            return cls(path, config, weights_of(checkpoint), matrices, tokenizer, special)
+        directory = ModelDirectory.open(path)
+        directory.check({name: tensor.shape for name, tensor in model.tensors().items()})
+        return cls(path, config, {name: where for name, (_, where) in directory.weights().items()}, matrices, tokenizer, special)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name in the family's files -> shape there, without the names that a tied head has besides."""
+        return shapes_of(self.config.names.to_hf(blanks({name: each.shape for name, each in self.weights.items()}), self.config))
+
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Name in the family's files -> widest element type of what is stored for it; fp32 for blocks."""
+        found: dict[str, np.dtype[Any]] = {}
+        for ours, name in self._names().items():
+            dtype = self.weights[ours].dtype
+            found[name] = max(dtype, found.get(name, dtype), key=lambda each: each.itemsize)
+        return found
+
+    def formats(self) -> dict[str, str]:
+        """Name in the family's files -> format, of the matrices that are quantised already."""
+        found = {name: getattr(self.weights[ours], "block_format", None) for ours, name in self._names().items()}
+        return {name: each.name for name, each in found.items() if each is not None}
+
+    def _names(self) -> dict[str, str]:
+        return names_of(self.config, {name: each.shape for name, each in self.weights.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are stored now."""
+        return sum(_stored_nbytes(each) for each in self.weights.values())
+
+
+def _stored_nbytes(weight: Weight) -> int:
+    blocks = getattr(weight, "blocks", None)
+    return prod(weight.shape) * weight.dtype.itemsize if blocks is None else prod(blocks.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What is asked for.
+
+    Args:
+        type: one of `TYPES`.
+        embeddings, head: whether these are quantised too; an untied head apart from the embedding.
+        keep: patterns of names, in the family's files, of further tensors that stay as they are.
+        nbytes: memory that windows may take; None for as much as is useful.
+    """
+
+    type: str
+    embeddings: bool = False
+    head: bool = False
+    keep: tuple[str, ...] = ()
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Summary of a conversion.
+
+    Args:
+        before, nbytes: bytes of the weights before and now.
+        num_weights: number of their elements.
+        stayed: names of matrices that were not quantised, with the reason, in groups of equal reasons.
+    """
+
+    before: int
+    nbytes: int
+    num_weights: int
+    stayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Name in the family's files -> type that it gets, "" for as it is; and why matrices stay, reason -> names.
+
+    Raises:
+        UsageError: a pattern of what stays fits no tensor.
+    """
+    shapes, stayed = source.shapes(), dict[str, list[str]]()
+    for pattern in asked.keep:
+        if not any(fnmatchcase(name, pattern) for name in shapes):
+            raise UsageError(f"--keep {pattern} fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it")
+    kinds, formats = {}, source.formats()
+    for name, shape in shapes.items():
+        kinds[name] = "" if asked.type in BLOCK_FORMATS and len(shape) == 1 else asked.type
+        reason = _reason_to_stay(source, asked, name, shape) if asked.type in BLOCK_FORMATS and len(shape) > 1 else ""
+        if any(fnmatchcase(name, pattern) for pattern in asked.keep):
+            kinds[name], reason = "", "--keep"
+        if reason:
+            kinds[name] = ""
+            stayed.setdefault(reason, []).append(name)
+    kinds = {name: kind or formats.get(name, "") for name, kind in kinds.items()}
+    return kinds, {reason: tuple(names) for reason, names in stayed.items()}
+
+
+def _reason_to_stay(source: Convertible, asked: Conversion, name: str, shape: tuple[int, ...]) -> str:
+    """Why a matrix is not quantised; "" where it is."""
+    names = source.config.names
+    if name == names.embedding and not asked.embeddings:
+        return "--embeddings quantises it"
+    if name == names.head and not asked.head:
+        return "--head quantises it"
+    is_table = name in (names.embedding, names.head)
+    if not is_table and name not in source.matrices:
+        return "is no matrix of a product"
+    columns = shape[0] if is_turned(source.config, name) else shape[-1]
+    size = BLOCK_FORMATS[asked.type].block_values
+    return f"rows are not whole blocks of {size}" if columns % size else ""
+
+
+def is_turned(config: Any, name: str) -> bool:
+    """Whether a matrix is (in, out) in the family's files, and so quantised as its transpose."""
+    return bool(config.description.has_rows_in) and name not in (config.names.embedding, config.names.head)
+
+
+def copy_weights(source: Convertible, targets: Mapping[str, FileRange], kinds: Mapping[str, str], asked: Conversion) -> None:
+    """Copy all weights to their ranges.
+
+    Args:
+        source: the model.
+        targets: name in the family's files -> range.
+        kinds: the same name -> type that it gets, for messages and bounds.
+        asked: memory that may be taken.
+
+    Raises:
+        DoesNotFit: a row of the widest weight needs more memory.
+        Diverged: a weight is not finite.
+        UsageError: a weight is too large for its new type.
+    """
+    layout = FileLayout(targets)
+    for ours, array in source.config.names.from_hf(layout.arrays(), source.config).items():
+        weight, target, name = source.weights[ours], layout.range_of(array), layout.name_of(array)
+        for window in _windows(target, weight.dtype.itemsize, asked.nbytes, name):
+            values = weight[window]
+            piece = np.empty(values.shape, weight.dtype)
+            values.read(piece)
+            target[window].write(_checked(name, piece, kinds[name], target.dtype))
+
+
+def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iterator[tuple[slice, ...]]:
+    """Windows of whole rows as they follow each other in the file, so that blocks are whole.
+
+    Raises:
+        DoesNotFit: a row needs more than the budget.
+    """
+    shape = target.shape
+    axis = target.order[0] if isinstance(target, FileRange) else 0
+    row = prod(shape) // shape[axis] * max(itemsize, target.dtype.itemsize)
+    most = _LARGEST_WINDOW if budget is None else min(_LARGEST_WINDOW, budget // _COPIES)
+    if most < row and budget is not None:
+        least = format_size(row * _COPIES)
+        raise DoesNotFit(
+            f"--ram {format_size(budget)} is too little for a row of {name}, which is worked on in {least}; the least that will do is {least}"
+        )
+    step = max(1, most // row)
+    for first in range(0, shape[axis], step):
+        window = [slice(0, extent) for extent in shape]
+        window[axis] = slice(first, min(first + step, shape[axis]))
+        yield tuple(window)
+
+
+def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Values of a weight, in the element type of their range.
+
+    Raises:
+        Diverged: one is not finite.
+        UsageError: one is too large for the type.
+    """
+    with np.errstate(over="ignore"):
+        values: np.ndarray[Any, Any] = piece.astype(dtype, copy=False)
+    if first_not_finite(values) is not None:
+        if first_not_finite(piece) is None:
+            raise UsageError(f"{name} holds values too large for {kind or dtype.name}; use --type bf16 or f32")
+        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint, or another file")
+    if kind in _LARGEST_SCALED and max(-values.min(), values.max()) > _LARGEST_SCALED[kind]:
+        raise UsageError(f"{name} holds values too large for a scale of {kind}; let it stay: --keep {name}")
+    return values
+
+
+def check_apart(path: Path, source: Path) -> None:
+    """Check that a target is not what is read, nor lies in it or around it.
+
+    Raises:
+        UsageError: it is or does.
+    """
+    ours, theirs = path.resolve(), source.resolve()
+    if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
+        raise UsageError(f"{path} is, holds or lies in {source}, which is read; name another place")

@@ -1,0 +1,134 @@
+"""Models as GGUF files: header and metadata of a config and a tokenizer, and the weights in their types."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tiles import BLOCK_FORMATS
+
+from ..errors import DataError, StorageError, UsageError
+from ..gguf.architectures import ARCHITECTURES, POSITIONS, ROTARY_FACTORS, Architecture, architecture_for
+from ..gguf.config_keys import config_from, metadata_of, rotary_factors
+from ..gguf.model_file import is_gguf
+from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
+from ..gguf.tensor_ranges import FLOATS, Heads
+from ..gguf.vocabulary import TOKENIZER, keys_of
+from ..hf.tokenizer_files import tokenizer_files
+from ..io.atomic_write import written_aside
+from ..io.writable import check_writable
+from ..models.registry import config_from_dict
+from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of
+
+_STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
+
+
+def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
+    """Check that a GGUF file may be written to `path`.
+
+    Raises:
+        UsageError: it exists and `force` is false or it is no GGUF file; or it is what is read, or cannot be written.
+    """
+    check_apart(path, source)
+    if path.exists() or path.is_symlink():
+        if not force:
+            raise UsageError(f"{path} exists; name another file, or replace it with --force")
+        if not is_gguf(path) or path.is_symlink():
+            raise UsageError(f"{path} is no GGUF file, and --force replaces those only; name another file")
+    check_writable(path, "")
+
+
+def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: bool = False) -> Converted:
+    """Write a model as a GGUF file.
+
+    Raises:
+        UsageError: the file may not be written, the family has no architecture there, or its config cannot be said.
+        DataError: the gguf package is not installed, or the model is broken.
+        StorageError: the disk is full or failed; a file that existed is kept.
+    """
+    check_writer()
+    check_gguf_target(path, source.path, force=force)
+    architecture, metadata = _described(source)
+    kinds, stayed = kinds_of(source, asked)
+    dtypes, tensors = source.dtypes(), dict[str, tuple[str, tuple[int, ...]]]()
+    here: dict[str, str] = {}
+    for name, shape in source.shapes().items():
+        here[name] = short = _name_here(architecture, name)
+        tensors[short] = _kind(short, shape, kinds[name], dtypes[name]), shape[::-1] if architecture.is_transposed(short) else shape
+    factors = _factors(source.config)
+    if factors is not None:
+        tensors = {ROTARY_FACTORS: ("F32", factors.shape), **tensors}
+    metadata |= {"general.name": path.stem, "general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
+    metadata |= {"general.quantization_version": 2, **_vocabulary(source)}
+    try:
+        with written_aside(path) as new:
+            made = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
+            if factors is not None:
+                made[ROTARY_FACTORS].values().write(factors)
+            copy_weights(source, {name: made[short].values() for name, short in here.items()}, kinds, asked)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
+    weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name != ROTARY_FACTORS)
+    return Converted(source.nbytes, sum(nbytes_of(*each) for each in tensors.values()), weights, stayed)
+
+
+def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
+    """The architecture and the metadata of a model's config.
+
+    Raises:
+        UsageError: the family has no architecture, or the config says what its keys cannot.
+    """
+    config = source.config
+    architecture = architecture_for(config.model_type)
+    if architecture is None:
+        families = ", ".join(sorted({kind for each in ARCHITECTURES.values() for kind in each.model_types}))
+        raise UsageError(f"{source.path} is a {config.model_type}, and GGUF files are written of {families}; write a directory instead")
+    values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
+    values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
+    metadata = metadata_of(values, architecture)
+    shapes = {_name_here(architecture, name): shape for name, shape in source.shapes().items()}
+    advice = f"{source.path} cannot be written as GGUF, whose {architecture.name} is another model in"
+    try:
+        values = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
+        again: Any = config_from_dict(values)
+        again = replace(again, initializer_range=config.initializer_range)
+    except (DataError, UsageError) as error:
+        raise UsageError(f"{advice} this: {error}") from None
+    if again.with_dropout(0.0).description != config.with_dropout(0.0).description:
+        ours, theirs = config.to_dict(), again.to_dict()
+        keys = [key for key in ours if ours[key] != theirs.get(key) and "drop" not in key]
+        raise UsageError(f"{advice} {', '.join(f'{key} {ours[key]}' for key in keys)}; write a directory instead")
+    return architecture, metadata
+
+
+def _name_here(architecture: Architecture, name: str) -> str:
+    short = architecture.name_here(name)
+    if short is None:
+        raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}; write a directory instead")
+    return short
+
+
+def _kind(name: str, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> str:
+    """The type of a tensor: vectors and positions are F32, as llama.cpp wants them."""
+    if len(shape) == 1 or name == POSITIONS:
+        return "F32"
+    return kind.upper() if kind in BLOCK_FORMATS or kind.upper() in FLOATS else _STORED.get(dtype, "F32").replace("F64", "F32")
+
+
+def _factors(config: Any) -> np.ndarray[Any, Any] | None:
+    """What rotary frequencies are divided by, where a Llama 3 scales them."""
+    scaling = getattr(config, "rope_scaling", None)
+    return None if scaling is None or scaling.rope_type != "llama3" else rotary_factors(scaling.to_dict(), config.rope_theta, config.head_size)
+
+
+def _vocabulary(source: Convertible) -> dict[str, Any]:
+    """The metadata of a tokenizer; llama.cpp is told where there is none."""
+    if source.tokenizer is None:
+        return {"tokenizer.ggml.model": "none"}
+    files, special = tokenizer_files(source.tokenizer, source.config.n_positions), source.special
+    assert TOKENIZER in files
+    return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos)

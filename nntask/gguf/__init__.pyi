@@ -1,0 +1,3 @@
+from .model_file import GgufModel, is_gguf, open_gguf
+
+__all__ = ["GgufModel", "is_gguf", "open_gguf"]

@@ -1,0 +1,152 @@
+"""Architectures of GGUF files: which family of ours each is, how its tensors are called, and how their layout differs from transformers' files.
+
+Names are those of llama.cpp (``gguf.constants``, ``gguf.tensor_mapping``). Its LLaMA has the rows of queries and keys in the order in which rotary
+positions turn them, its Gemma has norms with the 1 added that the model adds, and matrices are (out, in) everywhere, GPT-2's included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+_BLOCK: Final = "blk."
+ROTARY_FACTORS: Final = "rope_freqs.weight"
+"""A tensor that says how rotary frequencies are scaled, and is no weight."""
+EMBEDDING: Final = "token_embd.weight"
+HEAD: Final = "output.weight"
+POSITIONS: Final = "position_embd.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """An architecture.
+
+    Args:
+        name: under general.architecture.
+        model_types: families of ours that are written so; a file is read as one of the first, unless its keys say another.
+        blocks: what the names of blocks begin with in transformers' files.
+        inside: module of a block in transformers' files -> its name here.
+        outside: other modules.
+        transposed: names of modules whose matrices transformers has as (in, out).
+        paired: whether rows of queries and keys are in pairs.
+        norm_shift: added to the weights of norms here.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    blocks: str = "model.layers."
+    inside: Mapping[str, str]
+    outside: Mapping[str, str]
+    transposed: tuple[str, ...] = ()
+    paired: bool = False
+    norm_shift: float = 0.0
+    theirs: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        swapped = {short: module for names in (self.inside, self.outside) for module, short in names.items()}
+        object.__setattr__(self, "theirs", swapped)
+
+    def name_here(self, name: str) -> str | None:
+        """The name of a tensor of transformers' files; None for one that has none."""
+        path, _, kind = name.rpartition(".")
+        if path in self.outside:
+            return f"{self.outside[path]}.{kind}"
+        number, _, module = path.removeprefix(self.blocks).partition(".")
+        if not path.startswith(self.blocks) or module not in self.inside:
+            return None
+        return f"{_BLOCK}{number}.{self.inside[module]}.{kind}"
+
+    def name_there(self, name: str) -> str:
+        """The name of a tensor of a GGUF file in transformers' files; as it is where it is unknown."""
+        path, _, kind = name.rpartition(".")
+        number, _, short = path.removeprefix(_BLOCK).partition(".")
+        if path.startswith(_BLOCK) and short in self.theirs:
+            return f"{self.blocks}{number}.{self.theirs[short]}.{kind}"
+        return f"{self.theirs[path]}.{kind}" if path in self.theirs else name
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether the matrix of a name here is (in, out) in transformers' files."""
+        return name.endswith(tuple(f".{short}.weight" for short in self.transposed))
+
+    def is_paired(self, name: str) -> bool:
+        """Whether the rows of a name here are in pairs."""
+        return self.paired and name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
+
+    def shift(self, name: str) -> float:
+        """What is added to the values of a name here."""
+        return self.norm_shift if name.endswith("norm.weight") else 0.0
+
+
+_OUTSIDE: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_INSIDE: Final = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_HEAD_NORMS: Final = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_LLAMA: Final = Architecture(name="llama", model_types=("llama", "mistral"), inside=_INSIDE, outside=_OUTSIDE, paired=True)
+
+_ALL: Final = (
+    Architecture(
+        name="gpt2",
+        model_types=("gpt2",),
+        blocks="transformer.h.",
+        inside={
+            "ln_1": "attn_norm",
+            "attn.c_attn": "attn_qkv",
+            "attn.c_proj": "attn_output",
+            "ln_2": "ffn_norm",
+            "mlp.c_fc": "ffn_up",
+            "mlp.c_proj": "ffn_down",
+        },
+        outside={"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm", "lm_head": "output"},
+        transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+    ),
+    _LLAMA,
+    replace(_LLAMA, name="qwen2", model_types=("qwen2",), paired=False),
+    replace(_LLAMA, name="qwen3", model_types=("qwen3",), paired=False, inside={**_INSIDE, **_HEAD_NORMS}),
+    replace(
+        _LLAMA,
+        name="gemma3",
+        model_types=("gemma3_text",),
+        paired=False,
+        norm_shift=1.0,
+        inside={
+            **_INSIDE,
+            **_HEAD_NORMS,
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        },
+    ),
+    replace(
+        _LLAMA,
+        name="phi2",
+        model_types=("phi",),
+        paired=False,
+        inside={
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.dense": "attn_output",
+            "mlp.fc1": "ffn_up",
+            "mlp.fc2": "ffn_down",
+        },
+        outside={"model.embed_tokens": "token_embd", "model.final_layernorm": "output_norm", "lm_head": "output"},
+    ),
+)
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {each.name: each for each in _ALL}
+"""general.architecture -> architecture."""
+
+
+def architecture_for(model_type: str) -> Architecture | None:
+    """The architecture that models of a family are written as; None where there is none."""
+    return next((each for each in _ALL if model_type in each.model_types), None)

@@ -1,0 +1,156 @@
+"""Tensors of a GGUF file as ranges with the names and layouts of transformers' files, to read and to write.
+
+Floats are ranges of the file itself. Blocks of quantised weights are seen as fp32 (`DecodedBlocks`), and with their bytes as matrices (out, bytes).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from tiles import BLOCK_FORMATS, BlockFormat, block_format
+
+from ..errors import DataError
+from ..io.gguf_file import TensorType
+from ..io.strided_ranges import ByteFile, FileRange, strides_of
+from ..io.translated_files import DecodedBlocks, PairedRows, ShiftedValues
+from .architectures import POSITIONS, Architecture
+
+FLOATS: Final[Mapping[str, np.dtype[Any]]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+}
+_BYTEWISE: Final = np.dtype(np.uint8)
+_ITEM: Final = np.dtype(np.float32)
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Numbers of heads.
+
+    Args:
+        queries, keys: H and G.
+    """
+
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Heads:
+        """Those of a config in transformers' JSON."""
+        queries = values.get("num_attention_heads", values.get("n_head"))
+        return cls(queries, values.get("num_key_value_heads") or queries) if type(queries) is int else cls(1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedTensor:
+    """A tensor in a GGUF file.
+
+    Args:
+        file: the file.
+        name: of the tensor there.
+        type: of its values.
+        shape: as the file has it, the last axis contiguous.
+        offset: of its first byte.
+        architecture: of the file.
+        heads: of its model.
+    """
+
+    file: ByteFile
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+    architecture: Architecture
+    heads: Heads
+
+    @property
+    def format(self) -> BlockFormat | None:
+        """The format of quantised matrices that products take as they are; None for other tensors."""
+        return BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 and self.name != POSITIONS else None
+
+    def blocks(self) -> FileRange:
+        """The bytes of a quantised matrix, (out, bytes of a row)."""
+        file, offset = self._paired()
+        shape = (self.shape[0], self._row_nbytes)
+        return FileRange(file, _BYTEWISE, offset, shape, strides_of(shape, _BYTEWISE))
+
+    def values(self) -> FileRange:
+        """The values with the shape that transformers' files have, to read or to write.
+
+        Raises:
+            DataError: the type is not read here.
+        """
+        file, offset = self._paired()
+        dtype = FLOATS.get(self.type.name)
+        if dtype is None:
+            file, offset, dtype = self._decoded(file, offset), 0, _ITEM
+        if shift := self.architecture.shift(self.name):
+            if dtype != _ITEM:
+                raise DataError(f"{self.name} in {self.file.path} has the type {self.type.name}, and norms are F32; convert the model again")
+            file, offset = ShiftedValues(file, offset, shift), 0
+        strides = strides_of(self.shape, dtype)
+        if self.architecture.is_transposed(self.name) and len(self.shape) == 2:
+            return FileRange(file, dtype, offset, self.shape[::-1], strides[::-1])
+        return FileRange(file, dtype, offset, self.shape, strides)
+
+    @property
+    def _row_nbytes(self) -> int:
+        return self.shape[-1] // self.type.block_values * self.type.block_bytes if len(self.shape) > 1 else self.type.block_bytes
+
+    def _paired(self) -> tuple[ByteFile, int]:
+        """A file with the rows in transformers' order, and the offset of the first one there."""
+        heads = self.heads.queries if ".attn_q." in self.name else self.heads.keys
+        rows = self.shape[0] // heads if heads else 0
+        if not self.architecture.is_paired(self.name) or rows * heads != self.shape[0] or rows % 2 or len(self.shape) > 2:
+            return self.file, self.offset
+        return PairedRows(self.file, self.offset, self._row_nbytes, rows), 0
+
+    def _decoded(self, file: ByteFile, offset: int) -> DecodedBlocks:
+        kind, known = self.type, BLOCK_FORMATS.get(self.type.name.lower())
+        if known is not None:
+            return DecodedBlocks(
+                file,
+                offset,
+                kind.block_values,
+                kind.block_bytes,
+                lambda raw: block_format.decode(raw, known),
+                lambda some: block_format.encode(some, known),
+            )
+        return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, self._foreign())
+
+    def _foreign(self) -> Callable[[Array], Array]:
+        """The decoder of a type that the gguf package knows.
+
+        Raises:
+            DataError: it does not, or is not installed.
+        """
+        ours = ", ".join((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS)))
+        if importlib.util.find_spec("gguf") is None:
+            raise DataError(
+                f"{self.name} in {self.file.path} has the type {self.type.name}, which the gguf package decodes; pip install -e '.[gguf]', "
+                f"or use a file of {ours}"
+            )
+        import gguf
+
+        number = gguf.GGMLQuantizationType[self.type.name]
+        try:
+            gguf.quants.dequantize(np.zeros((1, self.type.block_bytes), np.uint8), number)
+        except NotImplementedError:
+            raise DataError(f"{self.name} in {self.file.path} has the type {self.type.name}, which is not read here; use a file of {ours}") from None
+
+        def decoded(raw: Array) -> Array:
+            with np.errstate(all="ignore"):
+                values: Array = gguf.quants.dequantize(raw, number)
+            return values
+
+        return decoded

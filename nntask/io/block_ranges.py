@@ -1,0 +1,141 @@
+"""Quantised weights in files: matrices of numbers whose bytes lie in a file as blocks (`tiles.block_format`), and how a safetensors file names them.
+
+In safetensors, which have no types of blocks, such a matrix is a tensor U8 (rows, bytes of a row), and the header's metadata has under "quantised" a
+JSON object, name -> format. Rows are features out, also in families whose files have other matrices as (in, out).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tiles import BLOCK_FORMATS, BlockFormat, block_format
+
+from ..errors import DataError
+from .strided_ranges import ByteFile, FileRange, RowGroups, Rows
+
+Array = npt.NDArray[Any]
+QUANTISED: Final = "quantised"
+"""Key of the formats in a safetensors header's metadata."""
+_FP32: Final = np.dtype(np.float32)
+_AT_ONCE: Final = 1 << 14
+"""Numbers that are decoded at a time."""
+
+
+def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], path: Any) -> dict[str, BlockFormat]:
+    """Name -> format of the quantised matrices of a safetensors file.
+
+    Args:
+        metadata: of its header.
+        ranges: of its tensors.
+        path: for messages.
+
+    Raises:
+        DataError: what the metadata say is not so, or of a format that is not known here.
+    """
+    text = metadata.get(QUANTISED)
+    if text is None:
+        return {}
+    try:
+        named = json.loads(text)
+        pairs = {str(name): str(kind) for name, kind in named.items()}
+    except (ValueError, AttributeError, RecursionError):
+        raise DataError(f'{path} has a list of quantised tensors that does not read: {text[:80]}; write it as {{"name": "q8_0"}}') from None
+    for name, kind in pairs.items():
+        if kind not in BLOCK_FORMATS:
+            raise DataError(f"{name} in {path} is quantised as {kind[:40]}, and only {' and '.join(BLOCK_FORMATS)} are read here; quantise it so")
+        found = ranges.get(name)
+        block_bytes = BLOCK_FORMATS[kind].block_bytes
+        if found is None or found.dtype != np.uint8 or len(found.shape) != 2 or 0 in found.shape or found.shape[1] % block_bytes:
+            what = "is not there" if found is None else f"is {found.dtype.name} of shape {found.shape}"
+            raise DataError(f"{name} in {path} must be U8 (rows, whole blocks of {block_bytes} bytes) as {kind}, and {what}; copy the file again")
+    return {name: BLOCK_FORMATS[kind] for name, kind in pairs.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """A quantised matrix in a file, or a window of one, as numbers.
+
+    Args:
+        blocks: bytes (rows, bytes of a row) in the file, of whole blocks.
+        block_format: how they are stored.
+        first, stop: columns of the numbers that the window has.
+        is_turned: whether the matrix is the transpose of what is stored.
+    """
+
+    blocks: Rows
+    block_format: BlockFormat
+    first: int
+    stop: int
+    is_turned: bool = False
+
+    @classmethod
+    def of(cls, blocks: Rows, block_format: BlockFormat, *, is_turned: bool = False) -> BlockRange:
+        """The whole of what is stored."""
+        return cls(blocks, block_format, 0, block_format.columns(blocks.shape[1]), is_turned)
+
+    @property
+    def file(self) -> ByteFile:
+        """The open file."""
+        return self.blocks.file
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the numbers."""
+        return _FP32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the numbers."""
+        stored = self.blocks.shape[0], self.stop - self.first
+        return stored[::-1] if self.is_turned else stored
+
+    def __getitem__(self, slices: Sequence[slice]) -> BlockRange:
+        """The window of one slice (start:stop) per axis."""
+        bounds = [each.indices(extent)[:2] for each, extent in zip(slices, self.shape, strict=True)]
+        (top, bottom), (left, right) = bounds[::-1] if self.is_turned else bounds
+        size = self.block_format.block_values
+        skipped, end = (self.first + left) // size, -(-(self.first + right) // size)
+        nbytes = self.block_format.block_bytes
+        blocks = self.blocks[(slice(top, bottom), slice(skipped * nbytes, end * nbytes))]
+        shift = skipped * size
+        return replace(self, blocks=blocks, first=self.first + left - shift, stop=self.first + right - shift)
+
+    def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
+        """Scratch memory of `read`, in bytes: what is stored, and some decoded rows."""
+        rows, row_bytes = self.blocks.shape
+        return rows * row_bytes
+
+    def read(self, out: Array, scratch: Array | None = None) -> None:
+        """Fill `out` with the numbers, converted to its element type; a few of them exist besides.
+
+        Raises:
+            StorageError: the file cannot be read, or has changed.
+        """
+        stored = np.ndarray(self.blocks.shape, np.uint8, buffer=scratch)
+        self.blocks.read(stored)
+        target, step = out.T if self.is_turned else out, max(1, _AT_ONCE // self.block_format.columns(stored.shape[1]))
+        for row in range(0, stored.shape[0], step):
+            target[row : row + step] = block_format.decode(stored[row : row + step], self.block_format)[:, self.first : self.stop]
+
+
+def first_bad_scale(blocks: Array, block_format: BlockFormat) -> Any:
+    """The first scale of blocks (rows, bytes of a row) that is infinite or NaN; None if all are finite."""
+    for row in range(0, blocks.shape[0], max(1, _AT_ONCE // blocks.shape[1])):
+        each = blocks[row : row + max(1, _AT_ONCE // blocks.shape[1])].reshape(-1, block_format.block_bytes)
+        scales = np.ascontiguousarray(each[:, :2]).view("<f2")
+        if not np.isfinite(scales).all():
+            return scales[~np.isfinite(scales)][0]
+    return None
+
+
+def turned(rows: Rows) -> Rows:
+    """The transpose of a range."""
+    if isinstance(rows, RowGroups):
+        raise DataError(f"{rows.file.path} stores rows by heads and features in first, which no family does; convert the model again")
+    return FileRange(rows.file, rows.dtype, rows.offset, rows.shape[::-1], rows.strides[::-1])

@@ -1,0 +1,295 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie.
+
+The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: the letters GGUF, counts of tensors
+and keys, the keys with values, an entry for each tensor, and behind padding the tensors. A file is believed nothing: every length and count is
+compared with the bytes that are there before memory is taken for it, and a header may have 128 MiB and four million texts. The reader of the gguf
+package maps the file and trusts it, so that one is not used. A file that breaks a rule is refused with one sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import StorageError
+from .strided_ranges import OpenFile
+
+SUFFIX: Final = ".gguf"
+MAGIC: Final = b"GGUF"
+ALIGNMENT: Final = 32
+"""Tensors begin at multiples of it, unless the metadata says another number under `ALIGNMENT_KEY`."""
+ALIGNMENT_KEY: Final = "general.alignment"
+_LARGEST_HEADER: Final = 128 << 20
+_MOST_TEXTS: Final = 1 << 22
+"""In all lists of a file: a text takes several times as much memory as bytes of the file."""
+_LARGEST_NAME: Final = 65535
+_LARGEST_RANK: Final = 4
+_LARGEST_ALIGNMENT: Final = 1 << 20
+_READ_AT_ONCE: Final = 1 << 20
+_STRING: Final = 8
+_ARRAY: Final = 9
+_BOOL: Final = 7
+_SCALARS: Final[Mapping[int, str]] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+"""Number of a type of values -> its letter for `struct`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """How the values of a tensor are stored.
+
+    Args:
+        name: as ggml calls it.
+        block_values, block_bytes: values of a block, neighbours along a row, and its bytes.
+    """
+
+    name: str
+    block_values: int
+    block_bytes: int
+
+
+def _types() -> dict[int, TensorType]:
+    plain = {0: ("F32", 4), 1: ("F16", 2), 24: ("I8", 1), 25: ("I16", 2), 26: ("I32", 4), 27: ("I64", 8), 28: ("F64", 8), 30: ("BF16", 2)}
+    of_32 = {
+        2: ("Q4_0", 18),
+        3: ("Q4_1", 20),
+        6: ("Q5_0", 22),
+        7: ("Q5_1", 24),
+        8: ("Q8_0", 34),
+        9: ("Q8_1", 40),
+        20: ("IQ4_NL", 18),
+        39: ("MXFP4", 17),
+    }
+    of_256 = {10: ("Q2_K", 84), 11: ("Q3_K", 110), 12: ("Q4_K", 144), 13: ("Q5_K", 176), 14: ("Q6_K", 210), 15: ("Q8_K", 292), 16: ("IQ2_XXS", 66)}
+    of_256 |= {17: ("IQ2_XS", 74), 18: ("IQ3_XXS", 98), 19: ("IQ1_S", 50), 21: ("IQ3_S", 110), 22: ("IQ2_S", 82), 23: ("IQ4_XS", 136)}
+    of_256 |= {29: ("IQ1_M", 56), 34: ("TQ1_0", 54), 35: ("TQ2_0", 66)}
+    groups = ((1, plain), (32, of_32), (256, of_256))
+    return {number: TensorType(name, values, nbytes) for values, group in groups for number, (name, nbytes) in group.items()}
+
+
+TENSOR_TYPES: Final[Mapping[int, TensorType]] = _types()
+"""Number in files -> type; ggml has added more since."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """An entry for a tensor.
+
+    Args:
+        type: of its values.
+        shape: extents per axis, the last one contiguous (files have them the other way round).
+        offset: of its first byte in the file.
+        nbytes: of the tensor.
+    """
+
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """An open GGUF file, whose header has been read and checked.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        header_nbytes: bytes before the first tensor.
+        metadata: key -> number, bool, text, list of texts, or array of numbers or bools.
+        tensors: name -> entry.
+        file: the open file, for ranges of it.
+
+    Raises:
+        StorageError: the file cannot be read, is none of this format, or breaks a rule of it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.file = OpenFile(self.path)
+            self._nbytes = os.fstat(self.file.fd).st_size
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}; give an existing GGUF file") from None
+        cursor = _Cursor(self.file, self._nbytes)
+        num_tensors, num_keys = self._start(cursor)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = cursor.name("a key")
+            if key in self.metadata:
+                raise cursor.broken(f"it has the key {key[:80]!r} twice")
+            self.metadata[key] = _value(cursor, cursor.scalar("I"), key)
+        entries = self._entries(cursor, num_tensors)
+        self.header_nbytes = cursor.offset
+        self.tensors = self._placed(cursor, entries)
+
+    def _start(self, cursor: _Cursor) -> tuple[int, int]:
+        """(number of tensors, number of keys)."""
+        magic = cursor.take(4, "its first letters")
+        if magic != MAGIC:
+            raise cursor.broken(f"it begins with {magic!r} and not with {MAGIC!r}")
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            how = "is of a big-endian machine" if version and version & 0xFFFF == 0 else f"has version {version}"
+            raise cursor.broken(f"it {how}, and versions 2 and 3, little-endian, are read")
+        num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+        cursor.expect(num_keys, 13, "keys")  # of a length, a type and a value of one byte each
+        cursor.expect(num_tensors, 32, "tensors")  # of a length, a rank, one extent, a type and an offset each
+        return num_tensors, num_keys
+
+    def _entries(self, cursor: _Cursor, count: int) -> dict[str, tuple[TensorType, tuple[int, ...], int]]:
+        """Name -> (type, shape, offset from the first tensor)."""
+        entries: dict[str, tuple[TensorType, tuple[int, ...], int]] = {}
+        for _ in range(count):
+            name = cursor.name("a tensor's name")
+            if name in entries:
+                raise cursor.broken(f"it has the tensor {name[:80]!r} twice")
+            rank = cursor.scalar("I")
+            if not 1 <= rank <= _LARGEST_RANK:
+                raise cursor.broken(f"its tensor {name[:80]!r} has {rank} axes, and there may be 1 to {_LARGEST_RANK}")
+            shape = tuple(reversed([cursor.scalar("Q") for _ in range(rank)]))
+            number, offset = cursor.scalar("I"), cursor.scalar("Q")
+            kind = TENSOR_TYPES.get(number)
+            if kind is None:
+                raise StorageError(
+                    f"{name[:80]} in {self.path} has the type number {number}, which is not known here; "
+                    "use a file of type F32, F16, BF16, Q8_0 or Q4_0"
+                )
+            entries[name] = kind, shape, offset
+        return entries
+
+    def _placed(self, cursor: _Cursor, entries: Mapping[str, tuple[TensorType, tuple[int, ...], int]]) -> dict[str, GgufTensor]:
+        """Name -> entry, all of them aligned, apart from each other, and inside the file."""
+        alignment = self.metadata.get(ALIGNMENT_KEY, ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
+            raise cursor.broken(f"its {ALIGNMENT_KEY} must be a power of two up to {_LARGEST_ALIGNMENT}, got {str(alignment)[:40]}")
+        first = -(-cursor.offset // alignment) * alignment
+        found: dict[str, GgufTensor] = {}
+        end, before = first, "the header"
+        for name, (kind, shape, offset) in sorted(entries.items(), key=lambda entry: entry[1][2]):
+            count = prod(shape)
+            if count == 0 or shape[-1] % kind.block_values:
+                raise cursor.broken(
+                    f"its tensor {name[:80]!r} of type {kind.name} has shape {shape}, and rows are whole blocks of {kind.block_values}"
+                )
+            nbytes, start = count // kind.block_values * kind.block_bytes, first + offset
+            if offset % alignment or start + nbytes > self._nbytes:
+                raise cursor.broken(
+                    f"its tensor {name[:80]!r} claims bytes {start} to {start + nbytes} of {self._nbytes}, and must lie inside, "
+                    f"at a multiple of {alignment} behind {first}"
+                )
+            if start < end:
+                raise cursor.broken(f"its tensor {name[:80]!r} begins at byte {start}, inside of {before}")
+            found[name] = GgufTensor(kind, shape, start, nbytes)
+            end, before = start + nbytes, name[:80]
+        return {name: found[name] for name in entries}
+
+
+def _value(cursor: _Cursor, kind: int, key: str) -> Any:
+    """The value that comes next.
+
+    Args:
+        kind: number of its type.
+        key: the name it has, for messages.
+    """
+    if kind == _STRING:
+        return cursor.text(f"the value of {key[:80]!r}")
+    if kind in _SCALARS:
+        value = cursor.scalar(_SCALARS[kind])
+        return bool(value) if kind == _BOOL else value
+    if kind != _ARRAY:
+        raise cursor.broken(f"its {key[:80]!r} has the type number {kind} of values, which does not exist")
+    inner, count = cursor.scalar("I"), cursor.scalar("Q")
+    if inner == _ARRAY:
+        raise cursor.broken(f"its {key[:80]!r} is a list of lists, which no known key is")
+    if inner == _STRING:
+        cursor.expect_texts(count, key)
+        return [cursor.text(f"a text of {key[:80]!r}") for _ in range(count)]
+    if inner not in _SCALARS:
+        raise cursor.broken(f"its {key[:80]!r} is a list of the type number {inner}, which does not exist")
+    dtype = np.dtype(f"<{_SCALARS[inner]}")
+    cursor.expect(count, dtype.itemsize, f"values of {key[:80]!r}")
+    values = np.frombuffer(cursor.take(count * dtype.itemsize, f"values of {key[:80]!r}"), dtype)
+    return values.astype(np.bool_) if inner == _BOOL else values
+
+
+class _Cursor:
+    """A position in a header, which moves forward.
+
+    Args:
+        file: the file.
+        nbytes: its size.
+    """
+
+    def __init__(self, file: OpenFile, nbytes: int) -> None:
+        self._file, self._nbytes = file, nbytes
+        self._window, self._first = b"", 0
+        self._num_texts = 0
+        self.offset = 0
+
+    def broken(self, how: str) -> StorageError:
+        """The error of a file that breaks a rule."""
+        return StorageError(f"{self._file.path} is not a whole GGUF file: {how}; copy it again, or use another file")
+
+    def expect(self, count: int, each: int, what: str) -> None:
+        """Check that so many things of at least `each` bytes can follow."""
+        if count * each > self._available():
+            raise self.broken(f"it claims {count} {what} from byte {self.offset} on, and {self._available()} bytes of a header can follow")
+
+    def expect_texts(self, count: int, key: str) -> None:
+        """Check that so many texts can follow."""
+        self.expect(count, 8, f"texts of {key[:80]!r}")
+        self._num_texts += count
+        if self._num_texts > _MOST_TEXTS:
+            raise self.broken(f"its lists have {self._num_texts} texts up to {key[:80]!r}, and there may be {_MOST_TEXTS}")
+
+    def take(self, count: int, what: str) -> bytes:
+        """The next bytes."""
+        begin = self.offset - self._first
+        if begin + count > len(self._window):
+            self.expect(count, 1, f"bytes of {what}")
+            self._window = self._read(max(count, min(_READ_AT_ONCE, self._available())))
+            self._first, begin = self.offset, 0
+        self.offset += count
+        return self._window[begin : begin + count]
+
+    def scalar(self, letter: str) -> Any:
+        """The next number."""
+        return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), "a number"))[0]
+
+    def text(self, what: str, most: int = _LARGEST_HEADER) -> str:
+        """The next text: a length, and letters in UTF-8."""
+        count = self.scalar("Q")
+        if count > most:
+            raise self.broken(f"{what} at byte {self.offset} has {count} bytes, and there may be {most}")
+        raw = self.take(count, what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.broken(f"{what} at byte {self.offset - count} is not UTF-8") from None
+
+    def name(self, what: str) -> str:
+        """The next text, which is a name and so has no lines."""
+        found = self.text(what, _LARGEST_NAME)
+        if not found.isprintable():
+            raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names are of letters that print")
+        return found
+
+    def _available(self) -> int:
+        return max(0, min(self._nbytes, _LARGEST_HEADER) - self.offset)
+
+    def _read(self, count: int) -> bytes:
+        found = bytearray(count)
+        done = 0
+        while done < count:
+            more = self._file.read_at(memoryview(found)[done:], self.offset + done)
+            if more == 0:
+                raise self.broken("it became shorter while it was read")
+            done += more
+        return bytes(found)

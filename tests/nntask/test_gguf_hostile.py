@@ -1,0 +1,198 @@
+"""Broken and hostile GGUF files: one sentence, exit code 6, no memory taken, and no reading beyond the header."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.gguf_files import write_gguf
+from support.model_directories import write_model
+from support.transformers_oracle import CONFIGS, hf_model
+
+from nntask.errors import NntaskError, StorageError
+from nntask.gguf import open_gguf
+from nntask.gguf.model_file import GgufModel
+from nntask.io.gguf_file import TENSOR_TYPES, GgufFile
+from wrappers.cli import main
+
+U32, STRING, ARRAY, U64, F32 = 4, 8, 9, 10, 6
+HUGE = 1 << 60
+EXAMPLES = 300
+
+
+def text(value: str | bytes, length: int | None = None) -> bytes:
+    """A text, or one that claims another length."""
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw) if length is None else length) + raw
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    """A key with its value."""
+    return text(key) + struct.pack("<I", kind) + value
+
+
+ARCHITECTURE = pair("general.architecture", STRING, text("gpt2"))
+
+
+def tensor(name: str = "a", shape: tuple[int, ...] = (4,), kind: int = 0, offset: int = 0) -> bytes:
+    """An entry; shape in the order of the file."""
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def file_of(pairs: list[bytes], tensors: list[bytes], *, data: int = 64, magic: bytes = b"GGUF", version: int = 3, counts=None) -> bytes:
+    """A file; `counts` of tensors and keys if they are not those that are there."""
+    counts = (len(tensors), len(pairs)) if counts is None else counts
+    header = magic + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
+    return header + bytes(-len(header) % 32 + data)
+
+
+def nested(depth: int) -> bytes:
+    """A list of lists of lists ..."""
+    return pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * depth + struct.pack("<IQB", 0, 1, 1))
+
+
+CASES = {
+    "empty": b"",
+    "three bytes": b"GGU",
+    "other magic": file_of([], [], magic=b"GGML"),
+    "version 1": file_of([], [], version=1),
+    "version 4": file_of([], [], version=4),
+    "big-endian": file_of([], [], version=3 << 24),
+    "2^60 keys": file_of([ARCHITECTURE], [], counts=(0, HUGE)),
+    "2^64 - 1 keys": file_of([ARCHITECTURE], [], counts=(0, (1 << 64) - 1)),
+    "2^60 tensors": file_of([ARCHITECTURE], [tensor()], counts=(HUGE, 1)),
+    "a key of 2^60 letters": file_of([text("a", HUGE) + struct.pack("<I", U32)], []),
+    "a text of 2^60 letters": file_of([pair("a", STRING, text("b", HUGE))], []),
+    "a text beyond the end": file_of([pair("a", STRING, text("b", 200))], []),
+    "a list of 2^60 numbers": file_of([pair("a", ARRAY, struct.pack("<IQ", U64, HUGE))], []),
+    "a list of 2^61 numbers": file_of([pair("a", ARRAY, struct.pack("<IQ", U64, HUGE << 1))], []),
+    "a list of 2^60 texts": file_of([pair("a", ARRAY, struct.pack("<IQ", STRING, HUGE))], []),
+    "lists of lists": file_of([nested(1)], []),
+    "ten thousand lists of lists": file_of([nested(10_000)], []),
+    "a list of nothing known": file_of([pair("a", ARRAY, struct.pack("<IQ", 77, 1))], []),
+    "a value of nothing known": file_of([pair("a", 77, b"")], []),
+    "no UTF-8": file_of([pair("a", STRING, text(b"\xff\xfe"))], []),
+    "a key of two lines": file_of([pair("a\nb", U32, bytes(4))], []),
+    "a tensor of two lines": file_of([ARCHITECTURE], [tensor("a\nb")]),
+    "a key twice": file_of([ARCHITECTURE, ARCHITECTURE], []),
+    "a tensor twice": file_of([ARCHITECTURE], [tensor(), tensor(offset=32)]),
+    "no axes": file_of([ARCHITECTURE], [tensor(shape=())]),
+    "2^32 - 1 axes": file_of([ARCHITECTURE], [text("a") + struct.pack("<I", (1 << 32) - 1)]),
+    "an axis of 2^60": file_of([ARCHITECTURE], [tensor(shape=(HUGE,))]),
+    "axes whose product is 2^64": file_of([ARCHITECTURE], [tensor(shape=(1 << 32, 1 << 32))]),
+    "an empty tensor": file_of([ARCHITECTURE], [tensor(shape=(4, 0))]),
+    "a type that is unknown": file_of([ARCHITECTURE], [tensor(kind=1000)]),
+    "cut blocks": file_of([ARCHITECTURE], [tensor(shape=(33,), kind=8)]),
+    "an offset beyond the end": file_of([ARCHITECTURE], [tensor(offset=96)]),
+    "an offset of 2^63": file_of([ARCHITECTURE], [tensor(offset=1 << 63)]),
+    "an offset that is odd": file_of([ARCHITECTURE], [tensor(offset=4)]),
+    "tensors on each other": file_of([ARCHITECTURE], [tensor(shape=(16,)), tensor("b", offset=32)]),
+    "a tensor that is cut": file_of([ARCHITECTURE], [tensor(shape=(17,))]),
+    "an alignment of 0": file_of([ARCHITECTURE, pair("general.alignment", U32, struct.pack("<I", 0))], [tensor()]),
+    "an alignment of 3": file_of([ARCHITECTURE, pair("general.alignment", U32, struct.pack("<I", 3))], [tensor()]),
+    "an alignment of 2^31": file_of([ARCHITECTURE, pair("general.alignment", U32, struct.pack("<I", 1 << 31))], [tensor()]),
+    "an alignment of NaN": file_of([ARCHITECTURE, pair("general.alignment", F32, struct.pack("<f", float("nan")))], [tensor()]),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence with the name of the file, exit code 6, and less than 2 MiB of memory."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(CASES[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(StorageError) as caught:
+            GgufFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(caught.value)
+    assert main(["generate", str(path), "--prompt", "x"]) == 6
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert len(err) < 400 + len(str(path))
+
+
+def test_a_sparse_file_takes_no_memory(tmp_path: Path) -> None:
+    """A file that is as long as its claims, by holes: headers end at 128 MiB, and lists at four million texts."""
+    for kind, count, words in ((U64, 1 << 30, "can follow"), (STRING, 1 << 23, "there may be"), (0, 1 << 33, "can follow")):
+        path = tmp_path / f"{kind}.gguf"
+        path.write_bytes(file_of([pair("a", ARRAY, struct.pack("<IQ", kind, count))], []))
+        with path.open("r+b") as file:
+            file.truncate(1 << 36)
+        tracemalloc.start()
+        try:
+            with pytest.raises(StorageError, match=words):
+                GgufFile(path)
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    """Names and sizes."""
+    for number, ours in TENSOR_TYPES.items():
+        theirs = gguf.GGMLQuantizationType(number)
+        assert (theirs.name, *gguf.GGML_QUANT_SIZES[theirs]) == (ours.name, ours.block_values, ours.block_bytes)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file that opens."""
+    directory = tmp_path_factory.mktemp("whole")
+    write_model(directory / "model")
+    return write_gguf(directory / "model.gguf", hf_model(CONFIGS["gpt2"]), tokenizer=directory / "model").read_bytes()
+
+
+def opens(path: Path) -> None:
+    """Opens a file and reads all of it, or raises."""
+    for where in GgufModel(path).stored_ranges()[0].values():
+        where.read(np.empty(where.shape, where.dtype))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_random_cuts_and_bytes(tmp_path: Path, whole: bytes, data: st.DataObject) -> None:
+    """Whatever is cut off or changed: the file opens, or is refused with one sentence."""
+    raw = bytearray(whole)
+    for _ in range(data.draw(st.integers(0, 6))):
+        raw[data.draw(st.one_of(st.integers(0, 1000), st.integers(0, len(raw) - 1)))] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.one_of(st.just(len(raw)), st.integers(0, len(raw))))]
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(raw)
+    try:
+        opens(path)
+    except NntaskError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_random_cuts(tmp_path: Path, whole: bytes, data: st.DataObject) -> None:
+    """A file that lacks its end is always refused."""
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 33))])
+    with pytest.raises(StorageError):
+        opens(path)
+
+
+def test_a_file_that_changes_is_seen(tmp_path: Path, whole: bytes) -> None:
+    """One that is replaced is opened anew, and one that is changed is not read on."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    found = open_gguf(path).stored_ranges()[0]
+    assert open_gguf(path).stored_ranges()[0].keys() == found.keys()
+    with path.open("r+b") as file:
+        file.truncate(len(whole) - 100)
+    where = found["transformer.ln_f.weight"]
+    with pytest.raises(StorageError, match=r"has changed|become shorter"):
+        where.read(np.empty(where.shape, where.dtype))
+    with pytest.raises(StorageError, match="must lie inside"):
+        open_gguf(path)

@@ -1,0 +1,161 @@
+"""Compiled loops over blocks of quantised weights (`tiles.block_format`): dot products with fp32 rows, and decoding to fp32.
+
+The body of a loop is written in LLVM's vector types, because Numba makes 14 GB/s of scalar code here: 16 numbers at a time are widened in registers
+from bytes or half bytes, so nothing decoded is ever stored. LLVM splits the vectors where the processor's are shorter. A scale is made of its bits,
+exactly, and must be finite. Beside `compiled` the only module that imports Numba; what it generates stands here, since Numba notices a change of
+this file alone.
+
+Ladder for one row x (1, 1024) @ (4096, 1024)^T, one core with AVX-512: fp32 weights from memory by BLAS 0.63 ms; q8_0 / q4_0 in scalar code
+1.9 / 1.5 ms, with vectors 0.11 / 0.13 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .compiled import REASSOCIATE, Array, compiled
+
+Decoded = tuple[Any, Any, Any]
+"""(scale, first 16 values as floats, last 16) of a block."""
+
+_LANES: Final = 16
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES, _INTS, _FLOATS = (ir.VectorType(kind, _LANES) for kind in (_I8, _I32, _F32))
+_FUSED: Final = ("contract",)
+_X_BYTES: Final = 128
+"""32 floats."""
+
+
+def _constant(kind: Any, value: Any) -> Any:
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    """What lies `offset` bytes behind an address, at any alignment."""
+    found = builder.load(builder.inttoptr(builder.add(address, _constant(_I64, offset)), kind.as_pointer()))
+    found.align = 1
+    return found
+
+
+def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
+    builder.store(value, builder.inttoptr(builder.add(address, _constant(_I64, offset)), value.type.as_pointer()), align=1)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """A number in all lanes."""
+    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, _constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), _constant(_INTS, 0))
+
+
+def _total(builder: Any, vector: Any) -> Any:
+    """The sum of the lanes, in halves."""
+    count = _LANES
+    while count > 1:
+        count //= 2
+        halves = (ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count))) for first in (0, count))
+        nothing = ir.Constant(vector.type, ir.Undefined)
+        low, high = (builder.shuffle_vector(vector, nothing, half) for half in halves)
+        vector = builder.fadd(low, high)
+    return builder.extract_element(vector, _constant(_I32, 0))
+
+
+def _scale(builder: Any, address: Any) -> Any:
+    """The fp16 number at an address as fp32, in all lanes: its exponent and mantissa moved in place, times 2^112; exact for denormals too."""
+    bits = builder.zext(_load(builder, address, 0, _I16), _I32)
+    size = builder.shl(builder.and_(bits, _constant(_I32, 0x7FFF)), _constant(_I32, 13))
+    sign = builder.shl(builder.and_(bits, _constant(_I32, 0x8000)), _constant(_I32, 16))
+    return _spread(builder, builder.fmul(builder.bitcast(builder.or_(size, sign), _F32), _constant(_F32, 2.0**112)))
+
+
+def _q8_0(builder: Any, address: Any) -> Decoded:
+    low, high = (builder.sitofp(builder.sext(_load(builder, address, at, _BYTES), _INTS), _FLOATS) for at in (2, 18))
+    return _scale(builder, address), low, high
+
+
+def _q4_0(builder: Any, address: Any) -> Decoded:
+    both, eight = _load(builder, address, 2, _BYTES), _constant(_BYTES, 8)
+    halves = (builder.and_(both, _constant(_BYTES, 15)), builder.lshr(both, _constant(_BYTES, 4)))
+    low, high = (builder.sitofp(builder.sext(builder.sub(half, eight), _INTS), _FLOATS) for half in halves)
+    return _scale(builder, address), low, high
+
+
+def _dot(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
+    """(address of a row of blocks, address of a row of floats, number of blocks) -> their dot product."""
+
+    def row_dot(context: Any, w: Any, x: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, numbers, blocks = arguments
+            total = cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0))  # type: ignore[no-untyped-call]
+            with cgutils.for_range(builder, blocks) as loop:
+                scale, low, high = decode(builder, builder.add(row, builder.mul(loop.index, _constant(_I64, size))))
+                at = builder.add(numbers, builder.mul(loop.index, _constant(_I64, _X_BYTES)))
+                first, last = (_load(builder, at, offset, _FLOATS) for offset in (0, 64))
+                block = builder.fadd(builder.fmul(first, low, _FUSED), builder.fmul(last, high, _FUSED), _FUSED)
+                builder.store(builder.fadd(builder.fmul(block, scale, _FUSED), builder.load(total), _FUSED), total)
+            return _total(builder, builder.load(total))
+
+        return types.float32(types.int64, types.int64, types.int64), generate
+
+    return cast(Any, intrinsic(row_dot))
+
+
+def _decode(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
+    """(address of blocks, address of floats, number of blocks): overwrite the floats with the numbers, each product rounded once."""
+
+    def decode_row(context: Any, w: Any, out: Any, count: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, numbers, blocks = arguments
+            with cgutils.for_range(builder, blocks) as loop:
+                scale, *halves = decode(builder, builder.add(row, builder.mul(loop.index, _constant(_I64, size))))
+                at = builder.add(numbers, builder.mul(loop.index, _constant(_I64, _X_BYTES)))
+                for half, offset in zip(halves, (0, 64), strict=True):
+                    _store(builder, builder.fmul(half, scale), at, offset)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return cast(Any, intrinsic(decode_row))
+
+
+_dot_q8_0, _dot_q4_0 = _dot(_q8_0, 34), _dot(_q4_0, 18)
+_decode_q8_0, _decode_q4_0 = _decode(_q8_0, 34), _decode(_q4_0, 18)
+
+
+@compiled(REASSOCIATE)
+def multiply_q8_0(x: Array, w: Array, y: Array, accumulate: bool) -> None:
+    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); x and w with contiguous rows that lie one behind the other."""
+    numbers, blocks, size = x.ctypes.data, w.ctypes.data, w.shape[1]
+    for i in range(x.shape[0]):
+        for n in range(w.shape[0]):
+            found = _dot_q8_0(blocks + n * size, numbers + i * x.shape[1] * 4, size // 34)
+            y[i, n] = y[i, n] + found if accumulate else found
+
+
+@compiled(REASSOCIATE)
+def multiply_q4_0(x: Array, w: Array, y: Array, accumulate: bool) -> None:
+    """The same."""
+    numbers, blocks, size = x.ctypes.data, w.ctypes.data, w.shape[1]
+    for i in range(x.shape[0]):
+        for n in range(w.shape[0]):
+            found = _dot_q4_0(blocks + n * size, numbers + i * x.shape[1] * 4, size // 18)
+            y[i, n] = y[i, n] + found if accumulate else found
+
+
+@compiled(REASSOCIATE)
+def decode_q8_0(w: Array, out: Array) -> None:
+    """out = the numbers of blocks  # (N, bytes) -> (N, K) fp32, both with contiguous rows."""
+    for n in range(w.shape[0]):
+        _decode_q8_0(w[n].ctypes.data, out[n].ctypes.data, w.shape[1] // 34)
+
+
+@compiled(REASSOCIATE)
+def decode_q4_0(w: Array, out: Array) -> None:
+    """The same."""
+    for n in range(w.shape[0]):
+        _decode_q4_0(w[n].ctypes.data, out[n].ctypes.data, w.shape[1] // 18)

@@ -1,0 +1,112 @@
+"""Tile tensors whose tiles are blocks of quantised weights (`block_format`): a matrix of numbers to operations, bytes to the scheduler.
+
+Shape, tiling and dtype are those of the numbers, so that shape rules hold as for any matrix. The view of a handle is what is stored, uint8 (rows,
+bytes of a row): budgets, files as sources and movement count these bytes, and 16-bit copies never touch them. A matrix (in, out) is stored turned:
+blocks lie along the features in, so that a product reads whole rows. Only operations that name block formats take such tiles (`ops.matmul`,
+`ops.embedding`, and `ops.loss`, which decodes them first). Nothing trains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import DataClass, Handle, Kind, TaskRuntime
+
+from .block_format import BlockFormat, decode, encode
+from .tensor import TileTensor
+from .tiling import Tiling
+from .view import TileView
+
+T = TypeVar("T")
+
+
+class QuantisedTensor(TileTensor):
+    """A matrix of quantised weights, cut into tiles of whole blocks.
+
+    Args:
+        shape: extents of the numbers.
+        tile: extents of a tile, -1 for a whole axis.
+        dtype: element type that its numbers are computed with.
+        block_format: how they are stored.
+        is_turned: whether what is stored is the transpose of the matrix, so that blocks lie along axis 0.
+        kind, data_class, name: as of `TileTensor`.
+
+    Raises:
+        ValueError: it is no matrix, or a row or a tile is not whole blocks.
+    """
+
+    __slots__ = ("block_format", "is_turned")
+
+    def __init__(
+        self,
+        runtime: TaskRuntime,
+        shape: Sequence[int],
+        tile: Sequence[int],
+        dtype: npt.DTypeLike,
+        block_format: BlockFormat,
+        *,
+        is_turned: bool = False,
+        kind: Kind = "persistent",
+        data_class: DataClass = "parameters",
+        name: str = "",
+    ) -> None:
+        self.block_format, self.is_turned = block_format, is_turned
+        cut, along, size = Tiling(tuple(shape), tuple(tile)), 0 if is_turned else 1, block_format.block_values
+        if len(cut.shape) != 2 or cut.shape[along] % size or cut.tile[along] % size:
+            raise ValueError(
+                f"{name or 'a quantised tensor'} must be a matrix whose rows and tiles along axis {along} are whole blocks of {size} weights, got "
+                f"shape {cut.shape} in tiles {cut.tile}; use tile sizes that are multiples of {size}, or keep it as floats"
+            )
+        super().__init__(runtime, shape, tile, dtype, kind=kind, data_class=data_class, name=name)
+
+    def _handle(self, index: tuple[int, ...]) -> Handle:
+        rows, columns = self._stored(self.tiling.extents(index))
+        view, name = TileView((rows, self.block_format.row_bytes(columns)), np.dtype(np.uint8)), f"{self.name}{list(index)}"
+        return self.runtime.handle(view.nbytes, view, name=name, kind=self.kind, data_class=self.data_class)
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size of all tiles."""
+        rows, columns = self._stored(self.shape)
+        return rows * self.block_format.row_bytes(columns)
+
+    def _stored(self, pair: Sequence[T]) -> tuple[T, T]:
+        """What is of the two axes, in the order of what is stored."""
+        first, second = pair
+        return (second, first) if self.is_turned else (first, second)
+
+    def stored_slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+        """Where tile `index` lies among the bytes (rows, bytes of a row) of the whole matrix."""
+        rows, columns = self._stored(self.tiling.slices(index))
+        return rows, slice(self.block_format.row_bytes(columns.start), self.block_format.row_bytes(columns.stop))
+
+    def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
+        """The numbers, tile by tile through `borrow`, a handle's context manager."""
+        out = np.empty(self.shape, self.dtype)
+        for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
+            with borrow(handle) as view:
+                values = decode(view, self.block_format)
+                out[self.tiling.slices(index)] = values.T if self.is_turned else values
+        return out
+
+    def write(self, values: npt.ArrayLike) -> None:
+        """Overwrite the whole tensor with numbers, quantised; waits for the tasks that still use it.
+
+        Raises:
+            ValueError: the shape differs.
+        """
+        array = np.asarray(values)
+        if array.shape != self.shape:
+            raise ValueError(f"{self.name or 'tensor'} has shape {self.shape}, got values of shape {array.shape}")
+        for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
+            with self.runtime.acquire(handle, "W") as view:
+                values = array[self.tiling.slices(index)]
+                view[...] = encode(values.T if self.is_turned else values, self.block_format)
+
+    def __repr__(self) -> str:
+        return f"QuantisedTensor({self.name!r}, shape={self.shape}, tile={self.tile}, {self.block_format.name})"
