@@ -17,7 +17,7 @@ from ..gguf.config_keys import config_from, metadata_of, rotary_factors
 from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
 from ..gguf.tensor_ranges import FLOATS, Heads
-from ..gguf.vocabulary import TOKENIZER, keys_of
+from ..gguf.vocabulary import id_keys, keys_of
 from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
@@ -127,8 +127,8 @@ def _factors(config: Any) -> np.ndarray[Any, Any] | None:
 
 def _vocabulary(source: Convertible) -> dict[str, Any]:
     """The metadata of a tokenizer; llama.cpp is told where there is none."""
+    special = source.special
     if source.tokenizer is None:
-        return {"tokenizer.ggml.model": "none"}
-    files, special = tokenizer_files(source.tokenizer, source.config.n_positions), source.special
-    assert TOKENIZER in files
+        return {"tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos)}
+    files = tokenizer_files(source.tokenizer, source.config.n_positions)
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos)

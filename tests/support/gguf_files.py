@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -43,12 +45,23 @@ def converted(theirs: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def write_gguf(path: Path, theirs: Any, *, kind: str = "F32", tokenizer: Path | None = None, repeats_head: bool = False, random: str = "") -> Path:
+def write_gguf(
+    path: Path,
+    theirs: Any,
+    *,
+    kind: str = "F32",
+    tokenizer: Path | None = None,
+    repeats_head: bool = False,
+    random: str = "",
+    more: Mapping[str, int] = MappingProxyType({}),
+) -> Path:
     """A file of a model of transformers; matrices of a quantised type where they have whole blocks, embeddings included, or of a type `random` with
     blocks of random bytes."""
     config = theirs.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     add_config(writer, config)
+    for key, value in more.items():
+        writer.add_uint16(key, value)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer)
     arrays = converted(theirs)
