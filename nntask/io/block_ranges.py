@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiles import BLOCK_FORMATS, BlockFormat
-from tiles.block_format import decode
+from tiles import BLOCK_FORMATS, BlockFormat, block_format
 
 from ..errors import DataError
 from .strided_ranges import ByteFile, FileRange, RowGroups, Rows
@@ -122,7 +121,7 @@ class BlockRange:
         self.blocks.read(stored)
         target, step = out.T if self.is_turned else out, max(1, _AT_ONCE // self.block_format.columns(stored.shape[1]))
         for row in range(0, stored.shape[0], step):
-            target[row : row + step] = decode(stored[row : row + step], self.block_format)[:, self.first : self.stop]
+            target[row : row + step] = block_format.decode(stored[row : row + step], self.block_format)[:, self.first : self.stop]
 
 
 def first_bad_scale(blocks: Array, block_format: BlockFormat) -> Any:

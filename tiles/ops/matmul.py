@@ -94,9 +94,11 @@ def _quantised_task(w: QuantisedTensor, accesses: list[Access], k: int, transpos
     """One product with a quantised tile; `accesses` are x, w, [bias,] y. What is stored is (N, K), or its transpose."""
     views: list[Any] = [handle.view for handle, _ in accesses]
     trans_b, itemsize = transpose_w != w.is_turned, 8 if views[0].dtype == np.float64 else 4
-    room = panel_scratch_nbytes(prod(views[0].shape[:-1]), views[1].shape, w.block_format, itemsize, trans_b=trans_b)
-    if room:
-        accesses = [*accesses, (scratch(w.runtime, room), SCRATCH)]
+    nbytes = panel_scratch_nbytes(prod(views[0].shape[:-1]), views[1].shape, w.block_format, itemsize, trans_b=trans_b)
+    if nbytes and w.runtime.has_gpus:  # where a whole tile is decoded
+        nbytes = max(nbytes, views[1].shape[0] * w.block_format.columns(views[1].shape[1]) * views[0].dtype.itemsize)
+    if nbytes:
+        accesses = [*accesses, (scratch(w.runtime, nbytes), SCRATCH)]
     constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": trans_b, "has_bias": len(views) > 3, "accumulate": k > 0}
     emit(w.runtime, "quantised_linear", accesses, **constants)
 

@@ -54,7 +54,7 @@ def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
     return float(2.0 * prod(views[0].shape[:-1]) * numbers)
 
 
-@register("quantised_linear", "cpu", flops=_flops)
+@register("quantised_linear", "cpu", flops=_flops, is_bounded=True)
 def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_b: bool, has_bias: bool, accumulate: bool) -> None:
     """y (+)= x @ op(w) [+ bias]  # (R, K) @ (N, K)^T -> (R, N) with `trans_b`, else (R, N) @ (N, K) -> (R, K); rest is [bias,] y [, scratch]."""
     x, y, scratch = rows(x), rows(rest[has_bias]), rest[has_bias + 1 :]

@@ -198,6 +198,11 @@ def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:
 def linear_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray, y: DeviceArray, *, trans_b: bool) -> None:
     """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
     matmul(x, w, y, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
+    add_bias(y, bias)
+
+
+def add_bias(y: DeviceArray, bias: DeviceArray) -> None:
+    """y += bias  # (R, N) + (N,)."""
     _source.each("add_bias", y.dtype, y.size, y, bias, np.int32(y.shape[-1]))
 
 
