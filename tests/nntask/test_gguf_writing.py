@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 import transformers
 from support.gguf_files import ARCHITECTURES, converted
 from support.gguf_oracle import FAMILIES, expressible, greedy, of_transformers, read, wide
+from support.model_directories import write_model
 from support.transformers_oracle import CONFIGS, hf_model, tiles
 
 from nntask.errors import DoesNotFit, UsageError
 from nntask.export import Conversion, Convertible, write_gguf, write_quantised
 from nntask.hf.model_directory import ModelDirectory
+from nntask.models.gpt2 import GPT2Config
 from nntask.models.rotary import RopeScaling
 from wrappers.cli import main
 
@@ -161,6 +164,21 @@ def test_a_budget_changes_no_byte(tmp_path: Path) -> None:
     write_gguf(source, tmp_path / "two.gguf", Conversion("q4_0", nbytes=4 * 4 * 96))
     one, two = ({tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / name).tensors} for name in ("one.gguf", "two.gguf"))
     assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0", "bf16"])
+@pytest.mark.parametrize("suffix", list(WRITERS))
+def test_a_budget_holds(tmp_path: Path, suffix: str, kind: str) -> None:
+    """Matrices of 4 MiB pass through windows that take 1 MiB in all, with what stands ready besides."""
+    config = GPT2Config(vocab_size=61, n_positions=13, n_embd=512, n_layer=1, n_head=4)
+    write_model(tmp_path / "model", config)
+    source = opened(tmp_path / "model")
+    tracemalloc.start()
+    try:
+        WRITERS[suffix](source, tmp_path / f"out{suffix}", Conversion(kind, nbytes=1 << 20))
+        assert tracemalloc.get_traced_memory()[1] < 3 << 19
+    finally:
+        tracemalloc.stop()
 
 
 def test_rotary_scaling(tmp_path: Path) -> None:
