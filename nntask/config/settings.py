@@ -183,7 +183,7 @@ class CheckpointSettings:
     keep_checkpoints: int = 3
     """how many checkpoints to keep"""
     init_from: str = ""
-    """start from the model in this directory, as transformers writes it; instead of --model. Families without tiles go through PyTorch"""
+    """start from the model in this directory, as transformers writes it, or GGUF file; instead of --model. Others go through PyTorch"""
     load_checkpoint: str = ""
     """start from these weights (safetensors)"""
     save_checkpoint: str = ""

@@ -27,7 +27,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import Diverged, DoesNotFit, UsageError
 from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
-from ..hf.model_directory import ModelDirectory
+from ..hf.model_directory import ModelDirectory, read_values
 from ..io.finite import first_not_finite
 from ..io.strided_ranges import FileRange, Rows
 from ..models.registry import build
@@ -74,6 +74,8 @@ class Convertible:
         special = Special() if tokenizer is None else tokenizer.special
         if checkpoint is not None:
             return cls(path, config, weights_of(checkpoint), matrices, tokenizer, special)
+        if tokenizer is None:
+            special = _declared(read_values(path)[0], config.vocab_size)
         directory = ModelDirectory.open(path)
         directory.check({name: tensor.shape for name, tensor in model.tensors().items()})
         return cls(path, config, {name: where for name, (_, where) in directory.weights().items()}, matrices, tokenizer, special)
@@ -102,6 +104,13 @@ class Convertible:
     def nbytes(self) -> int:
         """Bytes of the weights as they are stored now."""
         return sum(_stored_nbytes(each) for each in self.weights.values())
+
+
+def _declared(values: Mapping[str, Any], vocab_size: int) -> Special:
+    """The ids around texts that a config has, of a model without a tokenizer."""
+    begin, ends = values.get("bos_token_id"), values.get("eos_token_id")
+    ends = [each for each in (ends if isinstance(ends, list) else [ends]) if type(each) is int and 0 <= each < vocab_size]
+    return Special(begin if type(begin) is int and 0 <= begin < vocab_size else None, tuple(ends))
 
 
 def _stored_nbytes(weight: Weight) -> int:

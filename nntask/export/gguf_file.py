@@ -17,7 +17,7 @@ from ..gguf.config_keys import config_from, metadata_of, rotary_factors
 from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
 from ..gguf.tensor_ranges import FLOATS, Heads
-from ..gguf.vocabulary import TOKENIZER, keys_of
+from ..gguf.vocabulary import id_keys, keys_of
 from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
@@ -57,8 +57,8 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     dtypes, tensors = source.dtypes(), dict[str, tuple[str, tuple[int, ...]]]()
     here: dict[str, str] = {}
     for name, shape in source.shapes().items():
-        here[name] = short = _name_here(architecture, name)
-        tensors[short] = _kind(short, shape, kinds[name], dtypes[name]), shape[::-1] if architecture.is_transposed(short) else shape
+        here[name], there = _placed(architecture, name, shape)
+        tensors[here[name]] = _kind(here[name], shape, kinds[name], dtypes[name]), there
     factors = _factors(source.config)
     if factors is not None:
         tensors = {ROTARY_FACTORS: ("F32", factors.shape), **tensors}
@@ -90,7 +90,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     values, scaling = config.to_dict(), getattr(config, "rope_scaling", None)
     values |= {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None if scaling is None else scaling.to_dict()}
     metadata = metadata_of(values, architecture)
-    shapes = {_name_here(architecture, name): shape for name, shape in source.shapes().items()}
+    shapes = dict(_placed(architecture, name, shape) for name, shape in source.shapes().items())
     advice = f"{source.path} cannot be written as GGUF, whose {architecture.name} is another model in"
     try:
         values = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
@@ -105,11 +105,12 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     return architecture, metadata
 
 
-def _name_here(architecture: Architecture, name: str) -> str:
+def _placed(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The name and the shape of a tensor in a GGUF file."""
     short = architecture.name_here(name)
     if short is None:
         raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}; write a directory instead")
-    return short
+    return short, shape[::-1] if architecture.is_transposed(short) else shape
 
 
 def _kind(name: str, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> str:
@@ -127,8 +128,8 @@ def _factors(config: Any) -> np.ndarray[Any, Any] | None:
 
 def _vocabulary(source: Convertible) -> dict[str, Any]:
     """The metadata of a tokenizer; llama.cpp is told where there is none."""
+    special = source.special
     if source.tokenizer is None:
-        return {"tokenizer.ggml.model": "none"}
-    files, special = tokenizer_files(source.tokenizer, source.config.n_positions), source.special
-    assert TOKENIZER in files
+        return {"tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos)}
+    files = tokenizer_files(source.tokenizer, source.config.n_positions)
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos)

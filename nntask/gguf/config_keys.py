@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..errors import DataError
-from .architectures import ARCHITECTURES, EMBEDDING, HEAD, Architecture
+from ..errors import DataError, StorageError
+from .architectures import ARCHITECTURES, EMBEDDING, HEAD, POSITIONS, Architecture
 
 Values = Mapping[str, Any]
 _RMS: Final = "attention.layer_norm_rms_epsilon"
@@ -49,6 +49,10 @@ class _Keys:
             got = "nothing" if value is None else str(value)[:60]
             raise DataError(f"{whole} in {self._source} must be a number, got {got}; convert the model again, or use another file")
         return float(np.format_float_scientific(np.float32(value))) if isinstance(value, float) and abs(value) < 3e38 else value
+
+    def refusal(self, key: str, value: Any, rule: str) -> DataError:
+        """The error of a value that its key may not have here."""
+        return DataError(f"{self._name}.{key} in {self._source} must be {rule}, got {value}; use another file")
 
     def has(self, key: str) -> bool:
         """Whether the file has the key."""
@@ -92,6 +96,7 @@ def config_from(
 
     Raises:
         DataError: the architecture is not known, or a key is missing.
+        StorageError: a size is not that of the tensors.
     """
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
@@ -102,7 +107,39 @@ def config_from(
     tensors = _Tensors(shapes, rotary_factors, HEAD not in shapes or ties)
     keys = _Keys(metadata, name, source)
     values = _READERS[name](keys, tensors)
+    _check_shapes(values, shapes, name, source)
     return {"vocab_size": embedding[0], "tie_word_embeddings": tensors.is_tied, **values}
+
+
+def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: str, source: str) -> None:
+    """Check that the sizes of a config are those of the tensors, before anything is made of these sizes.
+
+    Raises:
+        StorageError: one is not.
+    """
+    heads, width = values.get("num_attention_heads", values.get("n_head")), values.get("hidden_size", values.get("n_embd"))
+    shared, size = values.get("num_key_value_heads", heads), values.get("head_dim")
+    if not all(type(each) is int and 0 < each < 1 << 31 for each in (heads, width, shared)):
+        return  # which the config's own rules refuse
+    size = width // heads if size is None else size
+    blocks = {number for number in (each.split(".")[1] for each in shapes if each.startswith("blk.")) if number.isdecimal()}
+    inner = values.get("intermediate_size", values.get("n_inner"))
+    claimed = [
+        ("embedding_length", width, EMBEDDING, 1, width),
+        ("feed_forward_length", inner, "blk.0.ffn_up.weight", 0, inner),
+        ("attention.head_count", heads, "blk.0.attn_q.weight", 0, heads * size),
+        ("attention.head_count_kv", shared, "blk.0.attn_k.weight", 0, shared * size),
+        ("context_length", values.get("n_positions"), POSITIONS, 0, values.get("n_positions")),
+    ]
+    for key, value, tensor, axis, expected in claimed:
+        shape = shapes.get(tensor)
+        if shape is not None and (axis >= len(shape) or shape[axis] != expected):
+            raise StorageError(
+                f"{name}.{key} in {source} is {value}, and {tensor} has shape {shape}; copy the file again, or convert the model again"
+            )
+    count = values.get("num_hidden_layers", values.get("n_layer"))
+    if count != len(blocks):
+        raise StorageError(f"{name}.block_count in {source} is {count}, and there are tensors of {len(blocks)} blocks; copy the file again")
 
 
 def _gpt2(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
@@ -123,6 +160,8 @@ def _hidden(keys: _Keys, *, eps: str) -> dict[str, Any]:
     """What all but GPT-2 have."""
     width, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     size = keys.number("attention.key_length", width // heads if type(width) is type(heads) is int and heads > 0 else None)
+    if eps == _RMS and (turned := keys.number("rope.dimension_count", size)) != size:
+        raise keys.refusal("rope.dimension_count", turned, f"the size of a head, {size}, as all of it turns here")
     return {
         "max_position_embeddings": keys.number("context_length"),
         "hidden_size": width,

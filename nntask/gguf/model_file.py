@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from tiles import BlockFormat
 
+from ..errors import DataError
 from ..io.gguf_file import MAGIC, SUFFIX, GgufFile
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
@@ -54,7 +55,6 @@ class GgufModel:
     Attributes:
         values: the config, in transformers' JSON.
         tensors: transformers' name -> tensor.
-        files: name -> content of files that a model directory has beside its weights: the tokenizer, and ids around texts.
 
     Raises:
         StorageError: the file is broken.
@@ -64,6 +64,8 @@ class GgufModel:
     def __init__(self, path: Path) -> None:
         found = GgufFile(path)
         self.path = path
+        if (count := found.metadata.get("split.count", 1)) != 1:
+            raise DataError(f"{path} is one of {count} files of a model; join them with llama-gguf-split --merge, and give the whole")
         shapes = {name: entry.shape for name, entry in found.tensors.items()}
         ties = _repeats_embedding(found)
         factors = _factors(found)
@@ -76,8 +78,13 @@ class GgufModel:
             for name, each in found.tensors.items()
             if name != ROTARY_FACTORS and not (ties and name == HEAD)
         }
+        self._metadata, self._ids = found.metadata, ids
+
+    @cached_property
+    def files(self) -> Mapping[str, str]:
+        """Name -> content of files that a model directory has beside its weights: the tokenizer, and ids around texts."""
         longest = int(self.values.get("max_position_embeddings", self.values.get("n_positions")) or 0)
-        self.files: Mapping[str, str] = {**files_from(found.metadata, longest), _GENERATION: json.dumps(ids)}
+        return {**files_from(self._metadata, longest), _GENERATION: json.dumps(self._ids)}
 
     def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
         """transformers' name -> range of each tensor, and name -> format of the matrices that are quantised as products take them.

@@ -79,9 +79,9 @@ def _whole(metadata: Mapping[str, Any], tokens: list[str]) -> str | None:
         return None
     try:
         known = _ids_of(json.loads(text))
+        return text if all(0 <= index < len(tokens) and tokens[index] == token for token, index in known.items()) else None
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    return text if all(0 <= index < len(tokens) and tokens[index] == token for token, index in known.items()) else None
 
 
 def _ids_of(content: Any) -> dict[str, int]:
@@ -218,10 +218,15 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
     template = files.get(CHAT_TEMPLATE) or json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
     if isinstance(template, str):
         found[_TEMPLATE] = template
-    named = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "eot_token_id": ends[1] if len(ends) > 1 else None}
-    found |= {_PREFIX + name: index for name, index in named.items() if index is not None}
+    found |= id_keys(begin, ends)
     found[f"{_PREFIX}add_bos_token"] = begin is not None and _puts_first(content.get("post_processor"), begin)
     return {**found, _WHOLE: files[TOKENIZER]}
+
+
+def id_keys(begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
+    """Key -> id, of those around texts; a file has two that end one at most."""
+    named = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "eot_token_id": ends[1] if len(ends) > 1 else None}
+    return {_PREFIX + name: index for name, index in named.items() if index is not None}
 
 
 def _bytes(content: Mapping[str, Any]) -> dict[str, Any]:

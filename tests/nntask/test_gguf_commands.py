@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from support.gguf_files import write_gguf
@@ -129,3 +130,24 @@ def test_a_run_is_exported(here: Path, capsys: pytest.CaptureFixture[str]) -> No
             assert printed(capsys, "generate", name, "--prompt=some", "--temperature=0", "--max-new-tokens=8")
     again = [printed(capsys, "perplexity", path, "--dataset=text", "--dataset-path=text.txt", "--json") for path in ("run.gguf", "run-hf")]
     assert without_times(again[0].replace(".gguf", "-hf")) == without_times(again[1])
+
+
+def test_adapters_beside_a_quantised_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same losses and merged weights as beside a directory with the same blocks."""
+    for name in ("small.gguf", "small"):
+        printed(capsys, "quantize", "model", name, "--type=q4_0", "--embeddings")
+        assert main(["train", f"--init-from={name}", *TRAIN, "--train=lora:4", f"--run-dir=run-{name}", "--save-every=1"]) == 0
+        capsys.readouterr()
+        printed(capsys, "export", f"run-{name}", f"merged-{name}", "--merge")
+        printed(capsys, "quantize", f"run-{name}", f"again-{name}.gguf", "--type=q4_0")
+    assert losses(here / "run-small.gguf") == losses(here / "run-small")
+    assert Path("merged-small.gguf/model.safetensors").read_bytes() == Path("merged-small/model.safetensors").read_bytes()
+    one, two = ({each.name: each.data for each in gguf.GGUFReader(here / f"again-{name}.gguf").tensors} for name in ("small.gguf", "small"))
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_kinds_of_workers_are_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the weights of a file, whole and in blocks."""
+    printed(capsys, "quantize", "model", "small.gguf")
+    for name in ("model.gguf", "small.gguf"):
+        assert "equal within" in printed(capsys, "compare", name, "--batch=2", "--seq-len=8")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,7 +20,10 @@ from support.transformers_oracle import CONFIGS, hf_model
 
 from nntask.errors import NntaskError, StorageError
 from nntask.gguf import open_gguf
+from nntask.gguf.architectures import ARCHITECTURES
 from nntask.gguf.model_file import GgufModel
+from nntask.gguf.new_file import new_gguf
+from nntask.gguf.tensor_ranges import Heads
 from nntask.io.gguf_file import TENSOR_TYPES, GgufFile
 from wrappers.cli import main
 
@@ -196,3 +202,49 @@ def test_a_file_that_changes_is_seen(tmp_path: Path, whole: bytes) -> None:
         where.read(np.empty(where.shape, where.dtype))
     with pytest.raises(StorageError, match="must lie inside"):
         open_gguf(path)
+
+
+VALUES: list[Any] = [0, 1, (1 << 31) - 1, -1.0, float("nan"), 1e30, "x", True, [1], ["x", "x"]]
+
+
+def changed(source: Path, target: Path, key: str, value: Any) -> None:
+    """The file with another value under one key; none for None."""
+    file = GgufFile(source)
+    metadata = {name: each.tolist() if isinstance(each, np.ndarray) else each for name, each in file.metadata.items()}
+    metadata[key] = value
+    if value is None:
+        del metadata[key]
+    tensors = {name: (each.type.name, each.shape) for name, each in file.tensors.items()}
+    made = new_gguf(target, metadata, tensors, ARCHITECTURES["llama"], Heads(1, 1))
+    raw = source.read_bytes()
+    with target.open("r+b") as out:
+        for name, each in file.tensors.items():
+            out.seek(made[name].offset)
+            out.write(raw[each.offset : each.offset + each.nbytes])
+
+
+def test_wrong_values_of_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """Every key of a config and of a tokenizer with every kind of nonsense: the model is read, or refused with one sentence."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    source = write_gguf(tmp_path / "whole.gguf", hf_model(replace(CONFIGS["llama"], vocab_size=300)), tokenizer=tmp_path / "model", kind="F16")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, before[1]))  # for what would take memory without end
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_AS, before))
+    keys = [key for key in GgufFile(source).metadata if key not in ("general.name", "general.architecture", "llama.vocab_size")]
+    codes = set()
+    for key in (*keys, "general.alignment", "llama.rope.scaling.type", "split.count", "tokenizer.huggingface.json", "llama.attention.sliding_window"):
+        for value in (*VALUES, None) if key in keys else VALUES:
+            path = tmp_path / "changed.gguf"
+            path.unlink(missing_ok=True)
+            changed(source, path, key, value)
+            asked = ["generate", "changed.gguf", "--prompt=", "--max-new-tokens=2", "--temperature=0", "--ram=64MiB"]
+            code, err = main([*asked, "--tokenizer-path=model"]), capsys.readouterr().err
+            if "drop it" in err:  # it has a tokenizer
+                code, err = main(asked), capsys.readouterr().err
+            assert code in (0, 2, 3, 4, 6), (key, value)
+            assert err.count("\n") == 1 or code == 0, (key, value, err)
+            codes.add(code)
+    assert {0, 2, 4} <= codes

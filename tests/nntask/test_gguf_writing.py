@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 import transformers
 from support.gguf_files import ARCHITECTURES, converted
 from support.gguf_oracle import FAMILIES, expressible, greedy, of_transformers, read, wide
+from support.model_directories import write_model
 from support.transformers_oracle import CONFIGS, hf_model, tiles
 
 from nntask.errors import DoesNotFit, UsageError
 from nntask.export import Conversion, Convertible, write_gguf, write_quantised
 from nntask.hf.model_directory import ModelDirectory
+from nntask.models.gpt2 import GPT2Config
 from nntask.models.rotary import RopeScaling
+from nntask.tiling.model_tiling import ModelTiling
 from wrappers.cli import main
 
 QUANTISED = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
@@ -163,6 +167,21 @@ def test_a_budget_changes_no_byte(tmp_path: Path) -> None:
     assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0", "bf16"])
+@pytest.mark.parametrize("suffix", list(WRITERS))
+def test_a_budget_holds(tmp_path: Path, suffix: str, kind: str) -> None:
+    """Matrices of 4 MiB pass through windows that take 1 MiB in all, with what stands ready besides."""
+    config = GPT2Config(vocab_size=61, n_positions=13, n_embd=512, n_layer=1, n_head=4)
+    write_model(tmp_path / "model", config)
+    source = opened(tmp_path / "model")
+    tracemalloc.start()
+    try:
+        WRITERS[suffix](source, tmp_path / f"out{suffix}", Conversion(kind, nbytes=1 << 20))
+        assert tracemalloc.get_traced_memory()[1] < 3 << 19
+    finally:
+        tracemalloc.stop()
+
+
 def test_rotary_scaling(tmp_path: Path) -> None:
     """Llama 3's factors are a tensor, linear scaling a key; both come back."""
     llama3 = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -217,3 +236,31 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["quantize", "model", "small.gguf", "--type=q8_0", "--force"]) == 0
     assert main(["quantize", "small.gguf", "back", "--type=bf16"]) == 0
     assert sorted(each.name for each in tmp_path.iterdir()) == ["back", "model", "small.gguf"]
+
+
+OF_64: dict[str, Any] = {
+    "bert": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
+    "gpt_neo": {"hidden_size": 64, "num_heads": 4},
+    "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
+    "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in FAMILIES])
+def test_directories_of_other_families(tmp_path: Path, name: str) -> None:
+    """Matrices of layers hold what their blocks stand for, also of joined weights whose heads lie side by side; all else is as it was."""
+    kind = name.replace("roberta", "bert").split()[0]
+    config = replace(CONFIGS[name], **OF_64[kind])
+    theirs = hf_model(config)
+    source = directory_of(tmp_path / "model", theirs)
+    write_quantised(source, tmp_path / "small", Conversion("q8_0"))
+    before, after = read(tmp_path / "model", tiles(config)), read(tmp_path / "small", ModelTiling())
+    assert before.keys() == after.keys()
+    held = set(ModelDirectory.open(tmp_path / "small").blocks({key: value.shape for key, value in before.items()}))
+    assert held
+    for key, value in before.items():
+        if key in held:
+            assert 0 < abs(value - after[key]).max() <= abs(value).max() / 127
+        else:
+            np.testing.assert_array_equal(value, after[key])

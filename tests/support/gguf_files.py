@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -43,12 +45,23 @@ def converted(theirs: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def write_gguf(path: Path, theirs: Any, *, kind: str = "F32", tokenizer: Path | None = None, repeats_head: bool = False, random: str = "") -> Path:
+def write_gguf(
+    path: Path,
+    theirs: Any,
+    *,
+    kind: str = "F32",
+    tokenizer: Path | None = None,
+    repeats_head: bool = False,
+    random: str = "",
+    more: Mapping[str, int] = MappingProxyType({}),
+) -> Path:
     """A file of a model of transformers; matrices of a quantised type where they have whole blocks, embeddings included, or of a type `random` with
     blocks of random bytes."""
     config = theirs.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     add_config(writer, config)
+    for key, value in more.items():
+        writer.add_uint16(key, value)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer)
     arrays = converted(theirs)
@@ -77,7 +90,8 @@ def random_blocks(shape: tuple[int, ...], number: gguf.GGMLQuantizationType) -> 
     nbytes = gguf.GGML_QUANT_SIZES[number][1]
     size, draw = gguf.quant_shape_to_byte_shape(shape, number), np.random.default_rng(1)
     blocks = draw.integers(0, 256, (np.prod(size) // nbytes, nbytes), np.uint8)
-    bad = ~np.isfinite(gguf.quants.dequantize(blocks, number)).all(axis=1) if number.name != "Q8_K" else slice(0)
+    with np.errstate(all="ignore"):
+        bad = ~np.isfinite(gguf.quants.dequantize(blocks, number)).all(axis=1) if number.name != "Q8_K" else slice(0)
     blocks[bad] = 0
     return blocks.reshape(size)
 

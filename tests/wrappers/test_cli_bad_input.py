@@ -373,8 +373,8 @@ def test_data_that_changed_and_data_that_moved(here, capsys):
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
-        (["generate", "typo"], 4, "typo does not exist; give a run directory, one of its checkpoints, or a model directory"),
-        (["perplexity", "typo"], 4, "typo does not exist; give a run directory, one of its checkpoints, or a model directory"),
+        (["generate", "typo"], 4, "typo does not exist; give a run directory, one of its checkpoints, a model directory"),
+        (["perplexity", "typo"], 4, "typo does not exist; give a run directory, one of its checkpoints, a model directory"),
         (["generate", "stopped"], 4, "stopped holds a run that saved no checkpoint"),
         (["export", "stopped", "out"], 4, "stopped holds a run that saved no checkpoint"),
         (["train", "--run-dir=stopped"], 2, "--run-dir stopped holds a run that saved nothing; remove it, or give a new directory"),

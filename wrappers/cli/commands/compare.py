@@ -29,7 +29,8 @@ DEFAULT_LENGTH: Final = 256
 class CompareSettings:
     """Run training steps on two kinds of workers, one worker each, on the same random tokens, and name the first task whose results differ.
 
-    MODEL is a preset, a config (JSON file), a run directory or checkpoint, or a model directory of Hugging Face. Exit code 0: equal; 1: different.
+    MODEL is a preset, a config (JSON file), a run directory or checkpoint, a model directory of Hugging Face, or a GGUF file. Exit code 0: equal;
+    1: different.
     """
 
     a: Literal["cpu", "sim"] = "cpu"
@@ -113,6 +114,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     """
     from nntask import PRESETS, UsageError
     from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, resolve
+    from nntask.gguf import is_gguf
     from nntask.hardware import devices_of, with_budgets
     from nntask.inference import ModelSource
     from scheduler.storage import memory_budgets
@@ -122,13 +124,15 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     path, source = Path(word), None
     if word in PRESETS:
         settings = TrainSettings(model=ModelSettings(model=word))
-    elif path.is_file():
+    elif path.is_file() and not is_gguf(path):
         settings = TrainSettings(model=ModelSettings(config_path=word))
-    elif path.is_dir():
+    elif path.exists():
         source = ModelSource.open(path)
         settings = replace(source.settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
     else:
-        raise UsageError(f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run or a model directory, got {word!r}, which is none")
+        raise UsageError(
+            f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run, a model directory or a GGUF file, got {word!r}, which is none"
+        )
     config = model_config(settings) if source is None else source.config
     settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)
     share = asked.ram or str(memory_budgets(None, None, 2)[0])

@@ -69,7 +69,8 @@ class TextSettings:
 
 @dataclass(frozen=True, slots=True)
 class GenerateSettings:
-    """Continue prompts with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+    """Continue prompts with a trained model. MODEL is a run directory, one of its checkpoints, a model directory of
+    transformers, or a GGUF file."""
 
     text: TextSettings = field(default_factory=TextSettings)
     machine: MachineSettings = field(default_factory=MachineSettings)

@@ -53,7 +53,8 @@ class ScoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class PerplexitySettings:
-    """Score a text with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+    """Score a text with a trained model. MODEL is a run directory, one of its checkpoints, a model directory of
+    transformers, or a GGUF file."""
 
     score: ScoreSettings = field(default_factory=ScoreSettings)
     machine: MachineSettings = field(default_factory=MachineSettings)
