@@ -1,3 +1,4 @@
+from .batch_memory import fitted
 from .beams import STEEPEST, BeamSearch, Hypothesis, search
 from .filled_masks import FilledMask, fill
 from .generator import Generator, check_writes
@@ -33,6 +34,7 @@ __all__ = [
     "check_writes",
     "choose",
     "fill",
+    "fitted",
     "perplexity",
     "sample_prompt",
     "sample_text",

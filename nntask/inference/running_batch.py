@@ -27,6 +27,7 @@ from tiles import TileTensor
 from ..errors import Diverged, UsageError
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
+from ..nn.kv_cache import Past
 from ..nn.kv_pages import KVPages, RowInputs
 from .generator import check_writes
 from .page_pool import PagePool, digests_of
@@ -287,8 +288,9 @@ class RunningBatch:
         slots = np.array([text.slot for text in texts])
         given = [[text.tokens[-1] for text in texts], [len(text.tokens) - 1 for text in texts]]
         scores = self._run("tokens", self.shape.slots, slots, given, [text.pages for text in texts])
-        assert scores is not None
-        return scores[slots]
+        assert scores is not None  # this step has some
+        found: Scores = scores[slots]
+        return found
 
     def _continued(self, text: RunningText, scores: Scores) -> NextToken | Diverged:
         """The next token of a text from its scores (V,)."""
@@ -332,7 +334,9 @@ class RunningBatch:
             self._inputs[num_rows] = self._pages.inputs(num_rows)
         inputs = self._inputs[num_rows]
         if work not in self._recorded:
-            self._recorded[work] = recorded_rows(self._model, self._runtime, self._pages, inputs, scores=work != "prompt")
+            with self._runtime.record() as step:
+                output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
+            self._recorded[work] = step, output
         tokens, positions = np.zeros((2, num_rows, 1), np.int32)
         tokens[rows, 0], positions[rows, 0] = given
         table = np.full((num_rows, self.shape.most), -1, np.int32)
@@ -367,15 +371,13 @@ def pages_for(model: LanguageModel, runtime: TaskRuntime, shape: BatchShape) -> 
     return KVPages(model.config, model.given_tiling, runtime, **sizes, dtype=model.lm_head.dtype)
 
 
-def recorded_rows(model: LanguageModel, runtime: Any, pages: KVPages, inputs: RowInputs, *, scores: bool) -> tuple[Step, TileTensor | None]:
-    """Record a step over rows, with the scores (R, 1, V) of what follows each, or without."""
-    output = None
-    with no_grad(), runtime.record() as step:
+def emit_rows(model: LanguageModel, past: Past, inputs: RowInputs, *, scores: bool) -> TileTensor | None:
+    """Emit a step over rows: the scores (R, 1, V) of what follows each, or None."""
+    with no_grad():
         if scores:
-            output = model.continued_logits(inputs.tokens, pages.past(inputs)).data
-        else:
-            model.trunk(inputs.tokens, None, pages.past(inputs))
-    return step, output
+            return model.continued_logits(inputs.tokens, past).data
+        model.trunk(inputs.tokens, None, past)
+        return None
 
 
 def _told(scores: Scores, token: int, num_top: int) -> TokenScore:

@@ -102,6 +102,11 @@ class KVPages:
             for n in range(len(config.description.stack.blocks))
         ]
 
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that may take memory."""
+        return self._layers[0][0].grid[0]
+
     def grow(self, num_pages: int) -> None:
         """Take memory for at least the first `num_pages` pages, in whole tiles."""
         while self.num_grown * self.pages_per_tile < num_pages:
@@ -115,7 +120,7 @@ class KVPages:
         made = {name: TileTensor(self._runtime, shape, shape, np.int32, kind="input", data_class="data", name=name) for name, shape in shapes.items()}
         return RowInputs(**made)
 
-    def past(self, given: RowInputs) -> Past:
-        """What a pass needs; it sees the tiles that have memory now."""
-        tiles = range(self.num_grown)
+    def past(self, given: RowInputs, num_tiles: int | None = None) -> Past:
+        """What a pass needs; it sees the first `num_tiles` tiles, by default those that have memory now."""
+        tiles = range(self.num_grown if num_tiles is None else num_tiles)
         return Past(given.positions, [PagedLayer(keys, values, given.positions, given.table, tiles) for keys, values in self._layers])
