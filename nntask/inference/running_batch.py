@@ -187,7 +187,7 @@ class RunningBatch:
         self.pool = PagePool(shape.num_pages, shape.page)
         self.num_steps: dict[Work, int] = {"tokens": 0, "prompt": 0, "scored prompt": 0}
         self.num_shared = 0
-        self._model, self._runtime = model, runtime
+        self._model, self.runtime = model, runtime
         self._pages = pages_for(model, runtime, shape)
         self._inputs: dict[int, RowInputs] = {}
         self._recorded: dict[Work, tuple[Step, TileTensor | None]] = {}
@@ -334,7 +334,7 @@ class RunningBatch:
             self._inputs[num_rows] = self._pages.inputs(num_rows)
         inputs = self._inputs[num_rows]
         if work not in self._recorded:
-            with self._runtime.record() as step:
+            with self.runtime.record() as step:
                 output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
             self._recorded[work] = step, output
         tokens, positions = np.zeros((2, num_rows, 1), np.int32)
