@@ -98,9 +98,13 @@ class Form:
         return {
             "tokens": tokens,
             "token_logprobs": [None if isinstance(each, int) else _told(each.logprob) for each in scores],
-            "top_logprobs": [None if isinstance(each, int) else {self._word(token): _told(p) for token, p in each.top} for each in scores],
+            "top_logprobs": [None if isinstance(each, int) else self._top(each) for each in scores],
             "text_offset": offsets,
         }
+
+    def _top(self, score: TokenScore) -> dict[str, float]:
+        """The best tokens, and the one that came."""
+        return {self._word(token): _told(p) for token, p in (*score.top, (score.token, score.logprob))}
 
     def _in_chat(self, score: TokenScore) -> dict[str, Any]:
         found = [self._entry(token, logprob) for token, logprob in ((score.token, score.logprob), *score.top)]

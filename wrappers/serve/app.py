@@ -50,7 +50,7 @@ class Service:
         template: of conversations; None where the tokenizer has none.
         key: that requests must bring; "" for none.
         most_bytes: of a request's body.
-        body_seconds: in which it must arrive.
+        receive_seconds: in which it must arrive.
         is_local: whether only this machine is listened to.
     """
 
@@ -61,7 +61,7 @@ class Service:
     template: ChatPrompts | None
     key: str
     most_bytes: int
-    body_seconds: float
+    receive_seconds: float
     is_local: bool
 
 
@@ -129,14 +129,14 @@ class Application:
         if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise too_large
         try:
-            async with asyncio.timeout(self._service.body_seconds):
+            async with asyncio.timeout(self._service.receive_seconds):
                 async for piece in request.stream():
                     found += piece
                     if len(found) > most:
                         raise too_large
         except TimeoutError:
             headers = {"connection": "close"}
-            raise ApiError(408, f"the body must arrive within {self._service.body_seconds:g} s; send it faster", headers=headers) from None
+            raise ApiError(408, f"the body must arrive within {self._service.receive_seconds:g} s; send it faster", headers=headers) from None
         return bytes(found)
 
     async def _texts(self, request: Request) -> Response:

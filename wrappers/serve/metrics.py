@@ -68,6 +68,7 @@ class Metrics:
         stats = self._engine.batch.runtime.stats()
         for name, about, values in (
             ("nntask_serve_resident_bytes", "Bytes in use, by memory", stats["resident_bytes"]),
+            ("nntask_serve_peak_bytes", "Most bytes that have been in use, by memory", stats["peak_bytes"]),
             ("nntask_serve_budget_bytes", "Most bytes that may be in use, by memory", stats["budget_bytes"]),
         ):
             family = GaugeMetricFamily(name, about, labels=["memory"])

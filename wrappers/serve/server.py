@@ -23,15 +23,18 @@ from .app import Application
 from .engine import Engine
 from .jobs import Desk
 
-HEAD_SECONDS: Final = 30.0
-"""In which the head of a request must arrive."""
 _MARGIN_SECONDS: Final = 5
 """For clients to read what they are told at the end."""
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, which closes connections whose request does not arrive."""
+    """uvicorn's, which closes connections whose request does not arrive.
 
+    Attributes:
+        head_seconds: in which the head of a request must arrive.
+    """
+
+    head_seconds = 30.0
     _slow: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,7 +55,7 @@ class _Protocol(H11Protocol):
         if not waits:
             self._forget()
         elif self._slow is None:
-            self._slow = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+            self._slow = self.loop.call_later(self.head_seconds, self.transport.close)
 
     def _forget(self) -> None:
         if self._slow is not None:
@@ -114,23 +117,29 @@ def address_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def serve(application: Application, engine: Engine, desk: Desk, listener: socket.socket, grace_seconds: float) -> None:
+def serve(application: Application, engine: Engine, desk: Desk, listener: socket.socket, *, receive_seconds: float, grace_seconds: float) -> None:
     """Serve until a signal comes or the engine fails, then end both.
+
+    Args:
+        receive_seconds: in which the head of a request must arrive.
+        grace_seconds: that running texts have to end after a signal.
 
     Raises:
         BaseException: what the engine failed with.
     """
-    asyncio.run(_served(application, engine, desk, listener, grace_seconds))
+    asyncio.run(_served(application, engine, desk, listener, receive_seconds, grace_seconds))
     engine.end()
     engine.join()
     if engine.failure is not None:
         raise engine.failure
 
 
-async def _served(application: Application, engine: Engine, desk: Desk, listener: socket.socket, grace_seconds: float) -> None:
+async def _served(
+    application: Application, engine: Engine, desk: Desk, listener: socket.socket, receive_seconds: float, grace_seconds: float
+) -> None:
     config = uvicorn.Config(
         application.asgi,
-        http=_Protocol,
+        http=type("Protocol", (_Protocol,), {"head_seconds": receive_seconds}),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -56,8 +56,8 @@ class ServerSettings:
     """file whose first line is the key that requests must bring (default: NNTASK_API_KEY in the environment, or no key)"""
     max_body: str = "1MiB"
     """largest body of a request"""
-    body_seconds: float = 30.0
-    """in which the body of a request must arrive"""
+    receive_seconds: float = 30.0
+    """in which the head of a request must arrive, and then its body"""
     grace_seconds: float = 30.0
     """that running texts have to end after SIGTERM"""
 
@@ -107,7 +107,7 @@ def check(asked: ServerSettings) -> None:
         ("--queue", asked.queue, 0 <= asked.queue <= LARGEST, "0 or more", "0"),
         ("--max-context", asked.max_context, 0 <= asked.max_context <= LARGEST, "0 or more", "0"),
         ("--cache-tokens", asked.cache_tokens, 0 <= asked.cache_tokens <= LARGEST, "0 or more", "0"),
-        ("--body-seconds", asked.body_seconds, 0 < asked.body_seconds <= 3600, "above 0 and at most 3600", "3600"),
+        ("--receive-seconds", asked.receive_seconds, 0 < asked.receive_seconds <= 3600, "above 0 and at most 3600", "3600"),
         ("--grace-seconds", asked.grace_seconds, 0 <= asked.grace_seconds <= 3600, "from 0 to 3600", "0" if asked.grace_seconds < 0 else "3600"),
     )
     for flag, value, ok, rule, near in rules:
@@ -148,7 +148,7 @@ def _service(asked: ServerSettings, ids: TextIds, model: str) -> Service:
     is_local = asked.host in _LOCAL
     if not is_local and not key:
         print(f"nntask: whoever reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
-    limits = (parse_size(asked.max_body, "--max-body"), asked.body_seconds)
+    limits = (parse_size(asked.max_body, "--max-body"), asked.receive_seconds)
     return Service(name, int(time.time()), f"nntask-{version('nntask')}", ids, template, key, *limits, is_local)
 
 
@@ -171,9 +171,8 @@ def _key(file: str) -> str:
                     raise UsageError(f"{where} may be read by everybody on this machine; chmod o= it")
                 found = lines.readline().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{where} cannot be read: {getattr(error, 'strerror', None) or error}; give a file with the key in its first line"
-            ) from None
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{where} cannot be read: {why}; give a file with the key in its first line") from None
         if not found:
             raise DataError(f"{where} has no key in its first line; write one")
     if not (found.isascii() and found.isprintable()) or " " in found:
@@ -182,7 +181,7 @@ def _key(file: str) -> str:
 
 
 def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, tiling: ModelTiling, shape: BatchShape, service: Service) -> None:
-    from nntask.inference import RunningBatch
+    from nntask.inference import RunningBatch, TextRequest
     from wrappers.serve.app import Application
     from wrappers.serve.engine import Engine
     from wrappers.serve.jobs import Desk
@@ -193,7 +192,11 @@ def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, til
     def open_batch() -> Iterator[RunningBatch]:
         with runtime_of(machine, "--slots") as runtime:
             model = source.build(runtime, tiling, asked.dtype)
-            yield RunningBatch(model, runtime, shape, vocab_size=service.ids.vocab_size)
+            batch = RunningBatch(model, runtime, shape, vocab_size=service.ids.vocab_size)
+            batch.join(TextRequest((0,) * min(2, shape.longest), 1))
+            while batch.texts:  # kernels are compiled and steps recorded before anybody waits for them
+                batch.step()
+            yield batch
 
     desk = Desk()
     engine = Engine(open_batch, service.ids.tokenizer.decode, asked.slots + asked.queue, desk.deliver, desk.fail)
@@ -202,4 +205,5 @@ def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, til
         cache = f"{shape.num_pages * shape.page:,} tokens of cache"
         print(f"{service.name}: {shape.slots} texts of at most {shape.longest:,} tokens side by side, {cache}")
         print(f"listening on {address_of(listener)}", flush=True)
-        serve(Application(service, engine, desk, Metrics(engine)), engine, desk, listener, asked.grace_seconds)
+        limits = {"receive_seconds": asked.receive_seconds, "grace_seconds": asked.grace_seconds}
+        serve(Application(service, engine, desk, Metrics(engine)), engine, desk, listener, **limits)
