@@ -200,7 +200,9 @@ class Application:
         return Response(text, media_type=kind)
 
     async def _page(self, request: Request) -> Response:
-        text, policy = page(self._service.name, is_chat=self._service.template is not None, has_key=bool(self._service.key))
+        assert self._engine.batch is not None  # it has been opened
+        tokens = min(256, max(1, self._engine.batch.shape.longest // 2))
+        text, policy = page(self._service.name, is_chat=self._service.template is not None, has_key=bool(self._service.key), tokens=tokens)
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
 
 

@@ -13,15 +13,16 @@ _FILE = Path(__file__).with_name("page.html")
 
 
 @cache
-def page(model: str, *, is_chat: bool, has_key: bool) -> tuple[str, str]:
+def page(model: str, *, is_chat: bool, has_key: bool, tokens: int) -> tuple[str, str]:
     """The document, and the policy that lets browsers run its own script and style alone.
 
     Args:
         model: its name.
         is_chat: whether it takes conversations; otherwise texts are continued.
         has_key: whether requests need a key.
+        tokens: most new ones of an answer, unless somebody changes it.
     """
-    settings = json.dumps({"model": model, "chat": is_chat, "key": has_key}).replace("<", "\\u003c")
+    settings = json.dumps({"model": model, "chat": is_chat, "key": has_key, "tokens": tokens}).replace("<", "\\u003c")
     text = _FILE.read_text(encoding="utf-8").replace("@MODEL@", html.escape(model)).replace('"@SETTINGS@"', settings)
     digests = {kind: _digest(text.partition(f"<{kind}>")[2].partition(f"</{kind}>")[0]) for kind in ("script", "style")}
     rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items()]
