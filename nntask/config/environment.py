@@ -50,6 +50,7 @@ VARIABLES: Final = (
         "directory for tokenizers and tokenised text (default: nntask in XDG_CACHE_HOME or ~/.cache); "
         "performance models and compiled GPU kernels stay in the latter",
     ),
+    Variable("NNTASK_API_KEY", "", "key that requests to nntask serve must bring; a file of it is named with --api-key-file"),
     Variable("NNTASK_ONEDNN", "", "file of oneDNN 3 (libdnnl.so.3), or off (default: found by itself)"),
 )
 

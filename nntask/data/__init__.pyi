@@ -1,4 +1,5 @@
 from .batch import Batch, Cursor
+from .chat import ChatTemplate
 from .dataset import DATASETS, Dataset, check_spec, open_dataset
 from .hub import WIKITEXT
 from .objectives import KINDS, Objective, random_batch
@@ -17,6 +18,7 @@ __all__ = [
     "Batch",
     "BatchStream",
     "ByteTokenizer",
+    "ChatTemplate",
     "Cursor",
     "DataSpec",
     "Dataset",

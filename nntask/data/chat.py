@@ -118,6 +118,17 @@ class ChatTemplate:
                 found.append((len(before), len(until)))
         return text, found
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """The text of a conversation up to where the assistant's next answer begins.
+
+        Args:
+            where: the conversation is from, for messages.
+
+        Raises:
+            DataError: the template refuses it.
+        """
+        return self._render(messages, where, prompts=True)[0]
+
     def _render(self, messages: Sequence[Mapping[str, Any]], where: str, *, prompts: bool = False) -> tuple[str, list[tuple[int, int]]]:
         import jinja2
 

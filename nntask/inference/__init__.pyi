@@ -1,9 +1,11 @@
+from .batch_memory import fitted
 from .beams import STEEPEST, BeamSearch, Hypothesis, search
 from .filled_masks import FilledMask, fill
 from .generator import Generator, check_writes
 from .memory_check import check_memory, check_scoring
-from .penalties import Penalties
+from .penalties import OutputPenalties, Penalties
 from .pretrained import ModelSource, TextIds
+from .running_batch import BatchShape, NextToken, RunningBatch, RunningText, TextRequest, TokenScore, check_joins
 from .samples import HOW, sample_prompt, sample_text
 from .sampling import Sampling, choose
 from .scoring import perplexity
@@ -11,19 +13,28 @@ from .scoring import perplexity
 __all__ = [
     "HOW",
     "STEEPEST",
+    "BatchShape",
     "BeamSearch",
     "FilledMask",
     "Generator",
     "Hypothesis",
     "ModelSource",
+    "NextToken",
+    "OutputPenalties",
     "Penalties",
+    "RunningBatch",
+    "RunningText",
     "Sampling",
     "TextIds",
+    "TextRequest",
+    "TokenScore",
+    "check_joins",
     "check_memory",
     "check_scoring",
     "check_writes",
     "choose",
     "fill",
+    "fitted",
     "perplexity",
     "sample_prompt",
     "sample_text",

@@ -59,7 +59,7 @@ def check_memory(
             return model.continued_logits(tokens, cache.past(positions, range(first, last + 1), sources)).data
 
     def needs(batch: int, length: int, num_beams: int) -> Needs:
-        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length, num_beams))
+        return needs_of_step(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length, num_beams))
 
     size: tuple[int, ...] = (batch, length, num_beams)
     smaller: dict[str, tuple[int, ...]] = {
@@ -91,19 +91,19 @@ def check_scoring(source: ModelSource, dtype: str, machine: MachineSpec, *, batc
 
     def needs(batch: int, length: int) -> Needs:
         tiling = default_tiling(source.config, batch, length, device=machine.gpus.device_class)
-        return _needs(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
+        return needs_of_step(source, tiling, dtype, machine, lambda model, runtime: emit(model, runtime, batch, length))
 
     _check(machine, needs, (batch, length), f"{batch} x {length} tokens", {"--batch": (1, length), "--seq-len": (batch, 1)})
 
 
-def _needs(
+def needs_of_step(
     source: ModelSource,
     tiling: ModelTiling,
     dtype: str,
     machine: MachineSpec,
-    emit: Callable[[LanguageModel, CapturingRuntime], TileTensor],
+    emit: Callable[[LanguageModel, CapturingRuntime], TileTensor | None],
 ) -> Needs:
-    """What a model and a recorded step of it need; `emit` records the step and returns its output."""
+    """What a model and a recorded step of it need; `emit` records the step and returns its output, if it has one."""
     with no_collections():
         runtime = CapturingRuntime(has_gpus=machine.has_gpus)
         model = source.build(runtime, tiling, dtype, read=False)
@@ -128,11 +128,11 @@ def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, .
     if found.fit(target):
         return
     flags = " or ".join(flag for flag, less in smaller.items() if less != size and needs(*less).fit(target))
-    more = _more(target, found, machine)
+    more = what_to_raise(target, found, machine)
     raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
 
 
-def _more(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:
+def what_to_raise(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:
     """What to raise, all of it; or the disk tier that would hold what host memory cannot, and what must be raised beside it."""
     found = _raised(target, needs.short(target), machine)
     if target.storage or all(at != target.last for at, _ in needs.short(target)):

@@ -5,8 +5,8 @@ They are those of transformers' `generate`, in its order: the repetition penalty
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final
 
@@ -62,3 +62,28 @@ def _followers(text: Sequence[int], size: int, limit: int) -> list[int]:
     begin = list(text[len(text) + 1 - size :]) if size > 1 else []
     runs = (list(text[start : start + size]) for start in range(len(text) + 1 - size))
     return [run[-1] for run in runs if run[:-1] == begin and run[-1] < limit]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPenalties:
+    """What OpenAI's interface asks for: numbers that are taken from scores of tokens for what a text has said, the prompt left out.
+
+    Args:
+        presence: of tokens that it has said.
+        frequency: of tokens, for each time that it has said them.
+        bias: number that is added to the score of a token, by id.
+    """
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+
+    def apply(self, scores: Floats, said: Sequence[int]) -> Floats:
+        """Scores (V,) of what follows `said`, changed, in another array of fp32 at least."""
+        found = scores.astype(np.promote_types(np.float32, scores.dtype) if scores.dtype.kind == "f" else np.float32)
+        known, counts = np.unique(np.asarray(said, np.intp), return_counts=True)
+        found[known] -= self.presence + self.frequency * counts
+        for token, number in self.bias.items():
+            if token < len(found):
+                found[token] += number
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,21 @@ if TYPE_CHECKING:
     from .encoder_past import EncoderPast
 
 
+class LayerPast(Protocol):
+    """Keys and values that earlier passes left in one layer, however they are kept."""
+
+    @property
+    def across(self) -> EncoderPast | None:
+        """What a decoder's layer sees of the source; None without an encoder."""
+
+    def attend(
+        self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
+    ) -> TileTensor:
+        """Keep the new k and v (B, w, G*D), then attend from q (B, w, H*D) to positions up to each token's own -> (B, w, H*D)."""
+
+
 @dataclass(frozen=True, slots=True)
-class LayerPast:
+class CachedLayer:
     """Keys and values that earlier passes left in one layer, and where this pass adds its own.
 
     Args:
@@ -185,7 +198,7 @@ class KVCache:
         forked = range(shared // self.tile, written.stop)
         layers = zip(self._layers, self._windows, self._across, strict=True)
         return Past(
-            positions, [LayerPast(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
+            positions, [CachedLayer(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
         )
 
     def take(self, texts: KVCache) -> None:

@@ -32,6 +32,12 @@ LINE = re.compile(r"(.+): ours [\d.,e+-]+ \S+, (.+) [\d.,e+-]+, ratio [\d.-]+")
             ["gpt2, 128 new tokens of one text, fp32", "gpt2, 128 new tokens of one text, fp32: peak resident memory"],
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            "serve",
+            "--case=tiny --minutes=0.1",
+            [f"32 clients at once, 16 slots: {what}" for what in ("tokens", "texts", "most")],
+            marks=pytest.mark.long,
+        ),
         pytest.param("tile_table", "--tiny --shapes tiny:4", ["tiny, 4 sequences: a step in the table's tiles"], marks=pytest.mark.long),
         pytest.param("dask/cluster", "--suite=traffic --tiny", ["tiny on 2 nodes: bytes sent per node and step"], marks=pytest.mark.long),
         pytest.param(

@@ -11,6 +11,8 @@ import yaml
 from distributed.cli import dask_scheduler, dask_worker
 
 from nntask.config.settings import TrainSettings
+from wrappers.cli.commands.serve import ServeSettings, check
+from wrappers.cli.options.flags import build as build_settings
 from wrappers.cli.options.flags import scan, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,13 @@ def test_services_build_and_run_what_there_is(service: dict[str, Any]) -> None:
         DASK[name].make_context(name, words, resilient_parsing=False)
         return
     command, *words = shlex.split(service["command"])
+    if command == "serve":
+        values, models = scan(words, table_of(ServeSettings), 1)
+        check(build_settings(ServeSettings(), values, table_of(ServeSettings)).server)
+        assert len(models) == 1
+        assert service["ports"] == [f"127.0.0.1:{values['port']}:{values['port']}"]
+        assert "NNTASK_API_KEY" in service["environment"]
+        return
     assert command == "train"
     values, _ = scan(words, table_of(TrainSettings))
     if "dask" in values:

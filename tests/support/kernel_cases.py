@@ -14,6 +14,7 @@ from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scra
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
+from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import FLOOR, Pair, Pattern, optional_tiles, scores
@@ -163,6 +164,30 @@ def _append(make: Maker, num_tokens: int) -> Case:
     return [make(5, num_tokens, 6), make(5, num_tokens, 6), positions, make(5, 5, 6), make(5, 5, 6)], [], {"start": 9}
 
 
+def _pages(make: Maker) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and pages of six rows, of pages with 5 positions: two rows of one text, a page that two texts have, an idle row."""
+    positions = np.array([[7], [8], [0], [14], [11], [0]], np.int32)
+    table = np.array([[4, 2, -1], [4, 2, -1], [9, -1, -1], [6, 3, 8], [6, 1, 7], [-1, -1, -1]], np.int32)
+    return positions, table
+
+
+def _append_pages(make: Maker) -> Case:
+    """A tile that holds pages 2 to 6."""
+    return [make(6, 1, 6), make(6, 1, 6), *_pages(make), make(5, 5, 6), make(5, 5, 6)], [], {"first_page": 2}
+
+
+def _paged(make: Maker, *, group: int = 1, pattern: Pattern | None = None) -> Case:
+    """A tile that holds pages 2 to 6; three heads of keys."""
+    h = 3 * group
+    args = [make(6, 1, 4 * h), make(5, 5, 12), make(5, 5, 12), *_pages(make), make(6, 3, 4 * h), make(6, 3, h), make.positive(6, 3, h)]
+    constants = {"head_size": 4, "scale": 0.5, "first_page": 2, **({} if pattern is None else {"pattern": pattern})}
+    return [*args, np.empty(paged_scratch(h, 5, 8), np.uint8)], [], constants
+
+
+def _combined(make: Maker) -> Case:
+    return [make(6, 3, 24), make(6, 3, 6), make.positive(6, 3, 6), *_pages(make), make(6, 1, 24)], [5], {"length": 5}
+
+
 def _head(make: Maker, *, backward: bool, first: bool, has_dw: bool = True, how: Head = PLAIN) -> Case:
     xs, ws = [make(2, 5, 3), make(2, 5, 4)], [make(11, 3), make(11, 4)]
     targets = make.ids(30, 2, 5)
@@ -275,6 +300,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 5, 7), m(6, 7)], [], {"accumulate": True}),
     ],
     "append_to_cache": [lambda m, w=w: _append(m, w) for w in (1, 3, 8)],
+    "append_to_pages": [_append_pages],
     "attention": [
         *[lambda m, f=f, e=e, p=p: _attention(m, first=f, last=e, p=p) for f in (0, 1) for e in (0, 1) for p in (0.0, 0.3)],
         *[lambda m, p=p, g=g: _attention(m, first=False, last=True, p=p, group=g) for p in (0.0, 0.3) for g in (2, 3)],
@@ -338,6 +364,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 50, 700), m(700)], [1], {"accumulate": False}),
         lambda m: ([m(3, 50, 700), m(700)], [], {"accumulate": True}),
     ],
+    "combine_pages": [_combined],
     "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
     "decode_blocks": [lambda m, f=f: ([encode(m(7, 96), BLOCK_FORMATS[f]), m(7, 96)], [1], {"block_format": f}) for f in BLOCK_FORMATS],
     "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
@@ -428,6 +455,10 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         ),
     ],
     "norm_finish": [lambda m: ([m(2, 9), m.positive(2, 9), m(2, 9), m(2, 9)], [2, 3], {"width": 70, "eps": 1e-5})],
+    "paged_attention": [
+        *[lambda m, g=g: _paged(m, group=g) for g in (1, 2)],
+        *[lambda m, c=c, w=w: _paged(m, group=2, pattern=Pattern(cap=c, window=w)) for c, w in ((1.5, 0), (0.0, 4), (1.5, 8))],
+    ],
     "quantised_embedding": [
         lambda m, f=f, r=r, v=v, a=a: quantised_embedding(m, f, r, v, a) for f in BLOCK_FORMATS for r, v, a in ((20, 0, False), (8, 8, True))
     ],

@@ -139,6 +139,13 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "append_to_cache": [
         lambda m: ([m(2, 5, 6), m(2, 5, 6), np.tile(np.arange(9, 14, dtype=np.int32), (2, 1)), m(2, 5, 6), m(2, 5, 6)], [3, 4], {"start": 9})
     ],
+    "append_to_pages": [
+        lambda m: (
+            [m(2, 1, 6), m(2, 1, 6), np.array([[2], [3]], np.int32), np.array([[5, 7], [5, 7]], np.int32), m(1, 2, 6), m(1, 2, 6)],
+            [4, 5],
+            {"first_page": 7},
+        )
+    ],
     "attention": [
         *(lambda m, f=f, e=e: _attention(m, 131, 150, True, f, e) for f in BOTH for e in BOTH),
         lambda m: _attention(m, 33, 47, False, True, True),

@@ -24,6 +24,7 @@ from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
+from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import Pair, Pattern
@@ -131,6 +132,23 @@ def _cached(m: Maker, num_tokens: int, group: int = 1) -> Call:
 def _append(m: Maker, num_tokens: int) -> Call:
     positions = (np.arange(num_tokens)).astype(np.int32)[None]
     return [m(1, num_tokens, m.columns), m(1, num_tokens, m.columns), positions, m.tile(), m.tile()], {"start": 0}
+
+
+def _table(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and pages of rows that have four pages each, of 1024 positions."""
+    return np.full((rows, 1), 4095, np.int32), np.arange(4 * rows, dtype=np.int32).reshape(rows, 4)
+
+
+def _append_pages(m: Maker) -> Call:
+    width = max(m.columns, 512)
+    return [m(64, 1, width), m(64, 1, width), *_table(64), m(1, 1024, width), m(1, 1024, width)], {"first_page": 255}
+
+
+def _paged(m: Maker, group: int = 1) -> Call:
+    _, _, g, size = _attention_sizes(m)
+    h = g * group
+    args = [m(2, 1, h * size), m(8, 1024, g * size), m(8, 1024, g * size), *_table(2), m(2, 4, h * size), m(2, 4, h), m(2, 4, h)]
+    return [*args, np.empty(paged_scratch(h, 1024, m.dtype.itemsize), np.uint8)], {"head_size": size, "scale": 0.125, "first_page": 0}
 
 
 def _attention_apply(m: Maker, p: float) -> Call:
@@ -306,6 +324,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "add_rows": [lambda m: ([m.tile(), m(m.rows, m.columns), m.tile()], {})],
     "add_rows_backward": [lambda m, a=a: ([m(2, m.rows, m.columns), m(m.rows + 1, m.columns)], {"accumulate": a}) for a in (False, True)],
     "append_to_cache": [lambda m: _append(m, 1), lambda m: _append(m, m.rows)],
+    "append_to_pages": [_append_pages],
     "attention": [
         *[lambda m, p=p, f=f, g=1 + f: _attention(m, p, f, g) for p in (0.0, 0.3) for f in (False, True)],
         lambda m: _patterned(m, False),
@@ -323,6 +342,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "cap": _tiles(2, most=1.5),
     "cap_backward": _tiles(3, most=1.5),
     "column_sums": [lambda m, a=a: ([m.tile(), m.row()], {"accumulate": a}) for a in (False, True)],
+    "combine_pages": [lambda m: ([m(64, 4, 6 * 512), m(64, 4, 6), m(64, 4, 6), *_table(64), m(64, 1, 6 * 512)], {"length": 1024})],
     "copy": [*_tiles(2), lambda m: ([m.tile(), m.tile().astype(np.float32)], {}), lambda m: ([m.tile().astype(np.float32), m.tile()], {})],
     "decode_blocks": [lambda m, f=f: _decode(m, f) for f in BLOCK_FORMATS],
     "dropout": [lambda m, f=f: ([m.tile(), KEY, m.tile()], _place(m, f, p=0.3)) for f in (False, True)],
@@ -354,6 +374,7 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
         lambda m: ([m.tile(), m.row(), m.column(), m.column(), m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": True})
     ],
     "norm_finish": [lambda m: ([m.column() for _ in range(4)], {"width": 70, "eps": 1e-5})],
+    "paged_attention": [lambda m, g=g: _paged(m, g) for g in (1, 2)],
     "quantised_embedding": [lambda m, f=f: _quantised_embedding(m, f) for f in BLOCK_FORMATS],
     "quantised_linear": [lambda m, f=f, t=t: _quantised_linear(m, f, t) for f in BLOCK_FORMATS for t in (False, True)],
     "random_normal": [lambda m, f=f: ([m.tile()], _place(m, f, std=0.02, seed=5)) for f in (False, True)],

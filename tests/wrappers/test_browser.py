@@ -1,4 +1,4 @@
-"""The report and the dashboard's page in a headless Chromium: they draw, answer the pointer, zoom, and write no error to the console.
+"""The report, the dashboard's page and that of a server in a headless Chromium: they draw or talk, answer the pointer, and log no error.
 
 `make test-browser` runs these; they need Debian's chromium and chromium-driver, or Chrome and its driver, and fail where there is none.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,70 @@ def test_the_dashboards_page_is_live(browser: Any) -> None:
         WebDriverWait(browser, SECONDS).until(lambda it: "step 2, 1 node, 200 tokens/s, loss 4.5000" in it.execute_script(heading))
         assert errors(browser) == []
         browser.get("about:blank")  # its connection ends before the server does
+
+
+def said(browser: Any) -> list[str]:
+    """What stands in the log of the chat page, message by message."""
+    found: list[str] = browser.execute_script("return [...document.querySelectorAll('.said')].map(each => each.textContent)")
+    return found
+
+
+def say(browser: Any, text: str, **fields: str) -> None:
+    """Fill fields of the chat page, and send a text with Enter."""
+    for name, value in {**fields, "text": text}.items():
+        field = browser.find_element("id", name)
+        field.clear()
+        field.send_keys(value)
+    browser.find_element("id", "text").send_keys("\n")
+
+
+def button(browser: Any) -> str:
+    """What the button of the chat page says."""
+    return str(browser.find_element("id", "send").text)
+
+
+def test_the_chat_page_talks(browser: Any, tmp_path: Path) -> None:
+    """An answer grows in the log and is that of the interface; the next question has the conversation before it; a wrong key is told; New forgets."""
+    from selenium.webdriver.support.ui import WebDriverWait
+    from support.served import KEY, served, write_served_model
+
+    script = f"import os\nos.environ['NNTASK_API_KEY'] = {KEY!r}"
+    with served(write_served_model(tmp_path / "small"), script=script) as server, server.client() as client:
+        browser.get_log("browser")
+        browser.get(server.url)
+        say(browser, "hello", key="wrong", temperature="0", tokens="20")
+        WebDriverWait(browser, SECONDS).until(lambda it: any("the key is missing or wrong" in text for text in said(it)))
+        assert all("401" in each for each in errors(browser))  # what the browser itself notes of a refusal
+        browser.find_element("id", "fresh").click()
+        assert said(browser) == []
+        talk: list[Any] = []
+        for text in ("hello", "and <b>then</b>?"):
+            say(browser, text, key=KEY)
+            WebDriverWait(browser, SECONDS).until(lambda it: button(it) == "Send" and len(said(it)) == len(talk) + 2)
+            talk.append({"role": "user", "content": text})
+            answer = client.chat.completions.create(model="small", messages=talk, temperature=0, max_tokens=20).choices[0].message.content
+            talk.append({"role": "assistant", "content": answer})
+            assert said(browser) == [each["content"] for each in talk]
+        assert errors(browser) == []
+        asked = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name).filter(e => !e.startsWith('data:'))")
+        assert all(each.startswith(f"{server.url}/v1/") for each in asked)
+        browser.get("about:blank")
+
+
+def test_the_chat_page_stops(browser: Any, tmp_path: Path) -> None:
+    """Where there is no template texts are continued; the button stops one, and the server lets go of it."""
+    from selenium.webdriver.support.ui import WebDriverWait
+    from support.served import CONFIG, served, write_served_model
+
+    long = write_served_model(tmp_path / "small", replace(CONFIG, n_positions=16384), has_template=False)
+    with served(long, "--slots", "1") as server:
+        browser.get(server.url)
+        say(browser, "once", tokens="16000")
+        WebDriverWait(browser, SECONDS).until(lambda it: said(it)[-1:] and len(said(it)[-1]) > 20)
+        assert button(browser) == "Stop"
+        browser.find_element("id", "send").click()
+        WebDriverWait(browser, SECONDS).until(lambda it: button(it) == "Send")
+        server.until("nntask_serve_texts_running", 0)
+        assert said(browser)[1].startswith("once")
+        assert errors(browser) == []
+        browser.get("about:blank")

@@ -19,6 +19,7 @@ __all__ = ["COMMANDS", "exit_code", "main"]
 COMMANDS: Final = {
     "train": "train a language model, or continue a run",
     "generate": "continue prompts with a run, a checkpoint or a model directory",
+    "serve": "answer OpenAI's clients over HTTP with a run, a checkpoint or a model directory",
     "perplexity": "score a text with a run, a checkpoint or a model directory",
     "data": "prepare train.bin and val.bin from a dataset",
     "export": "write a run or a checkpoint as a Hugging Face model directory or a GGUF file",

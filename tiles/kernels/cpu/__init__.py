@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     matmul,
     norm,
     optimizer,
+    pages,
     quantised,
     random,
     select,

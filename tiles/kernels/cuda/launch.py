@@ -20,7 +20,7 @@ from ..registry import BF16
 from .array import DeviceArray
 
 SOURCES: Final = Path(__file__).parent / "source"
-NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "flash")
+NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "flash", "pages")
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
 _MOST_BLOCKS: Final = 4096

@@ -289,3 +289,76 @@ def cached_attention(
             for h in range(q.shape[1]):
                 for i in range(q.shape[2]):
                     o[r, h, i] /= total[r, h]
+
+
+@compiled(REASSOCIATE)
+def paged_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    table: Array,
+    first_page: int,
+    scale: Any,
+    cap: Any,
+    window: int,
+    s: Array,
+    partial: Array,
+    peaks: Array,
+    totals: Array,
+) -> None:
+    """Attention of one query a row to each of its pages in a tile, kept apart and not normalised.
+
+    Shapes: q (R, H, D); keys, values (P, T, G, D), pages first_page to first_page + P of T positions; positions (R,); table (R, M); partial
+    (R, M, H, D); peaks, totals (R, M, H); s (H, T) is working memory. A row sees keys up to its position, the last `window` of them if that is not 0.
+    """
+    length, group, factor = keys.shape[1], q.shape[1] // keys.shape[2], ZERO if cap == ZERO else ONE / cap
+    for r in range(q.shape[0]):
+        at = positions[r]
+        for m in range(at // length + 1):
+            page = table[r, m] - first_page
+            if page < 0 or page >= keys.shape[0]:
+                continue
+            stop = min(length, at + 1 - m * length)
+            low = max(0, at + 1 - window - m * length) if window else 0
+            count = max(0, stop - low)
+            for j in range(count):
+                for h in range(q.shape[1]):
+                    g, total = h // group, ZERO
+                    for i in range(q.shape[2]):
+                        total += q[r, h, i] * keys[page, low + j, g, i]
+                    s[h, j] = total * scale if cap == ZERO else cap * _tanh(total * scale * factor)
+            for h in range(q.shape[1]):
+                top = _top(s[h], count, -f32(1e30))
+                totals[r, m, h] = _exp_row(s[h, :count], count, top)
+                peaks[r, m, h] = top
+                for i in range(q.shape[2]):
+                    partial[r, m, h, i] = ZERO
+            for j in range(count):
+                for h in range(q.shape[1]):
+                    g, weight = h // group, s[h, j]
+                    for i in range(q.shape[2]):
+                        partial[r, m, h, i] += weight * values[page, low + j, g, i]
+
+
+@compiled(REASSOCIATE)
+def combine_pages(partial: Array, peaks: Array, totals: Array, positions: Array, table: Array, length: int, o: Array) -> None:
+    """o (R, H, D): what `paged_attention` has kept apart, added in the order of the pages and normalised."""
+    for r in range(o.shape[0]):
+        count = positions[r] // length + 1
+        for h in range(o.shape[1]):
+            top, total = -f32(np.inf), ZERO
+            for m in range(count):
+                if table[r, m] >= 0:
+                    top = larger(top, peaks[r, m, h])
+            for i in range(o.shape[2]):
+                o[r, h, i] = ZERO
+            for m in range(count):
+                if table[r, m] >= 0:
+                    factor = _exp(peaks[r, m, h] - top)
+                    total += totals[r, m, h] * factor
+                    for i in range(o.shape[2]):
+                        o[r, h, i] += partial[r, m, h, i] * factor
+            if total > ZERO:
+                for i in range(o.shape[2]):
+                    o[r, h, i] /= total

@@ -1,0 +1,73 @@
+"""Whether a machine has the memory for a running batch, and how many pages its cache may have: ``nntask serve`` refuses at once what would end later.
+
+What counts are both recorded steps with all pages in use. With a disk tier the cache may be larger than host memory; without one it has as many pages
+as fit, and texts wait until some are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from scheduler import CapturingRuntime
+from tiles import TileTensor
+
+from ..errors import DoesNotFit
+from ..hardware.machine_model import this_machine
+from ..hardware.machine_spec import MachineSpec, check_budgets
+from ..planning.needs import shortage
+from .memory_check import needs_of_step, what_to_raise
+from .running_batch import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for
+
+if TYPE_CHECKING:
+    from ..models.language import LanguageModel
+    from ..planning.needs import Needs
+    from ..tiling.model_tiling import ModelTiling
+    from .pretrained import ModelSource
+
+
+def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, *, is_exact: bool = False) -> BatchShape:
+    """The shape with as many of its pages as a machine has memory for; takes no memory itself.
+
+    Args:
+        dtype: see `ModelSource.build`.
+        is_exact: whether fewer pages will not do.
+
+    Raises:
+        DoesNotFit: a budget is too small for pages of one text; says by how much.
+        UsageError: texts of this model cannot run side by side.
+    """
+    check_joins(source.config)
+    check_budgets(machine)
+    target = this_machine(machine)
+
+    def lacking(shape: BatchShape) -> Needs | None:
+        """What a step needs that the machine has not; None where both fit."""
+        found = (_needs(source, tiling, dtype, machine, shape, scores=scores) for scores in (True, False))
+        return next((needs for needs in found if not needs.fit(target)), None)
+
+    if lacking(shape) is None:
+        return shape
+    fewest = replace(shape, num_pages=shape.num_pages if is_exact else min(shape.most, shape.num_pages))
+    if (needs := lacking(fewest)) is not None:
+        smaller = "lower --slots or --max-context, or " if not is_exact else "lower --cache-tokens, or "
+        size = f"{shape.slots} texts over a cache of {fewest.num_pages * shape.page} tokens"
+        raise DoesNotFit(f"{size}: {shortage(target, needs)}; {smaller}{what_to_raise(target, needs, machine)}")
+    fits, not_so = fewest.num_pages, shape.num_pages
+    while not_so - fits > max(1, fits // 16):
+        middle = (fits + not_so) // 2
+        fits, not_so = (fits, middle) if lacking(replace(shape, num_pages=middle)) else (middle, not_so)
+    return replace(shape, num_pages=fits)
+
+
+def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, *, scores: bool) -> Needs:
+    """What a step needs: a token of every text with scores, or a piece of a prompt without."""
+
+    def emit(model: LanguageModel, runtime: CapturingRuntime) -> TileTensor | None:
+        model.eval()
+        pages = pages_for(model, runtime, shape)
+        inputs = pages.inputs(shape.slots if scores else PROMPT_ROWS)
+        with runtime.record():
+            return emit_rows(model, pages.past(inputs, pages.num_tiles), inputs, scores=scores)
+
+    return needs_of_step(source, tiling, dtype, machine, emit)

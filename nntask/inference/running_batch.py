@@ -1,0 +1,390 @@
+"""A batch of texts that run side by side, which join and leave between tokens (continuous batching: Yu et al., Orca, 2022).
+
+A text has a slot and pages of the cache (`nn.kv_pages`, `page_pool`). Two recorded steps do all the work, and neither is recorded anew when texts
+come or go: one takes a token of every slot and scores what follows; the other takes a piece of one prompt, a row for each token. `step` runs the
+second for the first text that still has a prompt to read, then the first for all whose prompts are read, so a long prompt holds nobody up.
+
+What a text says follows from its request and its slot alone. Rows share nothing but products with weights, each row of which is computed from that
+row; a position of a prompt always has the same row of its step; and the order in which attention adds pages is that of the text. Between slots the
+last bits of scores may differ, where the BLAS computes the last rows of a product by another loop.
+
+Pages of prompts that are full are known by what stands before their end, and a text whose prompt begins as another's did takes its pages over: those
+of texts that run, and of such that have ended while nobody needed their pages. Pages of what texts have said are not, since a step of other rows
+made them, which may have other last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tiles import TileTensor
+
+from ..errors import Diverged, UsageError
+from ..models.language import LanguageModel
+from ..nn.autograd import no_grad
+from ..nn.kv_cache import Past
+from ..nn.kv_pages import KVPages, RowInputs
+from .generator import check_writes
+from .page_pool import PagePool, digests_of
+from .penalties import NO_PENALTIES, OutputPenalties, Penalties
+from .sampling import Sampling, check_finite, choose
+
+if TYPE_CHECKING:
+    from scheduler import Runtime, Step, TaskRuntime
+
+    from ..models.interface import ModelConfig
+
+Scores = npt.NDArray[np.floating[Any]]
+Work = Literal["tokens", "prompt", "scored prompt"]
+
+PROMPT_ROWS: Final = 64
+"""Tokens of a prompt that a step takes."""
+BEST: Final = Sampling(temperature=0)
+"""The best token always."""
+_MOST_PAGES: Final = 64
+_SHORTEST_PAGE: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """What a text begins with, and how it goes on.
+
+    Args:
+        prompt: at least one id.
+        limit: most new tokens.
+        number: of the text among those of one request, which decides its draws.
+        stop: ids that end it.
+        num_top: best tokens to tell with each chosen one; None for no probabilities at all.
+        scores_prompt: whether the same is told of the prompt's tokens; its beginning is computed even if another text has it.
+    """
+
+    prompt: tuple[int, ...]
+    limit: int
+    how: Sampling = BEST
+    number: int = 0
+    stop: frozenset[int] = frozenset()
+    penalties: Penalties = NO_PENALTIES
+    output_penalties: OutputPenalties | None = None
+    num_top: int | None = None
+    scores_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token with the logarithm of the probability that the model gives it, and the best tokens there, the best first, with theirs."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """What a step says of a text.
+
+    Args:
+        token: None where a token of `stop` has come.
+        end: why the text has ended with this; None where it goes on.
+        score: if it was asked for.
+    """
+
+    token: int | None
+    end: Literal["stop", "length"] | None = None
+    score: TokenScore | None = None
+
+
+@dataclass(eq=False, slots=True)
+class RunningText:
+    """A text in the batch.
+
+    Attributes:
+        tokens: its ids, the prompt's first.
+        prompt_scores: of the prompt's tokens but the first, if they were asked for.
+        num_shared: tokens of the prompt that were there already.
+    """
+
+    request: TextRequest
+    slot: int
+    tokens: list[int]
+    pages: list[int]
+    digests: list[bytes]
+    num_reserved: int
+    num_cached: int
+    num_shared: int = 0
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that it has said."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of the prompt but its last token is in the cache."""
+        return self.num_cached >= len(self.request.prompt) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """How large a batch may become.
+
+    Args:
+        slots: texts side by side.
+        context: most tokens that the model looks at.
+        page: positions of a page, a divisor or a multiple of `PROMPT_ROWS`.
+        num_pages: of all texts together.
+    """
+
+    slots: int
+    context: int
+    page: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, slots: int, context: int, num_pages: int | None = None) -> BatchShape:
+        """With pages of a length that follows from the context, as many as all slots may come to need unless given."""
+        page = _SHORTEST_PAGE
+        while page * _MOST_PAGES < context:
+            page *= 2
+        return cls(slots, context, page, slots * -(-context // page) if num_pages is None else num_pages)
+
+    @property
+    def most(self) -> int:
+        """Most pages of a text."""
+        return -(-self.context // self.page)
+
+    @property
+    def longest(self) -> int:
+        """Most positions of a text: those of the context, or of all pages."""
+        return min(self.context, self.num_pages * self.page)
+
+
+class RunningBatch:
+    """Texts that a model writes side by side.
+
+    Args:
+        model: one that continues texts; it is set to evaluation.
+        vocab_size: ids that may come; None for all.
+
+    Attributes:
+        pool: whose the pages are.
+        num_steps: steps so far by what they did.
+        num_shared: tokens of prompts that were there already.
+
+    Raises:
+        UsageError: the model writes no texts, or reads them with an encoder.
+    """
+
+    def __init__(self, model: LanguageModel, runtime: Runtime, shape: BatchShape, *, vocab_size: int | None = None) -> None:
+        check_joins(model.config)
+        model.eval()
+        self.shape, self.vocab_size = shape, vocab_size
+        self.pool = PagePool(shape.num_pages, shape.page)
+        self.num_steps: dict[Work, int] = {"tokens": 0, "prompt": 0, "scored prompt": 0}
+        self.num_shared = 0
+        self._model, self.runtime = model, runtime
+        self._pages = pages_for(model, runtime, shape)
+        self._inputs: dict[int, RowInputs] = {}
+        self._recorded: dict[Work, tuple[Step, TileTensor | None]] = {}
+        self._slots: list[RunningText | None] = [None] * shape.slots
+        self._unread: list[RunningText] = []
+
+    @property
+    def texts(self) -> list[RunningText]:
+        """Those that run, by slot."""
+        return [text for text in self._slots if text is not None]
+
+    def check(self, request: TextRequest) -> None:
+        """Check that a text could run if it were alone.
+
+        Raises:
+            UsageError: its prompt is empty or has ids that the model does not know, or it may become too long.
+        """
+        length, size = len(request.prompt), self._model.config.vocab_size
+        if not request.prompt or request.limit < 1:
+            raise UsageError(f"a text has a prompt and new tokens, at least 1 each, got {length} and {request.limit}; give it some")
+        if bad := [each for each in request.prompt if not 0 <= each < size]:
+            raise UsageError(f"the prompt has the id {bad[0]}, and the model knows 0 to {size - 1}; use its own tokenizer")
+        if length + request.limit - 1 > self.shape.longest:
+            raise UsageError(
+                f"prompt and new tokens must be at most {self.shape.longest + 1} tokens together, got {length} and {request.limit}; "
+                "shorten one of them"
+            )
+
+    def join(self, request: TextRequest) -> RunningText | None:
+        """Let a text take part from the next step on; None where no slot is free, or not as many pages as it may come to need.
+
+        Raises:
+            UsageError: see `check`.
+        """
+        self.check(request)
+        if None not in self._slots:
+            return None
+        before = request.prompt[:-1]  # the last one is not read but continued
+        digests = digests_of(before, self.shape.page)
+        known = [] if request.scores_prompt else self.pool.known(digests)
+        count = -(-(len(request.prompt) + request.limit - 1) // self.shape.page) - len(known)
+        if not self.pool.begin(known, count):
+            return None
+        slot, num_known = self._slots.index(None), len(known) * self.shape.page
+        text = RunningText(request, slot, list(request.prompt), list(known), digests, count, num_known, num_known)
+        self._slots[slot] = text
+        self.num_shared += num_known
+        if not text.is_read:
+            self._unread.append(text)
+        return text
+
+    def leave(self, text: RunningText) -> None:
+        """Let a text go, whether it has ended or not; its slot is free at once."""
+        if self._slots[text.slot] is text:
+            self._slots[text.slot] = None
+            self.pool.end(text.pages, text.num_reserved)
+            if text in self._unread:
+                self._unread.remove(text)
+
+    def step(self) -> list[tuple[RunningText, NextToken | Diverged]]:
+        """Read a piece of a prompt if one is unread, and take every text that is read on by a token. Texts that end, and such whose scores are not
+        finite, have left.
+
+        Raises:
+            Exception: what the runtime raises when a task or a memory fails; the batch is of no use afterwards.
+        """
+        if self._unread:
+            self._read(self._unread[0])
+        texts = [text for text in self.texts if text.is_read]
+        found = [(text, self._continued(text, scores)) for text, scores in zip(texts, self._scores(texts), strict=True)] if texts else []
+        for text, each in found:
+            if isinstance(each, Diverged) or each.end is not None:
+                self.leave(text)
+        return found
+
+    def _read(self, text: RunningText) -> None:
+        """The next piece of a prompt; the row of a position is always the same."""
+        start, prompt = text.num_cached, text.request.prompt
+        end = min((start // PROMPT_ROWS + 1) * PROMPT_ROWS, len(prompt) - 1)
+        self._take_pages(text, end)
+        rows, at = np.arange(start, end) % PROMPT_ROWS, np.arange(start, end)
+        work: Work = "scored prompt" if text.request.scores_prompt else "prompt"
+        scores = self._run(work, PROMPT_ROWS, rows, [prompt[start:end], at], [text.pages] * len(rows))
+        if scores is not None:
+            text.prompt_scores += [
+                _told(scores[row, : self.vocab_size], prompt[position + 1], text.request.num_top or 0) for row, position in zip(rows, at, strict=True)
+            ]
+        for index in range(start // self.shape.page, end // self.shape.page):
+            self.pool.know(text.pages[index], text.digests[index])
+        text.num_cached = end
+        if text.is_read:
+            self._unread.remove(text)
+
+    def _scores(self, texts: Sequence[RunningText]) -> Scores:
+        """Scores of what follows each text  # -> (len(texts), V)."""
+        for text in texts:
+            self._take_pages(text, len(text.tokens))
+        slots = np.array([text.slot for text in texts])
+        given = [[text.tokens[-1] for text in texts], [len(text.tokens) - 1 for text in texts]]
+        scores = self._run("tokens", self.shape.slots, slots, given, [text.pages for text in texts])
+        assert scores is not None  # this step has some
+        found: Scores = scores[slots]
+        return found
+
+    def _continued(self, text: RunningText, scores: Scores) -> NextToken | Diverged:
+        """The next token of a text from its scores (V,)."""
+        request, scores = text.request, scores[: self.vocab_size]
+        try:
+            check_finite(scores)
+        except Diverged as error:
+            return error
+        changed = scores if request.output_penalties is None else request.output_penalties.apply(scores, text.tokens[len(request.prompt) :])
+        token = choose(changed, request.how, request.how.draw(request.number, text.num_new), text.tokens, request.penalties)
+        text.num_cached = len(text.tokens)
+        if token in request.stop:
+            return NextToken(None, "stop")
+        text.tokens.append(token)
+        told = None if request.num_top is None else _told(scores, token, request.num_top)
+        return NextToken(token, "length" if text.num_new >= request.limit else None, told)
+
+    def _take_pages(self, text: RunningText, length: int) -> None:
+        """Take pages for the first `length` positions of a text."""
+        while len(text.pages) * self.shape.page < length:
+            text.pages.append(self.pool.take())
+            text.num_reserved -= 1
+
+    def _run(
+        self, work: Work, num_rows: int, rows: npt.NDArray[np.intp], given: Sequence[npt.ArrayLike], pages: Sequence[Sequence[int]]
+    ) -> Scores | None:
+        """Run a step.
+
+        Args:
+            rows: (n,) of the step that are not idle.
+            given: their tokens and positions, (n,) each.
+            pages: of their texts.
+
+        Returns:
+            (num_rows, V), scores; None where the step has none.
+        """
+        if self._pages.num_grown * self._pages.pages_per_tile < self.pool.num_highest:
+            self._pages.grow(self.pool.num_highest)
+            self._recorded.clear()
+        if num_rows not in self._inputs:
+            self._inputs[num_rows] = self._pages.inputs(num_rows)
+        inputs = self._inputs[num_rows]
+        if work not in self._recorded:
+            with self.runtime.record() as step:
+                output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
+            self._recorded[work] = step, output
+        tokens, positions = np.zeros((2, num_rows, 1), np.int32)
+        tokens[rows, 0], positions[rows, 0] = given
+        table = np.full((num_rows, self.shape.most), -1, np.int32)
+        for row, each in zip(rows, pages, strict=True):
+            table[row, : len(each)] = each
+        inputs.tokens.write(tokens)
+        inputs.positions.write(positions)
+        inputs.table.write(table)
+        self.num_steps[work] += 1
+        step, output = self._recorded[work]
+        ticket = step.replay()
+        if output is None:
+            return None
+        scores: Scores = ticket.read(output)[:, 0]
+        return scores
+
+
+def check_joins(config: ModelConfig) -> None:
+    """Check that texts of a model of `config` can run side by side in pages.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    check_writes(config)
+    if config.description.encoder is not None:
+        raise UsageError(f"a {config.model_type} reads prompts with an encoder, and texts that join are of models without one; use nntask generate")
+
+
+def pages_for(model: LanguageModel, runtime: TaskRuntime, shape: BatchShape) -> KVPages:
+    """The cache of a batch."""
+    sizes: Mapping[str, int] = {"num_pages": shape.num_pages, "length": shape.page, "most": shape.most}
+    return KVPages(model.config, model.given_tiling, runtime, **sizes, dtype=model.lm_head.dtype)
+
+
+def emit_rows(model: LanguageModel, past: Past, inputs: RowInputs, *, scores: bool) -> TileTensor | None:
+    """Emit a step over rows: the scores (R, 1, V) of what follows each, or None."""
+    with no_grad():
+        if scores:
+            return model.continued_logits(inputs.tokens, past).data
+        model.trunk(inputs.tokens, None, past)
+        return None
+
+
+def _told(scores: Scores, token: int, num_top: int) -> TokenScore:
+    """What is told of a token from the scores (V,) of all at its position."""
+    wide = np.asarray(scores, np.float64)
+    logarithms = wide - wide.max()
+    logarithms -= np.log(np.exp(logarithms).sum())
+    best = np.argsort(-logarithms, kind="stable")[:num_top] if num_top else ()
+    known = float(logarithms[token]) if token < len(logarithms) else -np.inf
+    return TokenScore(token, known, tuple((int(each), float(logarithms[each])) for each in best))

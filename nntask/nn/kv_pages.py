@@ -1,0 +1,126 @@
+"""Keys and values of texts that come and go, in pages of a pool: a pair of tile tensors per layer, which take memory tile by tile as pages are used.
+
+A pass takes rows of one token each. Which pages a row's text has is an input, a table, so one recorded step serves any texts, wherever each is and
+whichever pages they have in common (Kwon et al., PagedAttention, 2023). Tiles of pages are data like any other: budgets count them, and what does
+not fit goes to the disk tier.
+
+Letters: R rows, N pages of T positions, M most pages of a text, G heads of keys and values, each D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler import TaskRuntime
+from tiles import TileTensor
+from tiles.ops import attention as attention_ops
+from tiles.ops import pages as page_ops
+
+from .kv_cache import Past
+
+if TYPE_CHECKING:
+    from ..models.interface import ModelConfig
+    from ..tiling.model_tiling import ModelTiling
+    from .encoder_past import EncoderPast
+
+_TILE_TOKENS: Final = 1024
+"""Positions of a tile, in whole pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """Keys and values of one layer in pages, and where this pass adds its own.
+
+    Args:
+        keys, values: (N, T, G*D).
+        positions: (R, 1) int32 of the new tokens.
+        table: (R, M) int32, pages of each row's text; below 0 for none.
+        tiles: of pages, all that the table may name.
+    """
+
+    keys: TileTensor
+    values: TileTensor
+    positions: TileTensor
+    table: TileTensor
+    tiles: range
+    across: EncoderPast | None = None
+
+    def attend(
+        self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
+    ) -> TileTensor:
+        """Keep the new k and v (R, 1, G*D) in the pages of each row; then attend from q (R, 1, H*D) to positions up to each token's own."""
+        page_ops.append(k, v, self.positions, self.table, self.keys, self.values, self.tiles)
+        where = (self.positions, self.table, self.tiles)
+        return page_ops.attention(q, self.keys, self.values, *where, head_size=head_size, scale=scale, scoring=scoring)
+
+
+@dataclass(frozen=True, slots=True)
+class RowInputs:
+    """What a pass is given, all int32, to be written before it.
+
+    Attributes:
+        tokens, positions: (R, 1).
+        table: (R, M).
+    """
+
+    tokens: TileTensor
+    positions: TileTensor
+    table: TileTensor
+
+
+class KVPages:
+    """Keys and values of all texts.
+
+    Args:
+        config: of the model.
+        tiling: of the model.
+        runtime: owner of the data.
+        num_pages: N.
+        length: T, positions of a page.
+        most: M, pages of the longest text.
+        dtype: element type of the model.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, *, num_pages: int, length: int, most: int, dtype: npt.DTypeLike
+    ) -> None:
+        group = config.n_head // config.n_kv_head
+        width, cut = config.n_kv_head * config.head_size, tiling.resolve(config, 1, length)
+        self.num_pages, self.length, self.most = num_pages, length, most
+        tile = (min(num_pages, max(1, _TILE_TOKENS // length)), length, cut.head_tile // group * config.head_size)
+        self.pages_per_tile, self.num_grown = tile[0], 0
+        self._runtime = runtime
+        self._layers = [
+            tuple(
+                TileTensor(runtime, (num_pages, length, width), tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {n}")
+                for what in ("keys", "values")
+            )
+            for n in range(len(config.description.stack.blocks))
+        ]
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that may take memory."""
+        return self._layers[0][0].grid[0]
+
+    def grow(self, num_pages: int) -> None:
+        """Take memory for at least the first `num_pages` pages, in whole tiles."""
+        while self.num_grown * self.pages_per_tile < num_pages:
+            for keys, values in self._layers:
+                page_ops.clear(keys, values, self.num_grown)
+            self.num_grown += 1
+
+    def inputs(self, rows: int) -> RowInputs:
+        """The inputs of a pass over so many rows."""
+        shapes = {"tokens": (rows, 1), "positions": (rows, 1), "table": (rows, self.most)}
+        made = {name: TileTensor(self._runtime, shape, shape, np.int32, kind="input", data_class="data", name=name) for name, shape in shapes.items()}
+        return RowInputs(**made)
+
+    def past(self, given: RowInputs, num_tiles: int | None = None) -> Past:
+        """What a pass needs; it sees the first `num_tiles` tiles, by default those that have memory now."""
+        tiles = range(self.num_grown if num_tiles is None else num_tiles)
+        return Past(given.positions, [PagedLayer(keys, values, given.positions, given.table, tiles) for keys, values in self._layers])

@@ -1,0 +1,107 @@
+"""Attention of tokens over cached keys and values in pages, on the CPU; see the reference.
+
+fp32 goes through compiled loops that read keys and values page by page, in the order they lie in memory; other types through the blocks of
+`attention`, row by row and page by page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..reference.attention import NOTHING, PLAIN, Pair, Pattern
+from ..registry import register, register_bf16
+from . import attention as whole
+from .cache import cache_scratch_nbytes
+from .elementwise import single
+
+Array = npt.NDArray[Any]
+
+
+def paged_scratch_nbytes(num_heads: int, length: int, itemsize: int) -> int:
+    """Working memory of one task: the scores of all heads of one token with one page."""
+    return cache_scratch_nbytes(1, num_heads, length, itemsize)
+
+
+@register_bf16("append_to_pages", takes=lambda views, constants: True)
+@register("append_to_pages", "cpu")
+def append_to_pages(k: Array, v: Array, positions: Array, table: Array, keys: Array, values: Array, *, first_page: int) -> None:
+    """keys[table[r, p / t] - first_page, p % t] = k[r] for position p of each row, and values likewise; of equal element types."""
+    num_pages, length, _ = keys.shape
+    for r in range(positions.shape[0]):
+        index, at = divmod(int(positions[r, 0]), length)
+        page = int(table[r, index]) - first_page
+        if 0 <= page < num_pages:
+            keys[page, at] = k[r, 0]
+            values[page, at] = v[r, 0]
+
+
+def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
+    (rows, _, width), (num_pages, length, _) = views[0].shape, views[1].shape
+    return float(4.0 * min(rows, num_pages) * length * width)
+
+
+@register("paged_attention", "cpu", flops=_flops)
+def paged_attention(
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    table: Array,
+    partial: Array,
+    peaks: Array,
+    totals: Array,
+    scratch: Array,
+    *,
+    head_size: int,
+    scale: float,
+    first_page: int,
+    pattern: Pattern = PLAIN,
+) -> None:
+    """Attention to each page of the tile that a row sees anything of, kept apart; see the reference."""
+    rows, most = table.shape
+    num_pages, length, _ = keys.shape
+    if single(q, keys):
+        from .numba import exp_loops
+
+        s = np.ndarray((q.shape[2] // head_size, length), np.float32, buffer=scratch)
+        query, k, v = q.reshape(rows, -1, head_size), keys.reshape(num_pages, length, -1, head_size), values.reshape(num_pages, length, -1, head_size)
+        out, scaled, cap = partial.reshape(rows, most, -1, head_size), np.float32(scale), np.float32(pattern.cap)
+        exp_loops.paged_attention(query, k, v, positions[:, 0], table, first_page, scaled, cap, pattern.window, s, out, peaks, totals)
+        return
+    for r in range(rows):
+        at = int(positions[r, 0])
+        for i in range(at // length + 1):
+            page = int(table[r, i]) - first_page
+            if 0 <= page < num_pages:
+                row, each = slice(r, r + 1), slice(page, page + 1)
+                pair = Pair(head_size, scale, True, at, i * length, 0, 0, 0, 0, pattern=pattern)
+                kept = partial[row, i : i + 1], peaks[row, i, :, None], totals[row, i, :, None]
+                whole.add_keys(q[row], keys[each], values[each], *kept, NOTHING, scratch, pair, True)
+
+
+@register("combine_pages", "cpu")
+def combine_pages(partial: Array, peaks: Array, totals: Array, positions: Array, table: Array, o: Array, *, length: int) -> None:
+    """The attention of each row over all its pages, added in the order of the text; 0 of a row without pages."""
+    rows, most, num_heads = peaks.shape
+    parted, out = partial.reshape(rows, most, num_heads, -1), o.reshape(rows, num_heads, -1)
+    if single(partial, o):
+        from .numba import exp_loops
+
+        exp_loops.combine_pages(parted, peaks, totals, positions[:, 0], table, length, out)
+        return
+    for r in range(rows):
+        seen = [i for i in range(int(positions[r, 0]) // length + 1) if table[r, i] >= 0]
+        out[r] = 0
+        top = np.max(peaks[r, seen], axis=0) if seen else None
+        total = np.zeros(num_heads, peaks.dtype)
+        for i in seen:
+            factors = np.exp(peaks[r, i] - top)
+            total += totals[r, i] * factors
+            for h in range(num_heads):
+                out[r, h] += parted[r, i, h] * factors[h]
+        if seen:
+            out[r] /= total[:, None]

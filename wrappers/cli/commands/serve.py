@@ -1,0 +1,209 @@
+"""``nntask serve``: a run, a checkpoint or a model directory over HTTP, as OpenAI's clients speak it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from nntask.config import MachineSettings
+
+from ..options.help import parse
+from ..options.runtime_flags import machine_from, runtime_of
+
+if TYPE_CHECKING:
+    from nntask.hardware import MachineSpec
+    from nntask.inference import BatchShape, ModelSource, RunningBatch, TextIds
+    from nntask.tiling import ModelTiling
+    from wrappers.serve.app import Service
+
+_KEY: Final = "NNTASK_API_KEY"
+_LOCAL: Final = ("127.0.0.1", "::1", "localhost")
+_NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What is served, and to whom."""
+
+    host: str = "127.0.0.1"
+    """address to listen to; 0.0.0.0 for all of this machine's"""
+    port: int = 8000
+    """port to listen to; 0 for any that is free"""
+    name: str = ""
+    """name of the model for clients (default: that of its directory)"""
+    slots: int = 16
+    """texts that are written side by side"""
+    queue: int = 64
+    """texts that may wait for a slot; more are refused with status 429"""
+    max_context: int = 0
+    """most tokens of prompt and text together (default: as many as the model looks at)"""
+    cache_tokens: int = 0
+    """tokens of all texts together whose keys and values are kept (default: what all slots may need, or as much as there is memory for)"""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """element type of weights and cache; auto: the run's own, fp32 for a model directory"""
+    tokenizer_path: str = ""
+    """directory with tokenizer.json, for a model that came without one"""
+    chat_template: str = ""
+    """file of a chat template in Jinja, for a tokenizer that came without one"""
+    api_key_file: str = ""
+    """file whose first line is the key that requests must bring (default: NNTASK_API_KEY in the environment, or no key)"""
+    max_body: str = "1MiB"
+    """largest body of a request"""
+    receive_seconds: float = 30.0
+    """in which the head of a request must arrive, and then its body"""
+    grace_seconds: float = 30.0
+    """that running texts have to end after SIGTERM"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """Answer OpenAI's clients with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+
+    server: ServerSettings = field(default_factory=ServerSettings)
+    machine: MachineSettings = field(default_factory=MachineSettings)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serve until SIGTERM or SIGINT; returns 0."""
+    settings, words = parse(ServeSettings, argv, "nntask serve", words=("MODEL",))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    asked = settings.server
+    check(asked)
+    machine = machine_from(settings.machine)
+    from nntask.inference import BatchShape, ModelSource, fitted
+    from nntask.tiling import generation_tiling
+
+    source = ModelSource.open(words[0])
+    ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
+    tiling, context = generation_tiling(source.config), _context(asked, source)
+    wanted = BatchShape.of(asked.slots, context)
+    if asked.cache_tokens:
+        wanted = BatchShape.of(asked.slots, context, -(-asked.cache_tokens // wanted.page))
+    shape = fitted(source, tiling, asked.dtype, machine, wanted, is_exact=bool(asked.cache_tokens))
+    service = _service(asked, ids, words[0])
+    _serve(asked, machine, source, tiling, shape, service)
+    return 0
+
+
+def check(asked: ServerSettings) -> None:
+    """Check the values of the flags.
+
+    Raises:
+        UsageError: the first value that breaks its rule, or the packages are not there.
+    """
+    from nntask import UsageError
+    from nntask.config import LARGEST, parse_size
+
+    rules = (
+        ("--port", asked.port, 0 <= asked.port < 1 << 16, "from 0 to 65535", "0" if asked.port < 0 else "65535"),
+        ("--slots", asked.slots, 1 <= asked.slots <= 1024, "from 1 to 1024", "1" if asked.slots < 1 else "1024"),
+        ("--queue", asked.queue, 0 <= asked.queue <= LARGEST, "0 or more", "0"),
+        ("--max-context", asked.max_context, 0 <= asked.max_context <= LARGEST, "0 or more", "0"),
+        ("--cache-tokens", asked.cache_tokens, 0 <= asked.cache_tokens <= LARGEST, "0 or more", "0"),
+        ("--receive-seconds", asked.receive_seconds, 0 < asked.receive_seconds <= 3600, "above 0 and at most 3600", "3600"),
+        ("--grace-seconds", asked.grace_seconds, 0 <= asked.grace_seconds <= 3600, "from 0 to 3600", "0" if asked.grace_seconds < 0 else "3600"),
+    )
+    for flag, value, ok, rule, near in rules:
+        if not ok:
+            raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
+    if parse_size(asked.max_body, "--max-body") < 1:
+        raise UsageError(f"--max-body must be at least 1 byte, got {asked.max_body}; raise it")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serve needs the {missing[0].replace('_', '-')} package; pip install -e '.[serve]'")
+
+
+def _context(asked: ServerSettings, source: ModelSource) -> int:
+    from nntask import UsageError
+
+    if asked.max_context > source.context:
+        raise UsageError(f"--max-context must be at most the model's context of {source.context}, got {asked.max_context}; lower it")
+    return asked.max_context or source.context
+
+
+def _service(asked: ServerSettings, ids: TextIds, model: str) -> Service:
+    """What is served."""
+    import time
+    from importlib.metadata import version
+
+    from nntask import DataError
+    from nntask.config import parse_size
+    from nntask.data import ChatTemplate
+    from wrappers.serve.app import Service
+
+    try:
+        template = ChatTemplate.of(ids.tokenizer, asked.chat_template)
+    except DataError:
+        if asked.chat_template:
+            raise
+        template = None
+    name, key = asked.name or Path(model).resolve().name, _key(asked.api_key_file)
+    is_local = asked.host in _LOCAL
+    if not is_local and not key:
+        print(f"nntask: whoever reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
+    limits = (parse_size(asked.max_body, "--max-body"), asked.receive_seconds)
+    return Service(name, int(time.time()), f"nntask-{version('nntask')}", ids, template, key, *limits, is_local)
+
+
+def _key(file: str) -> str:
+    """The key that requests must bring; "" for none.
+
+    Raises:
+        DataError: the file cannot be read, or has none.
+        UsageError: others may read the file, or the key cannot be sent.
+    """
+    from nntask import DataError, UsageError
+
+    if not file:
+        found, where = os.environ.get(_KEY, ""), _KEY
+    else:
+        where = f"--api-key-file {file}"
+        try:
+            with open(file, encoding="utf-8") as lines:
+                if os.fstat(lines.fileno()).st_mode & (stat.S_IRWXO):
+                    raise UsageError(f"{where} may be read by everybody on this machine; chmod o= it")
+                found = lines.readline().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise DataError(f"{where} cannot be read: {why}; give a file with the key in its first line") from None
+        if not found:
+            raise DataError(f"{where} has no key in its first line; write one")
+    if not (found.isascii() and found.isprintable()) or " " in found:
+        raise UsageError(f"{where} must be a key of printable ASCII without spaces, which clients can send; choose another")
+    return found
+
+
+def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, tiling: ModelTiling, shape: BatchShape, service: Service) -> None:
+    from nntask.inference import RunningBatch, TextRequest
+    from wrappers.serve.app import Application
+    from wrappers.serve.engine import Engine
+    from wrappers.serve.jobs import Desk
+    from wrappers.serve.metrics import Metrics
+    from wrappers.serve.server import address_of, listening, serve
+
+    @contextmanager
+    def open_batch() -> Iterator[RunningBatch]:
+        with runtime_of(machine, "--slots") as runtime:
+            model = source.build(runtime, tiling, asked.dtype)
+            batch = RunningBatch(model, runtime, shape, vocab_size=service.ids.vocab_size)
+            batch.join(TextRequest((0,) * min(2, shape.longest), 1))
+            while batch.texts:  # kernels are compiled and steps recorded before anybody waits for them
+                batch.step()
+            yield batch
+
+    desk = Desk()
+    engine = Engine(open_batch, service.ids.tokenizer.decode, asked.slots + asked.queue, desk.deliver, desk.fail)
+    with listening(asked.host, asked.port) as listener:
+        engine.start()
+        cache = f"{shape.num_pages * shape.page:,} tokens of cache"
+        print(f"{service.name}: {shape.slots} texts of at most {shape.longest:,} tokens side by side, {cache}")
+        print(f"listening on {address_of(listener)}", flush=True)
+        limits = {"receive_seconds": asked.receive_seconds, "grace_seconds": asked.grace_seconds}
+        serve(Application(service, engine, desk, Metrics(engine)), engine, desk, listener, **limits)

@@ -1,0 +1,144 @@
+"""What texts say, as the objects that OpenAI's clients read: whole answers, and the events of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from nntask.inference import TokenScore
+
+DONE: Final = b"data: [DONE]\n\n"
+_HALF: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+class Words(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+@dataclass(slots=True)
+class Written:
+    """A text of an answer, so far.
+
+    Attributes:
+        num_chars: characters before the tokens whose probabilities come next.
+    """
+
+    text: str = ""
+    end: str | None = None
+    scores: list[TokenScore | int] = field(default_factory=list)
+    num_new: int = 0
+    num_shared: int = 0
+    num_chars: int = 0
+    num_pieces: int = 0
+
+
+class Form:
+    """How answers of one request are written.
+
+    Args:
+        is_chat: whether they are messages of a conversation.
+        name: of the answer.
+        created: seconds since 1970.
+        model: name of the model, as it was asked for.
+        fingerprint: of the software and the model.
+        words: tokens as text.
+        tells_scores: whether probabilities are told.
+    """
+
+    def __init__(self, *, is_chat: bool, name: str, created: int, model: str, fingerprint: str, words: Words, tells_scores: bool) -> None:
+        self.is_chat, self._words, self._tells_scores = is_chat, words, tells_scores
+        self._head = {"id": name, "created": created, "model": model, "system_fingerprint": fingerprint}
+
+    def answer(self, texts: Sequence[Written], num_prompt: int) -> dict[str, Any]:
+        """A whole answer."""
+        choices = []
+        for index, text in enumerate(texts):
+            said: dict[str, Any] = {"message": {"role": "assistant", "content": text.text, "refusal": None}} if self.is_chat else {"text": text.text}
+            choices.append({"index": index, **said, "logprobs": self._scores(text.scores, text), "finish_reason": text.end})
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self._head, "object": kind, "choices": choices, "usage": usage(texts, num_prompt)}
+
+    def begin(self, index: int) -> bytes | None:
+        """The event with which a text begins, if it has one."""
+        return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None, None) if self.is_chat else None
+
+    def more(self, index: int, text: str, scores: Sequence[TokenScore | int], written: Written, end: str | None) -> bytes:
+        """The event with more of a text; `end` is why it ends."""
+        said: dict[str, Any] = {"delta": {"content": text} if text or end is None else {}} if self.is_chat else {"text": text}
+        return self._event(index, said, self._scores(scores, written) if scores else None, end)
+
+    def counts(self, texts: Sequence[Written], num_prompt: int) -> bytes:
+        """The event with the counts."""
+        return _data({**self._head, "object": self._chunk, "choices": [], "usage": usage(texts, num_prompt)})
+
+    @property
+    def _chunk(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _event(self, index: int, said: dict[str, Any], logprobs: Any, end: str | None) -> bytes:
+        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": end}
+        return _data({**self._head, "object": self._chunk, "choices": [choice]})
+
+    def _scores(self, scores: Sequence[TokenScore | int], written: Written) -> dict[str, Any] | None:
+        """Probabilities; a plain id is a token that nothing stands before."""
+        if not self._tells_scores:
+            return None
+        if self.is_chat:
+            return {"content": [self._in_chat(each) for each in scores if isinstance(each, TokenScore)], "refusal": None}
+        tokens, offsets = [], []
+        for each in scores:
+            tokens.append(self._word(each if isinstance(each, int) else each.token))
+            offsets.append(written.num_chars)
+            written.num_chars += len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if isinstance(each, int) else _told(each.logprob) for each in scores],
+            "top_logprobs": [None if isinstance(each, int) else self._top(each) for each in scores],
+            "text_offset": offsets,
+        }
+
+    def _top(self, score: TokenScore) -> dict[str, float]:
+        """The best tokens, and the one that came."""
+        return {self._word(token): _told(p) for token, p in (*score.top, (score.token, score.logprob))}
+
+    def _in_chat(self, score: TokenScore) -> dict[str, Any]:
+        found = [self._entry(token, logprob) for token, logprob in ((score.token, score.logprob), *score.top)]
+        return {**found[0], "top_logprobs": found[1:]}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self._word(token)
+        return {"token": word, "logprob": _told(logprob), "bytes": None if _HALF in word else list(word.encode())}
+
+    def _word(self, token: int) -> str:
+        return self._words.decode([token])
+
+
+def usage(texts: Sequence[Written], num_prompt: int) -> dict[str, Any]:
+    """Counts of tokens.
+
+    Args:
+        num_prompt: tokens of all prompts, each counted once.
+    """
+    new = sum(text.num_new for text in texts)
+    shared = max((text.num_shared for text in texts), default=0)
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": new, "total_tokens": num_prompt + new}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": min(shared, num_prompt)}}
+
+
+def failed(body: dict[str, Any]) -> bytes:
+    """The event with which a stream fails."""
+    return _data(body)
+
+
+def _told(logprob: float) -> float:
+    """A number that JSON can say; the least one that OpenAI tells for what is all but impossible."""
+    return max(logprob, -9999.0)
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

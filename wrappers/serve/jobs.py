@@ -1,0 +1,205 @@
+"""From a request to a job for the engine, and from what the engine tells to an answer or the events of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nntask import UsageError
+from nntask.inference import RunningBatch, TextIds, TextRequest, TokenScore
+
+from .answers import DONE, Form, Written, failed
+from .engine import Busy, Engine, Job, News, Piece
+from .errors import ApiError
+from .schema import Asked
+
+
+class ChatPrompts(Protocol):
+    """What is needed of a chat template."""
+
+    def prompt(self, messages: tuple[dict[str, str], ...], where: str) -> str:
+        """The text of a conversation up to the assistant's next answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What texts begin with: ids, and their characters."""
+
+    ids: tuple[int, ...]
+    text: str
+
+
+def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Prompt]:
+    """The prompts of a request.
+
+    Raises:
+        ApiError: a prompt is empty, or there is no template for a conversation.
+        DataError: the template refuses the conversation.
+    """
+    if asked.messages:
+        if template is None:
+            why = "this model's tokenizer has no chat template; start the server with --chat-template FILE, or use /v1/completions"
+            raise ApiError(400, why, param="messages")
+        text = template.prompt(asked.messages, "the request")
+        found = [int(each) for each in ids.tokenizer.encode([text])[0]]
+        return [Prompt((*(ids.begin if tuple(found[: len(ids.begin)]) != ids.begin else ()), *found), text)]
+    prompts = []
+    for each in asked.prompts:
+        try:
+            prompts.append(Prompt(tuple(ids.prompt(each)), each) if isinstance(each, str) else Prompt(each, ""))
+        except UsageError as error:
+            raise ApiError(400, str(error), param="prompt") from None
+    return prompts
+
+
+def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatch) -> Job:
+    """The job of a request.
+
+    Raises:
+        ApiError: a text could become too long, or a prompt has ids that the model does not know.
+    """
+    most, texts = batch.shape.longest + 1, []
+    for prompt in prompts:
+        count = len(prompt.ids)
+        limit = max(1, most - count if asked.limit is None else asked.limit)
+        if count + limit > most:
+            wanted = f"{limit} new ones" if asked.limit is not None else "a new one"
+            raise ApiError(
+                400,
+                f"prompt and new tokens must be at most {most} tokens together, got {count} of the prompt and {wanted}; shorten one of them",
+                param="messages" if asked.messages else "prompt",
+                code="context_length_exceeded",
+            )
+        scores_prompt = asked.echo and asked.num_top is not None
+        rules = (frozenset(ids.stop), asked.penalties, asked.output_penalties, asked.num_top, scores_prompt)
+        texts += [TextRequest(prompt.ids, limit, asked.how, number, *rules) for number in range(asked.n)]
+    for text in texts[:: asked.n]:
+        try:
+            batch.check(text)
+        except UsageError as error:
+            raise ApiError(400, str(error), param="messages" if asked.messages else "prompt") from None
+    return Job(texts, asked.stops)
+
+
+class Desk:
+    """Brings what the engine's thread delivers to the coroutines that wait for it; all of it runs in the event loop but `deliver`."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_failure: Callable[[], None] = lambda: None
+        self._queues: dict[int, asyncio.Queue[Piece | ApiError]] = {}
+
+    def open(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
+        """Deliver to this loop from now on, in which `on_failure` is called when the engine has failed."""
+        self._loop, self._on_failure = loop, on_failure
+
+    def deliver(self, news: News) -> None:
+        """Called by the engine's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._bring, news)
+
+    def fail(self) -> None:
+        """Called by the engine's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._on_failure)
+
+    def _bring(self, news: News) -> None:
+        for job, each in news:
+            waiting = self._queues.get(id(job))
+            if waiting is not None:
+                waiting.put_nowait(each)
+
+    @contextlib.contextmanager
+    def submitted(self, engine: Engine, job: Job) -> Iterator[asyncio.Queue[Piece | ApiError]]:
+        """Submit a job; what is said of it comes by the queue. Whoever leaves before its end has it cancelled.
+
+        Raises:
+            ApiError: too many texts wait, or the engine ends.
+        """
+        self._queues[id(job)] = found = asyncio.Queue[Piece | ApiError]()
+        try:
+            engine.submit(job)
+            try:
+                yield found
+            finally:
+                engine.cancel(job)  # of no effect where all has been said
+        except Busy:
+            raise ApiError(
+                429,
+                f"as many texts as may wait do so already, and {len(job.texts)} more were asked for; try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            ) from None
+        finally:
+            del self._queues[id(job)]
+
+
+class Progress:
+    """The texts of a job as they come.
+
+    Args:
+        prompts: of the request, each with `asked.n` texts.
+    """
+
+    def __init__(self, asked: Asked, prompts: list[Prompt], form: Form) -> None:
+        self._asked, self._form = asked, form
+        self._prompts = [prompt for prompt in prompts for _ in range(asked.n)]
+        self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        self._texts = [Written() for _ in self._prompts]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all texts have ended."""
+        return all(text.end is not None for text in self._texts)
+
+    def add(self, piece: Piece) -> tuple[str, list[TokenScore | int]]:
+        """Take a piece; returns what it adds to the text and to the probabilities, the prompt's in front where they are told."""
+        text, asked, prompt = self._texts[piece.index], self._asked, self._prompts[piece.index]
+        said, scores = ("", []) if asked.limit == 0 else (piece.text, list[TokenScore | int](piece.scores))
+        if asked.echo and not text.num_pieces:
+            said = prompt.text + said
+            scores = [prompt.ids[0], *piece.prompt_scores, *scores] if asked.num_top is not None else scores
+        text.num_pieces += 1
+        text.num_new, text.num_shared = 0 if asked.limit == 0 else piece.num_new, piece.num_shared
+        text.text += said
+        text.end = piece.end
+        text.scores += scores
+        return said, scores
+
+    def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        return self._form.answer(self._texts, self._num_prompt)
+
+    async def events(self, queue: asyncio.Queue[Piece | ApiError]) -> AsyncIterator[bytes]:
+        """The events of a stream, until all texts have ended or the job fails."""
+        for index in range(len(self._texts)):
+            if (begin := self._form.begin(index)) is not None:
+                yield begin
+        while not self.is_complete:
+            piece = await queue.get()
+            if isinstance(piece, ApiError):
+                yield failed(piece.body())
+                return
+            said, scores = self.add(piece)
+            yield self._form.more(piece.index, said, scores, self._texts[piece.index], piece.end)
+        if self._asked.tells_usage:
+            yield self._form.counts(self._texts, self._num_prompt)
+        yield DONE
+
+    async def until_complete(self, queue: asyncio.Queue[Piece | ApiError]) -> dict[str, Any]:
+        """The whole answer, when all texts have ended.
+
+        Raises:
+            ApiError: the job failed.
+        """
+        while not self.is_complete:
+            piece = await queue.get()
+            if isinstance(piece, ApiError):
+                raise piece
+            self.add(piece)
+        return self.answer()

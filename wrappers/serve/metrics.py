@@ -1,0 +1,78 @@
+"""Counters and gauges of a server, as Prometheus reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from .engine import Engine
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """What is told under ``/metrics``.
+
+    Args:
+        engine: whose counters they are.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._registry = CollectorRegistry()
+        self._answers = Counter("nntask_serve_responses", "Responses by path and status", ["path", "status"], registry=self._registry)
+        about = "Seconds until a response began, or of one that is no stream was complete"
+        self._seconds = Histogram("nntask_serve_response_seconds", about, ["path"], buckets=_SECONDS, registry=self._registry)
+        self._registry.register(self)
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """Count a response."""
+        self._answers.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+
+    def text(self) -> tuple[bytes, str]:
+        """The text that Prometheus reads, and its type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def describe(self) -> list[Any]:
+        """Nothing: names are told when they are collected."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """What the engine and the runtime count."""
+        engine, batch = self._engine, self._engine.batch
+        yield GaugeMetricFamily("nntask_serve_texts_running", "Texts that run", engine.num_running)
+        yield GaugeMetricFamily("nntask_serve_texts_waiting", "Texts that wait for a slot or for pages", max(0, engine.num_open - engine.num_running))
+        yield CounterMetricFamily("nntask_serve_tokens_said", "Tokens that texts have said", engine.num_said)
+        yield CounterMetricFamily("nntask_serve_tokens_read", "Tokens of prompts of texts that began", engine.num_read)
+        if batch is not None:
+            yield CounterMetricFamily("nntask_serve_tokens_shared", "Tokens of prompts that were in the cache already", batch.num_shared)
+            about = "Pages of the cache: held by texts, kept for beginnings in common, of all"
+            pages = GaugeMetricFamily("nntask_serve_pages", about, labels=["state"])
+            for state, count in (("held", batch.pool.num_held), ("kept", batch.pool.num_kept), ("all", batch.pool.num_pages)):
+                pages.add_metric([state], count)
+            yield pages
+            steps = CounterMetricFamily("nntask_serve_steps", "Steps by what they did", labels=["work"])
+            for work, count in list(batch.num_steps.items()):
+                steps.add_metric([work], count)
+            yield steps
+        yield from self._memory()
+
+    def _memory(self) -> Iterator[Any]:
+        if self._engine.batch is None:
+            return
+        stats = self._engine.batch.runtime.stats()
+        for name, about, values in (
+            ("nntask_serve_resident_bytes", "Bytes in use, by memory", stats["resident_bytes"]),
+            ("nntask_serve_peak_bytes", "Most bytes that have been in use, by memory", stats["peak_bytes"]),
+            ("nntask_serve_budget_bytes", "Most bytes that may be in use, by memory", stats["budget_bytes"]),
+        ):
+            family = GaugeMetricFamily(name, about, labels=["memory"])
+            for node, nbytes in values.items():
+                family.add_metric([node], nbytes)
+            yield family
+        yield CounterMetricFamily("nntask_serve_evictions", "Tiles that left a full memory", stats["evictions"])

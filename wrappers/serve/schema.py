@@ -1,0 +1,294 @@
+"""Requests as OpenAI's clients write them: a table of fields for each kind, with what is allowed and what stands for nothing.
+
+A field that is not offered is refused unless it asks for nothing, one that has no effect is accepted, and one that nobody knows is refused: a request
+is never answered as if it had said less.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nntask.inference import OutputPenalties, Penalties, Sampling
+
+from .errors import ApiError
+
+Check = Callable[[str, Any], Any]
+MOST_TOP: Final = 20
+"""Most tokens that are told beside a chosen one."""
+_MOST_TOKENS: Final = 1 << 31
+_MOST_STOPS: Final = 16
+_LONGEST_STOP: Final = 1000
+_LEAST_TOP_P: Final = 1e-9
+_EFFECTLESS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "verbosity")
+_NOT_OFFERED: Final = ("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction", "suffix")
+_NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "suffix": ("",),
+}
+"""Values of fields that are not offered that ask for nothing."""
+
+
+def refused(name: str, rule: str, value: Any) -> ApiError:
+    """The refusal of a value."""
+    shown = json.dumps(value, ensure_ascii=True)
+    return ApiError(400, f"{name} must be {rule}, got {shown if len(shown) <= 80 else shown[:77] + '...'}; change it", param=name)
+
+
+def _integer(low: int, high: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise refused(name, f"a whole number from {low} to {high}", value)
+        return value
+
+    return check
+
+
+def _number(low: float, high: float) -> Check:
+    def check(name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise refused(name, f"a number from {low:g} to {high:g}", value)
+        return float(value)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise refused(name, "true or false", value)
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise refused(name, "a string", value)
+    return _encodable(name, value)
+
+
+def _encodable(name: str, text: str) -> str:
+    """A text that has bytes: no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refused(name, "text in Unicode, without halves of surrogate pairs", text) from None
+    return text
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    is_list = isinstance(found, list) and len(found) <= _MOST_STOPS
+    if not is_list or not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_STOP for each in found):
+        raise refused(name, f"a string or at most {_MOST_STOPS} of them, of 1 to {_LONGEST_STOP} characters", value)
+    return tuple(_encodable(name, each) for each in found)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    rule = "an object of at most 1024 token ids, each with a number from -100 to 100"
+    if not isinstance(value, dict) or len(value) > 1024:
+        raise refused(name, rule, value)
+    found = {}
+    for key, number in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10) or type(number) not in (int, float) or not -100 <= number <= 100:
+            raise refused(name, rule, {key: number})
+        found[int(key)] = float(number)
+    return found
+
+
+def _stream_options(name: str, value: Any) -> bool:
+    """Whether a stream tells its usage."""
+    if not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+        raise refused(name, 'an object with "include_usage"', value)
+    return all(_flag(f"{name}.{key}", each) for key, each in value.items() if key == "include_usage") and "include_usage" in value
+
+
+def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Each as text or ids."""
+
+    def is_ids(each: Any) -> bool:
+        return isinstance(each, list) and bool(each) and all(type(token) is int for token in each)
+
+    found = [value] if isinstance(value, str) or is_ids(value) else value
+    if not isinstance(found, list) or not found or not all(isinstance(each, str) or is_ids(each) for each in found):
+        raise refused(name, "a string, a list of token ids, or a list of either", value)
+    return tuple(_encodable(name, each) if isinstance(each, str) else tuple(each) for each in found)
+
+
+def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
+    rule = 'a list of objects with "role" and "content", the latter a string or a list of {"type": "text", "text": ...}'
+    if not isinstance(value, list) or not value:
+        raise refused(name, rule, value)
+    found = []
+    for number, message in enumerate(value):
+        where = f"{name}[{number}]"
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            if not all(isinstance(each, dict) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
+                raise refused(where, 'texts, as {"type": "text", "text": ...}; this model reads nothing else', message)
+            content = "".join(each["text"] for each in content)
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise refused(where, 'an object with "role" and "content"', message)
+        found.append({"role": _encodable(where, message["role"]), "content": _encodable(where, content)})
+    return tuple(found)
+
+
+_COMMON: Final[Mapping[str, tuple[Check, Any]]] = {
+    "model": (_text, None),
+    "temperature": (_number(0, 2), 1.0),
+    "top_p": (_number(0, 1), 1.0),
+    "top_k": (_integer(0, _MOST_TOKENS), 0),
+    "n": (_integer(1, 128), 1),
+    "stream": (_flag, False),
+    "stream_options": (_stream_options, False),
+    "stop": (_stops, ()),
+    "max_tokens": (_integer(0, _MOST_TOKENS), None),
+    "presence_penalty": (_number(-2, 2), 0.0),
+    "frequency_penalty": (_number(-2, 2), 0.0),
+    "repetition_penalty": (_number(0.01, 100), 1.0),
+    "logit_bias": (_biases, {}),
+    "seed": (_integer(-(1 << 63), (1 << 63) - 1), None),
+}
+_COMPLETION: Final = {
+    **_COMMON,
+    "prompt": (_prompts, None),
+    "logprobs": (_integer(0, MOST_TOP), None),
+    "echo": (_flag, False),
+    "best_of": (_integer(1, 128), None),
+}
+_CHAT: Final = {
+    **_COMMON,
+    "messages": (_messages, None),
+    "max_completion_tokens": (_integer(0, _MOST_TOKENS), None),
+    "logprobs": (_flag, False),
+    "top_logprobs": (_integer(0, MOST_TOP), None),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request.
+
+    Attributes:
+        prompts: of a completion.
+        messages: of a conversation.
+        limit: most new tokens; None where nothing is said.
+        num_top: best tokens to tell beside each; None for no probabilities.
+        tells_usage: whether a stream ends with counts.
+    """
+
+    model: str
+    prompts: tuple[str | tuple[int, ...], ...]
+    messages: tuple[dict[str, str], ...]
+    n: int
+    limit: int | None
+    how: Sampling
+    penalties: Penalties
+    output_penalties: OutputPenalties | None
+    stops: tuple[str, ...]
+    num_top: int | None
+    echo: bool
+    stream: bool
+    tells_usage: bool
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The object of a request's body.
+
+    Raises:
+        ApiError: it is none.
+    """
+
+    def refuse(word: str) -> Any:
+        raise ValueError(f"{word} is no number of JSON")
+
+    try:
+        found = json.loads(body.decode(), parse_constant=refuse)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body must be text in UTF-8, and is not at byte {error.start}; encode it so") from None
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body must be JSON: {why}; mend it") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(found).__name__}; put the fields into one")
+    return found
+
+
+def completion(body: Mapping[str, Any]) -> Asked:
+    """A request of ``/v1/completions``.
+
+    Raises:
+        ApiError: a field breaks its rule.
+    """
+    values = _checked(body, _COMPLETION, ("model", "prompt"))
+    if values["best_of"] not in (None, values["n"]):
+        raise ApiError(400, f"best_of must be n, got {values['best_of']} and {values['n']}: all texts are returned; drop it", param="best_of")
+    limit = 16 if values["max_tokens"] is None else values["max_tokens"]
+    if limit == 0 and not values["echo"]:
+        raise refused("max_tokens", "at least 1 without echo", 0)
+    return _asked(values, prompts=values["prompt"], limit=limit, num_top=values["logprobs"], echo=values["echo"])
+
+
+def chat(body: Mapping[str, Any]) -> Asked:
+    """A request of ``/v1/chat/completions``.
+
+    Raises:
+        ApiError: a field breaks its rule.
+    """
+    values = _checked(body, _CHAT, ("model", "messages"))
+    if values["top_logprobs"] is not None and not values["logprobs"]:
+        raise ApiError(400, "top_logprobs is for logprobs: true; add that, or drop it", param="top_logprobs")
+    limits = [values[name] for name in ("max_completion_tokens", "max_tokens") if values[name] is not None]
+    if limits and limits[0] == 0:
+        raise refused("max_completion_tokens", "at least 1", 0)
+    return _asked(
+        values,
+        messages=values["messages"],
+        limit=limits[0] if limits else None,
+        num_top=(values["top_logprobs"] or 0) if values["logprobs"] else None,
+    )
+
+
+def _asked(values: Mapping[str, Any], **own: Any) -> Asked:
+    """What both kinds have in common, and `own`."""
+    changes = OutputPenalties(values["presence_penalty"], values["frequency_penalty"], values["logit_bias"])
+    seed = secrets.randbits(63) if values["seed"] is None else values["seed"] % (1 << 63)
+    how = Sampling(values["temperature"], values["top_k"], max(values["top_p"], _LEAST_TOP_P), seed)
+    common = {
+        "model": values["model"],
+        "n": values["n"],
+        "how": how,
+        "penalties": Penalties(values["repetition_penalty"]),
+        "output_penalties": None if changes == OutputPenalties() else changes,
+        "stops": values["stop"],
+        "stream": values["stream"],
+        "tells_usage": values["stream_options"],
+    }
+    return Asked(**{"prompts": (), "messages": (), "echo": False, **common, **own})
+
+
+def _checked(body: Mapping[str, Any], table: Mapping[str, tuple[Check, Any]], needed: Sequence[str]) -> dict[str, Any]:
+    """The value of every field of a table."""
+    for name in needed:
+        if body.get(name) is None:
+            raise ApiError(400, f"{name} is missing; every request has it", param=name)
+    found = {name: default for name, (_, default) in table.items()}
+    for name, value in body.items():
+        if name in table:
+            if value is not None:
+                found[name] = table[name][0](name, value)
+        elif name in _NOT_OFFERED:
+            if value is not None and value not in _NOTHING.get(name, ()):
+                raise ApiError(400, f"{name} is not offered here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
+        elif name not in _EFFECTLESS:
+            raise ApiError(400, f"{name!r:.80} is no field of this request; there are {', '.join(sorted(table))}", param=name[:80])
+    if any(isinstance(value, float) and not math.isfinite(value) for value in found.values()):
+        raise ApiError(400, "numbers must be finite; change them")
+    return found
