@@ -13,9 +13,10 @@ from ..core.performance_model import Models
 from ..core.records import FILE, RAM, HandleRecord, NodeId, Task, WorkerKind
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.disk import THREADS
-from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, Touches, forecast, foresee
+from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, forecast, foresee
 from .orders import Repetition, candidates, named, repetition
 from .recompute import Mix
+from .tile_traffic import Touches
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"

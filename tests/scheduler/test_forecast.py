@@ -12,8 +12,9 @@ from scheduler.core.records import FILE, Replica, W
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import forecast as forecasts
 from scheduler.planning.choose_order import AUTO, EQUAL, SUBMISSION, plan_order
-from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill, Touches
+from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill
 from scheduler.planning.orders import candidates
+from scheduler.planning.tile_traffic import Touches
 from scheduler.simulation.virtual_time import Simulation, simulate
 
 STEP = toy_step(layers=12, minibatches=6)

@@ -2,15 +2,16 @@
 
 Rules. Prefetches take free memory, or memory of clean data that is used later than what comes in. While a task waits for memory they are few: it is
 tried before them whenever something changes, what they bring can be dropped for it at once, and what replaces each other is used sooner and sooner,
-by the reckoning that eviction goes by, so they end. Early write-backs keep a small share of the node clean, lowest rank first, so that admission
-rarely waits for one. Beyond that share they take, one at a time, what the forecast of the planned order says will leave before it is used again
-(`UseSchedule.leaves`): a link that idles in one part of a step is missing in another. Nothing else is written that might die unwritten. Reads and
-writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the tasks that will run on its node: all, where
-workers compute on one node only; else those of the node's partition of the step, if the plan has partitions. Without them several devices rely on
-admitting tasks ahead instead, because it is not known yet where a task will run. What is missing is found by walking through these tasks: on from
-where the walk stood at the last event, as far as tasks behind it have ended since; and from the first one again when a task behind it misses what was
-evicted or overwritten, or waited for a link. What is clean changes with the bytes that are taken. Neither is looked at anew at every event: that
-costs as much as many events.
+by the reckoning that eviction goes by, so they end. Beyond the tasks it has come to, what has left is fetched from the position on from which the
+forecast of the planned order has room for it (`Replay.returns`), once. Early write-backs keep a small share of the node clean, lowest rank first,
+so that admission rarely waits for one. Beyond that share they take, one at a time, what that forecast says will leave before it is used again
+(`UseSchedule.leaves`), as soon as its last use has ended: a link that idles in one part of a step is missing in another. Nothing else is written
+that might die unwritten. Reads and writes under way are limited, so that the oldest task's own copy never waits behind many. Looks at the tasks
+that will run on its node: all, where workers compute on one node only; else those of the node's partition of the step, if the plan has partitions.
+Without them several devices rely on admitting tasks ahead instead, because it is not known yet where a task will run. What is missing is found by
+walking through these tasks: on from where the walk stood at the last event, as far as tasks behind it have ended since; and from the first one
+again when a task behind it misses what was evicted or overwritten, or waited for a link. What is clean changes with the bytes that are taken.
+Neither is looked at anew at every event: that costs as much as many events.
 """
 
 from __future__ import annotations
