@@ -273,7 +273,7 @@ def main() -> None:
     print(json.dumps(found), file=sys.stderr)
     assert found["exit_code"] == 0, "the server has ended with another code than 0"
     assert found["left_running"] == 0, "texts of clients that have left still run"
-    settings = {"clients": CLIENTS, "slots": SLOTS, "ram": RAM, "minutes": options.minutes, "shape": SHAPES[options.case]}
+    settings = {"rounds": 1, "clients": CLIENTS, "slots": SLOTS, "ram": RAM, "minutes": options.minutes, "shape": SHAPES[options.case]}
     packages = common.versions("nntask", "numpy", "starlette", "uvicorn")
     result = {"machine": machine, "versions": packages, "settings": settings, "comparisons": comparisons(found), "measured": found}
     common.finish(options.output, result, measured=options.case != "tiny")

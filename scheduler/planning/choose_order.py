@@ -26,6 +26,9 @@ TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
 WINDOW: Final = 256
 """Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
 
+CLOSE: Final = 2
+"""A step that fits this many times into the memory runs without a window: out of order it needs more bytes than in order."""
+
 EQUAL: Final = 1.02
 """Orders whose seconds differ by less than this factor count as equally fast; of these the planner takes the one that moves the fewest bytes."""
 
@@ -201,6 +204,8 @@ def plan_order(
         plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
     fits = not plan.has_aside and device_bytes(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
+        if CLOSE * device_bytes(plan, num_devices) > memory:
+            plan = StepPlan(plan.tasks, plan.owned, window=WINDOW * num_devices, partitions=plan.partitions, idle=plan.idle)
         return PlannedOrder(SUBMISSION, plan, {}, num_tasks=len(plan.tasks))
     found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
     speed = None if pace is None else pace(plan)
