@@ -30,6 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import quantised
 
 CLIENTS: Final = 32
 PROMPTS: Final = 32
@@ -44,14 +45,14 @@ def write_model(folder: Path, shape: tuple[int, int, int, int, int]) -> Path:
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from nntask import GPT2, GPT2Config, ModelTiling
-    from nntask.models import gpt2
-    from scheduler import InlineRuntime
+    from nntask import GPT2Config
 
     vocab, positions, width, layers, heads = shape
-    config = GPT2Config(vocab_size=vocab, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads, initializer_range=0.1)
-    ours = {name: tensor.read() for name, tensor in GPT2(config, ModelTiling(), InlineRuntime(), seed=1).tensors().items()}
-    tensors = {name: np.ascontiguousarray(value) for name, value in gpt2.NAMES.to_hf(ours, config).items() if name != "lm_head.weight"}
+    config, rng = GPT2Config(vocab_size=vocab, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads), np.random.default_rng(1)
+    tensors = {name: np.full(shape, "ln_" in name and name.endswith("weight"), np.float32) for name, shape in quantised.shapes_of(config).items()}
+    for values in tensors.values():
+        if values.ndim == 2:
+            values += np.float32(0.1) * rng.standard_normal(values.shape, np.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config.to_dict(), "eos_token_id": None, "bos_token_id": 0}))
     inner = Tokenizer(models.WordLevel({f"w{at}": at for at in range(vocab)}, unk_token="w0"))

@@ -19,6 +19,7 @@ from wrappers.cli import COMMANDS
 from wrappers.cli.commands.export import ExportSettings
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.commands.quantize import QuantizeSettings
+from wrappers.cli.commands.serve import ServeSettings
 from wrappers.cli.options.flags import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,7 @@ OTHER_FLAGS = {
     "split",
     "logdir",
     "port",
+    "minutes",
     "nworkers",
     "build",
     "abort-on-container-exit",
@@ -133,7 +135,15 @@ def test_the_front_page_is_short() -> None:
 @pytest.mark.parametrize("page", [*PAGES, *DOCS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_exist(page: Path) -> None:
     """Flags a page names in code are flags that are accepted."""
-    known = {*table_of(TrainSettings), *table_of(QuantizeSettings), *table_of(ExportSettings), *OWN_FLAGS, *OTHER_FLAGS, "config"}
+    known = {
+        *table_of(TrainSettings),
+        *table_of(QuantizeSettings),
+        *table_of(ExportSettings),
+        *table_of(ServeSettings),
+        *OWN_FLAGS,
+        *OTHER_FLAGS,
+        "config",
+    }
     shell = " ".join(re.findall(r"`[^`]+`|```(?:sh|text)?\n.*?```", page.read_text(), re.DOTALL))
     named = {flag.removeprefix("no-") if flag.removeprefix("no-") in known else flag for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", shell)}
     assert named <= known, f"{page.name} names flags that nothing accepts: {sorted(named - known)}"

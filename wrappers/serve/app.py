@@ -26,7 +26,7 @@ from nntask.inference import TextIds
 
 from . import schema
 from .answers import Form
-from .engine import Engine
+from .engine import TextEngine
 from .errors import ApiError
 from .jobs import ChatPrompts, Desk, Progress, encoded, job_of
 from .metrics import Metrics
@@ -72,7 +72,7 @@ class Application:
         is_ending: whether new texts are refused.
     """
 
-    def __init__(self, service: Service, engine: Engine, desk: Desk, metrics: Metrics) -> None:
+    def __init__(self, service: Service, engine: TextEngine, desk: Desk, metrics: Metrics) -> None:
         self._service, self._engine, self._desk, self._metrics = service, engine, desk, metrics
         self.is_ending = False
         routes = [
@@ -165,7 +165,7 @@ class Application:
         progress, held = Progress(asked, prompts, form), contextlib.ExitStack()
         queue = held.enter_context(self._desk.submitted(self._engine, job))
         if asked.stream:
-            return _Stream(progress.events(queue), held)
+            return _EventStream(progress.events(queue), held)
         with held:
             return JSONResponse(await _unless_left(request, progress.until_complete(queue)))
 
@@ -206,7 +206,7 @@ class Application:
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Server-sent events; `held` is let go when they end, or the client leaves."""
 
     def __init__(self, events: Any, held: contextlib.ExitStack) -> None:

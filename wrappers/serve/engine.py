@@ -78,7 +78,7 @@ class Busy(Exception):
     """As many texts wait as may."""
 
 
-class Engine:
+class TextEngine:
     """Runs texts of many requests side by side.
 
     Args:

@@ -12,7 +12,7 @@ from nntask import UsageError
 from nntask.inference import RunningBatch, TextIds, TextRequest, TokenScore
 
 from .answers import DONE, Form, Written, failed
-from .engine import Busy, Engine, Job, News, Piece
+from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError
 from .schema import Asked
 
@@ -115,7 +115,7 @@ class Desk:
                 waiting.put_nowait(each)
 
     @contextlib.contextmanager
-    def submitted(self, engine: Engine, job: Job) -> Iterator[asyncio.Queue[Piece | ApiError]]:
+    def submitted(self, engine: TextEngine, job: Job) -> Iterator[asyncio.Queue[Piece | ApiError]]:
         """Submit a job; what is said of it comes by the queue. Whoever leaves before its end has it cancelled.
 
         Raises:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from .engine import Engine
+from .engine import TextEngine
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -21,7 +21,7 @@ class Metrics:
         engine: whose counters they are.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TextEngine) -> None:
         self._engine = engine
         self._registry = CollectorRegistry()
         self._answers = Counter("nntask_serve_responses", "Responses by path and status", ["path", "status"], registry=self._registry)

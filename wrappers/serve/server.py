@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from nntask import UsageError
 
 from .app import Application
-from .engine import Engine
+from .engine import TextEngine
 from .jobs import Desk
 
 _MARGIN_SECONDS: Final = 5
@@ -117,7 +117,7 @@ def address_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def serve(application: Application, engine: Engine, desk: Desk, listener: socket.socket, *, receive_seconds: float, grace_seconds: float) -> None:
+def serve(application: Application, engine: TextEngine, desk: Desk, listener: socket.socket, *, receive_seconds: float, grace_seconds: float) -> None:
     """Serve until a signal comes or the engine fails, then end both.
 
     Args:
@@ -135,7 +135,7 @@ def serve(application: Application, engine: Engine, desk: Desk, listener: socket
 
 
 async def _served(
-    application: Application, engine: Engine, desk: Desk, listener: socket.socket, receive_seconds: float, grace_seconds: float
+    application: Application, engine: TextEngine, desk: Desk, listener: socket.socket, receive_seconds: float, grace_seconds: float
 ) -> None:
     config = uvicorn.Config(
         application.asgi,

@@ -183,7 +183,7 @@ def _key(file: str) -> str:
 def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, tiling: ModelTiling, shape: BatchShape, service: Service) -> None:
     from nntask.inference import RunningBatch, TextRequest
     from wrappers.serve.app import Application
-    from wrappers.serve.engine import Engine
+    from wrappers.serve.engine import TextEngine
     from wrappers.serve.jobs import Desk
     from wrappers.serve.metrics import Metrics
     from wrappers.serve.server import address_of, listening, serve
@@ -199,7 +199,7 @@ def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, til
             yield batch
 
     desk = Desk()
-    engine = Engine(open_batch, service.ids.tokenizer.decode, asked.slots + asked.queue, desk.deliver, desk.fail)
+    engine = TextEngine(open_batch, service.ids.tokenizer.decode, asked.slots + asked.queue, desk.deliver, desk.fail)
     with listening(asked.host, asked.port) as listener:
         engine.start()
         cache = f"{shape.num_pages * shape.page:,} tokens of cache"
