@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.toy_steps import PAGE, toy_step
+from support.toy_steps import PAGE, PlanBuilder, toy_step
 
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import FILE, Replica, W
@@ -204,3 +204,38 @@ def test_parts_take_as_long_as_one_of_them() -> None:
     found = plan_order(STEP, "layers", memory=1 << 40, last=1 << 40, computes_on_last=False, num_devices=2, pace=lambda plan: speed)
     assert set(found.plan.partitions) == {-1, 0, 1}
     assert found.seconds == pytest.approx(len(STEP.tasks) * SECONDS / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("replays", [3, 5, 7])
+def test_what_returns_is_fetched_from_afar_in_every_replay(replays: int) -> None:
+    """Data that one large task has pushed out comes back behind hundreds of small ones, over a link as slow as 250 of them; in later replays, too.
+
+    Every other step begins before the one before it has ended, so odd replays are compared.
+    """
+    builder = PlanBuilder()
+    state, hog = builder.tile("state", "persistent", 64), builder.tile("hog", pages=128)
+    x = builder.tile("x")
+    builder.task("large", (hog, "W"), (x, "W"))
+    builder.task("end", (hog, "R"), (x, "R"))
+    for _ in range(400):
+        before, x = x, builder.tile("x")
+        builder.task("small", (before, "R"), (x, "W"))
+    builder.task("update", (x, "R"), (state, "RW"))
+    plan, budget = StepPlan(builder.tasks, builder.owned, window=256), 180 * PAGE
+    found = foresee(plan, budget)
+    assert found.leaves == {state: {402}}
+    seconds = []
+    for returns in ([found.returns], [[(402, 402)]]):
+        plan.foresee(found.leaves, returns)
+        done = simulate(
+            plan,
+            workers=[("cpu", 1, 3)],
+            nodes=[("ram", 1 << 40), ("sim:0", budget)],
+            policy="reuse",
+            duration=lambda task, kind: SECONDS,
+            transfer=lambda source, target, nbytes: 250 * SECONDS if nbytes == state.nbytes else 0.0,
+            replays=replays,
+            ahead=True,
+        )
+        seconds.append(done.seconds / SECONDS)
+    assert seconds[0] < seconds[1] - 100

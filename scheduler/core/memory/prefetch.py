@@ -91,7 +91,7 @@ class Lookahead:
         self._num_ended = 0  # `Copies.num_ended` of the node when it began
         self._looked_at = 0  # what the node had handed out at the last look for what to write back
         self._wanted = 0  # bytes to write back, as of then
-        self._returned: dict[Replay, int] = {}  # of each replay under way, how many of its `returns` have been dealt with
+        self._returned: dict[Replay, tuple[int, int]] = {}  # of instances of the step, a replay's number and how many of its `returns` are dealt with
         self._leaving: deque[Replica] = deque()  # what had been used last before it leaves, in that order
 
     def run(self, ended: Task | None, actions: list[Action], *, blocked: bool) -> None:
@@ -261,15 +261,16 @@ class Lookahead:
         order = replicas.foresight.order
         for replay in tuple(replicas.foresight.replays):
             returns = self._returns_of(replay)
-            at = self._returned.get(replay, 0)
+            number, at = self._returned.get(replay, (replay.number, 0))
+            at = at if number == replay.number else 0
             while at < len(returns):
                 begin, position = returns[at]
                 if replay.first_order + begin > order or not self._fetch_returning(replay, position, limit, actions):
-                    self._returned[replay] = at
+                    self._returned[replay] = replay.number, at
                     return
                 limit = self._most - replicas.copies.num_arriving(self.node)
                 at += 1
-            self._returned[replay] = at
+            self._returned[replay] = replay.number, at
 
     def _returns_of(self, replay: Replay) -> Sequence[tuple[int, int]]:
         """What the plan says of this node."""
