@@ -23,7 +23,7 @@ from ..engine.recorded import RecordedEngine
 from ..hardware.gpus import check_fallbacks
 from ..hardware.machine_model import this_machine
 from ..hardware.runtimes import FAILURES, as_user_error, runtime_for
-from ..planning.memory_fit import CapturedStep, capture, fitting_order
+from ..planning.memory_fit import capture, fitting_order
 from ..planning.updater import Updater, choose_updater
 from ..planning.value_figures import order_figures
 from ..telemetry.explain import Explainer, matching
@@ -81,7 +81,11 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         chosen = choose_updater(run)
         run, step, order = chosen.run, chosen.step, chosen.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        foreseen = _foreseen(run, step, order, fallbacks, chosen.seconds)
+        figures, explained = (
+            order_figures(order, run, this_machine(run.machine)),
+            matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}),
+        )
+        foreseen = _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks, chosen.seconds)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)
@@ -114,24 +118,17 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     step = model.capture(run)
     order = fitting_order(step, run, partial(model.changes, run))
     check_files(run.start, step)
-    foreseen, lower = _foreseen(run, step, order, {}, {}), "--minibatch" if run.start.resumed is None else ""
+    figures, explained = (
+        order_figures(order, run, this_machine(run.machine)),
+        matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}),
+    )
+    foreseen = _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, {})
+    lower = "--minibatch" if run.start.resumed is None else ""
 
     def open_on(runtime: Runtime) -> AbstractContextManager[Opened]:
         return model.open(run.planned(order.name, order.recompute), runtime)
 
     return _begun(run, printer, lambda lock, interrupts: _here(run, foreseen, open_on, lower, lock, printer, interrupts))
-
-
-def _foreseen(
-    run: LanguageRun, step: CapturedStep, order: PlannedOrder, fallbacks: Mapping[str, int], by_update: Mapping[Updater, float | None]
-) -> _Foreseen:
-    """What is known of a step that fits.
-
-    Raises:
-        UsageError: --explain names no task of it.
-    """
-    explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
-    return _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks, by_update)
 
 
 def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:

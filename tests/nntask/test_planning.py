@@ -275,7 +275,7 @@ def test_tiles_grow_only_where_a_step_would_be_refused(monkeypatch: pytest.Monke
     num_tasks = memory_fit.TASKS_PER_WORK * 4 * memory_fit.work_of(coarse)
     for most, grows in ((num_tasks, False), (num_tasks - 1, True)):
         monkeypatch.setattr(memory_fit, "MOST_TASKS", most)
-        found = planning._with_few_tasks(asked, target)
+        found = planning.with_few_tasks(asked, target)
         assert (found != coarse) == grows
     largest = found.model.tiling.inner_tile * found.model.tiling.embd_tile * 4
     assert largest <= (1 << 20) // LARGEST_SHARE

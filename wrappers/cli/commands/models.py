@@ -71,9 +71,9 @@ def step_of(name: str) -> dict[str, Any]:
 
     from nntask import PRESETS, UsageError
     from nntask.config import TrainSettings, resolve
-    from nntask.hardware import devices_of
+    from nntask.hardware import devices_of, this_machine
     from nntask.models import FAMILIES
-    from nntask.planning import capture, needs_of, no_collections
+    from nntask.planning import capture, no_collections, thriftiest_needs
 
     if name not in PRESETS:
         near = difflib.get_close_matches(name, [*PRESETS, *FAMILIES], 1)
@@ -88,7 +88,7 @@ def step_of(name: str) -> dict[str, Any]:
     run = resolve(asked, config, machine=devices_of(asked.resources, asked.model.dtype, checks=False))
     with no_collections():
         found = capture(run)
-        needs = needs_of(found.plan, thrifty=True)
+        needs = thriftiest_needs(found.plan, this_machine(run.machine), run.step.recompute)
     return {
         "name": name,
         "model_type": config.model_type,
