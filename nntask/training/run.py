@@ -81,10 +81,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         chosen = choose_updater(run)
         run, step, order = chosen.run, chosen.step, chosen.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
-        figures, explained = (
-            order_figures(order, run, this_machine(run.machine)),
-            matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}),
-        )
+        explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
         foreseen = _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks, chosen.seconds)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
@@ -118,10 +115,7 @@ def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     step = model.capture(run)
     order = fitting_order(step, run, partial(model.changes, run))
     check_files(run.start, step)
-    figures, explained = (
-        order_figures(order, run, this_machine(run.machine)),
-        matching(run.settings.observe.explain, {task.name for task in step.plan.tasks}),
-    )
+    explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
     foreseen = _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, {})
     lower = "--minibatch" if run.start.resumed is None else ""
 
