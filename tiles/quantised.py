@@ -8,8 +8,7 @@ blocks lie along the features in, so that a product reads whole rows. Only opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,28 +84,12 @@ class QuantisedTensor(TileTensor):
         rows, columns = self._stored(self.tiling.slices(index))
         return rows, slice(self.block_format.row_bytes(columns.start), self.block_format.row_bytes(columns.stop))
 
-    def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
-        """The numbers, tile by tile through `borrow`, a handle's context manager."""
-        out = np.empty(self.shape, self.dtype)
-        for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
-            with borrow(handle) as view:
-                values = decode(view, self.block_format)
-                out[self.tiling.slices(index)] = values.T if self.is_turned else values
-        return out
+    def _shown(self, view: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        values = decode(view, self.block_format)
+        return values.T if self.is_turned else values
 
-    def write(self, values: npt.ArrayLike) -> None:
-        """Overwrite the whole tensor with numbers, quantised; waits for the tasks that still use it.
-
-        Raises:
-            ValueError: the shape differs.
-        """
-        array = np.asarray(values)
-        if array.shape != self.shape:
-            raise ValueError(f"{self.name or 'tensor'} has shape {self.shape}, got values of shape {array.shape}")
-        for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
-            with self.runtime.acquire(handle, "W") as view:
-                values = array[self.tiling.slices(index)]
-                view[...] = encode(values.T if self.is_turned else values, self.block_format)
+    def _held(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return encode(values.T if self.is_turned else values, self.block_format)
 
     def __repr__(self) -> str:
         return f"QuantisedTensor({self.name!r}, shape={self.shape}, tile={self.tile}, {self.block_format.name})"

@@ -103,7 +103,7 @@ class TileTensor:
         out = np.empty(self.shape, self.dtype)
         for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
             with borrow(handle) as view:
-                out[self.tiling.slices(index)] = view
+                out[self.tiling.slices(index)] = self._shown(view)
         return out
 
     def write(self, values: npt.ArrayLike) -> None:
@@ -117,7 +117,15 @@ class TileTensor:
             raise ValueError(f"{self.name or 'tensor'} has shape {self.shape}, got values of shape {array.shape}")
         for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
             with self.runtime.acquire(handle, "W") as view:
-                view[...] = array[self.tiling.slices(index)]
+                view[...] = self._held(array[self.tiling.slices(index)])
+
+    def _shown(self, view: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The numbers of a tile, from what its handle holds."""
+        return view
+
+    def _held(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """What the handle of a tile of these numbers holds."""
+        return values
 
     def like(
         self,

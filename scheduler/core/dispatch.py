@@ -136,7 +136,8 @@ class Dispatch:
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
         """Draw ready tasks for a worker while it has free slots; not many more while its memory is short.
 
-        Where all tasks that it has wait for copies, its last slot is for one that need not: else it would idle behind a slow link.
+        Where all tasks that it has wait for copies, its last slot is for one that need not: else it would idle behind a slow link. Not so of workers
+        that stand aside: all that they run waits for what devices send.
         """
         assigned, depth = worker.assigned, worker.depth
         line, limit = self.blocked[worker.node], self._num_slots[worker.node]
@@ -144,7 +145,7 @@ class Dispatch:
             task = self.policy.pop(worker)
             if task is None:
                 return
-            if len(assigned) == depth - 1 and _only_wait(assigned) and misses_input(task, worker.node):
+            if len(assigned) == depth - 1 and not worker.aside and _only_wait(assigned) and _misses_input(task, worker.node):
                 self.policy.push(task, worker)
                 return
             self.num_ready -= 1
@@ -334,7 +335,7 @@ def _only_wait(tasks: Sequence[Task]) -> bool:
     return bool(tasks) and all(task.state == "fetching" for task in tasks)
 
 
-def misses_input(task: Task, node: NodeId) -> bool:
+def _misses_input(task: Task, node: NodeId) -> bool:
     """Whether data that a task reads has yet to arrive on a node."""
     for handle, mode in task.accesses:
         if mode == R or mode == RW:

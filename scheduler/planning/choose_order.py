@@ -26,8 +26,9 @@ TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
 WINDOW: Final = 256
 """Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
 
-CLOSE: Final = 2
-"""A step that fits this many times into the memory runs without a window: out of order it needs more bytes than in order."""
+ROOMY: Final = 2
+"""A step that fits this many times into the memory runs without a window. Out of order it needs more bytes than in order: GPT-2 XL, which needs
+45 GiB, moved 31 GB a step in 60 GiB."""
 
 EQUAL: Final = 1.02
 """Orders whose seconds differ by less than this factor count as equally fast; of these the planner takes the one that moves the fewest bytes."""
@@ -202,11 +203,11 @@ def plan_order(
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
         plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
-    fits = not plan.has_aside and device_bytes(plan, num_devices) <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+    needed = device_bytes(plan, num_devices)
+    fits = not plan.has_aside and needed <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
     if order in (AUTO, SUBMISSION) and fits:
-        if CLOSE * device_bytes(plan, num_devices) > memory:
-            plan = StepPlan(plan.tasks, plan.owned, window=WINDOW * num_devices, partitions=plan.partitions, idle=plan.idle)
-        return PlannedOrder(SUBMISSION, plan, {}, num_tasks=len(plan.tasks))
+        chosen = plan if ROOMY * needed <= memory else _permuted(plan, range(len(plan.tasks)), plan.partitions, num_devices)
+        return PlannedOrder(SUBMISSION, chosen, {}, num_tasks=len(plan.tasks))
     found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
     speed = None if pace is None else pace(plan)
     step = _Assessed(plan, memory, num_devices, speed, only_files=computes_on_last and reads_files(plan))
@@ -224,17 +225,22 @@ def plan_order(
         forecasts, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last, () if only else (SUBMISSION,))
     else:
         forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
-    least = min(forecasts[name].seconds for name in considered)
-    equal = [name for name in considered if forecasts[name].seconds <= EQUAL * least]
-    fewest = min(forecasts[name].total for name in equal)
-    alike = [name for name in equal if forecasts[name].total <= ALIKE * fewest]
-    order = min(alike, key=lambda name: (forecasts[name].seconds, forecasts[name].total))
-    moves_least = forecasts[order].total == fewest < max(forecasts[name].total for name in equal)
+    order, moves_least = _best({name: forecasts[name] for name in considered})
     chosen = _permuted(plan, found[order], devices_of(order), num_devices)
     if not computes_on_last:  # the last tier has no tier below to write back to
         step.foresee(chosen, found[order], devices_of(order))
     shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks))
+
+
+def _best(forecasts: Mapping[str, Forecast]) -> tuple[str, bool]:
+    """The order to take of those assessed, and whether it moves least of equally fast ones that differ in that."""
+    least = min(each.seconds for each in forecasts.values())
+    equal = {name: each for name, each in forecasts.items() if each.seconds <= EQUAL * least}
+    fewest = min(each.total for each in equal.values())
+    alike = [name for name, each in equal.items() if each.total <= ALIKE * fewest]
+    order = min(alike, key=lambda name: (equal[name].seconds, equal[name].total))
+    return order, equal[order].total == fewest < max(each.total for each in equal.values())
 
 
 def _considered(
@@ -386,7 +392,7 @@ def _group_of(name: str, num_devices: int) -> int | None:
     return group if group >= 0 and group % num_devices == 0 else None
 
 
-def _permuted(plan: StepPlan, positions: list[int], devices: Sequence[int], num_devices: int) -> StepPlan:
+def _permuted(plan: StepPlan, positions: Sequence[int], devices: Sequence[int], num_devices: int) -> StepPlan:
     """The same tasks in another order. Every order that keeps conflicting accesses in sequence has the same dependencies."""
     tasks = [plan.tasks[position] for position in positions]
     devices = [devices[position] for position in positions] if devices else ()
