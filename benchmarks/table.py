@@ -52,6 +52,7 @@ BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
         "one client at a time",
         "of",
         "its budget",
+        "fp32",
         "block",
         "device",
         "the better",

@@ -52,6 +52,7 @@ class PlannedOrder:
         num_tasks: of the step, tasks that are fused counted one by one.
         recompute: what the step makes again, as it can be asked for; "none" for nothing.
         mix: how that was chosen, if a planner has.
+        judged_seconds: of a step, as a more exact judge than forecasts has it (`weighing`); 0 where none was asked.
     """
 
     name: str
@@ -61,6 +62,7 @@ class PlannedOrder:
     num_tasks: int = 0
     recompute: str = "none"
     mix: Mix | None = None
+    judged_seconds: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
