@@ -183,6 +183,7 @@ def plan_order(
     num_devices: int = 1,
     pace: Callable[[StepPlan], Pace] | None = None,
     only: Sequence[str] = (),
+    is_draft: bool = False,
 ) -> PlannedOrder:
     """Choose the order of a step, and the device of each minibatch.
 
@@ -198,6 +199,7 @@ def plan_order(
         num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
         pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
         only: names of the orders that "auto" chooses from, as far as the step has them, or else the submission order; none for all.
+        is_draft: whether the plan is to be looked at only: what leaves the memory, and when it returns, is not noted in it.
 
     Raises:
         ValueError: the step has no order of that name.
@@ -229,7 +231,7 @@ def plan_order(
         forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
     order, moves_least = _best({name: forecasts[name] for name in considered})
     chosen = _permuted(plan, found[order], devices_of(order), num_devices)
-    if not computes_on_last:  # the last tier has no tier below to write back to
+    if not (computes_on_last or is_draft):  # the last tier has no tier below to write back to
         step.foresee(chosen, found[order], devices_of(order))
     shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks))

@@ -221,8 +221,9 @@ class _Search:
             self._look_between(most)
         name = min(self._keys, key=self._keys.__getitem__)
         is_worth_it = none[0] or self._keys[name][1] <= CLOSE * none[1]
-        best = self._rivals[name if is_worth_it else NONE].chosen
-        return self._weighing.judged(best, [*self._rivals.values()])
+        best = self._rivals[name if is_worth_it else NONE]
+        planned = best.chosen if best.chosen is self._rivals[NONE].chosen else best.under(best.chosen.name)
+        return self._weighing.judged(planned, [*self._rivals.values()])
 
     def _look_between(self, most: int) -> None:
         """Try fewer groups, and smaller shares of the best number of them, under the orders that were the best at both ends."""
@@ -246,7 +247,7 @@ class _Search:
         """Plan the step with a mix under the best of some orders, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            found = self._find(mix.apply(self._values), self._order, only=only)
+            found = self._find(mix.apply(self._values), self._order, only=only, is_draft=True)
             plain = {SUBMISSION: self._base.forecasts[SUBMISSION]}  # what would run without a planner
             chosen = replace(found, recompute=mix.name, mix=mix, forecasts={**plain, **found.forecasts})
             self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._find)
@@ -270,6 +271,7 @@ def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[st
     """
 
     def under(name: str) -> PlannedOrder:
-        return replace(find(step(), AUTO, only=[name]), recompute=chosen.recompute, mix=chosen.mix, forecasts=chosen.forecasts)
+        only = [name] if order == AUTO else ()
+        return replace(find(step(), order, only=only), recompute=chosen.recompute, mix=chosen.mix, forecasts=chosen.forecasts)
 
     return Rival(chosen, found if order == AUTO else {name: each for name, each in found.items() if name == order}, under)

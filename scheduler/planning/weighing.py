@@ -110,12 +110,11 @@ class Weighing:
         for cost, at, name in rows:
             if cost > NEAR * self.cost(best) or not num_left:
                 return
-            chosen = rivals[at].chosen
-            is_best = (chosen.recompute, name) == (best.recompute, best.name)
+            is_best = (rivals[at].chosen.recompute, name) == (best.recompute, best.name)
             if is_best or num_orders[at] == FINAL_ORDERS:
                 continue
             num_orders[at] += 1
-            planned = chosen if name == chosen.name else rivals[at].under(name)
+            planned = rivals[at].under(name)
             if self.fits(planned):
                 num_left -= 1
                 yield planned
