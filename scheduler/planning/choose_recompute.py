@@ -22,7 +22,7 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, last_tier_bytes, plan_order
+from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, plan_order
 from .forecast import Forecast, Pace
 from .orders import repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
@@ -37,6 +37,9 @@ AWAY: Final = 4
 LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
 """Orders under which a step that makes all it can again is tried; the others are hardly ever the best of one."""
 SHARES: Final = (0.33, 0.67)
+"""Leading shares of the last group that are tried."""
+MANY_TASKS: Final = 20_000
+"""Steps of more tasks make all or nothing of a group again: weighing one mix of them takes a second for 20,000 tasks."""
 
 PaceOf = Callable[[StepPlan], Pace]
 
@@ -134,7 +137,7 @@ def choose_plan(
     found = replace(find(asked, order), recompute=NONE if recompute == AUTO else recompute)
     if not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory):  # everything fits
         return found
-    weighing = Weighing(plan, lambda chosen: last_tier_bytes(chosen.plan, computes=computes_on_last) <= last, pace, judge)
+    weighing = Weighing(plan, last, pace, judge)
     if recompute != AUTO or weighing.is_bound_by_tasks(found):
         return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, find)])
     return _Search(plan, found, order, find, weighing).best()
@@ -236,6 +239,8 @@ class _Search:
         self._try(self._mix(low), orders)
         tried = [count for count in range(1, most + 1) if self._mix(count).name in self._keys]
         count = min(tried, key=lambda count: self._keys[self._mix(count).name])
+        if len(self._values.plan.tasks) > MANY_TASKS:
+            return
         for each in range(count, min(count + 1, most) + 1):
             for share in SHARES:
                 self._try(self._mix(each, share), orders)

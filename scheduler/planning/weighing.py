@@ -53,20 +53,23 @@ class Weighing:
 
     Args:
         plan: the step that makes nothing again.
-        fits: whether the last tier holds the data of a planned step.
+        last: bytes of the last tier.
         pace: rates of the machine during a plan; without it steps are compared by the bytes that they move.
         judge: of the best few; None for none.
     """
 
-    def __init__(
-        self, plan: StepPlan, fits: Callable[[PlannedOrder], bool], pace: Callable[[StepPlan], Pace] | None, judge: Judge | None = None
-    ) -> None:
-        self.fits, self.pace = fits, pace
+    def __init__(self, plan: StepPlan, last: int, pace: Callable[[StepPlan], Pace] | None, judge: Judge | None = None) -> None:
+        self.pace = pace
+        self._last = last
         self._judge = judge if len(plan.tasks) <= MOST_JUDGED else None
         self._least, self._slowness = 0.0, (0.0, 0.0)
         if pace is not None:
             rates = pace(plan)
             self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
+
+    def fits(self, chosen: PlannedOrder) -> bool:
+        """Whether the last tier holds the data of a planned step."""
+        return chosen.last_bytes <= self._last
 
     def is_bound_by_tasks(self, base: PlannedOrder) -> bool:
         """Whether the step without any fits, and its tasks alone take about as long as it does."""
