@@ -7,10 +7,10 @@
     python benchmarks/gpu/first_card.py --pack build/wheels      # fetch what an interpreter without a network may lack
 
 A stage is a list of commands, each a process of its own with a limit, so a fault of the card, a hang or a crash takes one command. What a command
-finds it appends at once to STAGE.jsonl, a line each; a command that dies within one of several checks is started again behind that check. `summary.md` is
-written anew after each command. Nothing is downloaded: with `--wheels` missing packages are unpacked from there for the commands alone. CuPy itself
-(70 MB a wheel) is too large to be carried beside the sources within 64 MiB; without it the stages `environment` and the peers of `speed` run, and the
-rest says why it does not.
+finds it appends at once to STAGE.jsonl, a line each; a command that dies within one of several checks is started again behind that check.
+`summary.md` is written anew after each command. Nothing is downloaded: with `--wheels` missing packages are unpacked from there for the commands
+alone. CuPy itself (70 MB a wheel) is too large to be carried beside the sources within 64 MiB; without it the stage `environment` and the peers of
+`speed` run, and the rest says why it does not.
 """
 
 from __future__ import annotations
@@ -260,6 +260,7 @@ def carry_out(name: str, log: Path, skipped: Sequence[str], rehearse: bool, faul
             started = time.monotonic()
             try:
                 found = run()
+                here.look()
             except Exception as error:  # a check must not take the others along
                 found, num_failed = {"failed": f"{type(error).__name__}: {str(error)[:400]}"}, num_failed + 1
             append(log, {"command": name, "check": check, "result": found, "seconds": round(time.monotonic() - started, 2)})

@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -64,25 +63,30 @@ class Here:
     rehearse: bool
     work: Work
     cuda: Any = None
+    rehearsed: Any = None
     opened: list[Any] = field(default_factory=list)
 
     def devices(self, count: int = 1, *, tf32: bool = False) -> list[Any]:
         """Parts of the first card, or all of it."""
-        from nntask.hardware import cards
-
-        found = self.cards.choose(1) if self.rehearse else cards.choose(1)
-        parts: list[Any] = (self.cards if self.rehearse else cards).open(
-            [(found[0], part if count > 1 else None) for part in range(count)], tf32=tf32, dtype="fp32"
-        )
+        (card,) = self.cards.choose(1)
+        parts: list[Any] = self.cards.open([(card, part if count > 1 else None) for part in range(count)], tf32=tf32, dtype="fp32")
         self.opened += parts
         return parts
 
+    def look(self) -> None:
+        """Look at what a rehearsal's libraries have refused.
+
+        Raises:
+            AssertionError: there is something.
+        """
+        assert not (self.cuda and self.cuda.found), f"CUDA would refuse: {self.cuda.found[:3]}"
+
     @property
     def cards(self) -> Any:
-        """Those of a rehearsal."""
-        from nntask.hardware import gpus
+        """Where devices come from."""
+        from nntask.hardware import cards
 
-        return gpus.cards
+        return self.rehearsed or cards
 
     def is_lost(self) -> bool:
         """Whether the card answers nothing more in this process."""
@@ -110,39 +114,17 @@ class Here:
         return f"{WHOLE} --batch={batch} --minibatch={minibatch} --minibatch-tile={minibatch}"
 
 
-class RehearsedCards:
-    """The cards of a rehearsal."""
-
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
-
-    def choose(self, count: int | None) -> list[Any]:
-        """One card."""
-        from scheduler.drivers.cuda_cupy import find_gpus
-
-        return find_gpus(lambda: ["cupy-cuda13x"], lambda: self._cuda, most=1)
-
-    def open(self, facts: Any, *, tf32: bool, dtype: str) -> list[Any]:
-        """Its devices."""
-        from nntask.hardware.gpus import CudaCards
-
-        return list(CudaCards().open(facts, tf32=tf32, dtype=dtype))
-
-
 @contextlib.contextmanager
 def opened(rehearse: bool) -> Iterator[Here]:
     """A folder, and cards."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         here = Here(rehearse, Work(Path(folder), 0.0))
         if rehearse:
-            from support.strict_cuda import installed
-
-            from nntask.hardware import gpus
+            from support.strict_cuda import rehearsed
 
             libraries = common.ROOT / "build" / "emulated"
             libraries.mkdir(parents=True, exist_ok=True)
-            here.cuda = stack.enter_context(installed(libraries, Path(folder) / "code"))
-            gpus.cards = RehearsedCards(here.cuda)  # type: ignore[assignment]
+            here.cuda, here.rehearsed = stack.enter_context(rehearsed(libraries, Path(folder) / "code"))
         yield here
 
 
@@ -195,14 +177,13 @@ def missing_names(here: Here) -> list[str]:
     """Names of CuPy that are called here and that it does not have."""
     from cupy.cuda import driver, nvrtc, runtime
 
+    events = "eventCreateWithFlags eventBlockingSync eventDestroy eventQuery eventSynchronize eventElapsedTime eventRecord"
+    streams = "streamWaitEvent streamBeginCapture streamEndCapture streamCaptureModeThreadLocal streamSynchronize check_status"
+    devices = "getDeviceCount getDeviceProperties getDevice setDevice deviceGetAttribute cudaDevAttrMaxSharedMemoryPerBlockOptin"
+    others = "deviceCanAccessPeer _deviceEnsurePeerAccess deviceGetPCIBusId memcpyDefault memcpyAsync free memGetInfo"
+    graphs = "graphInstantiate graphLaunch graphDestroy graphExecDestroy"
     asked = [
-        (
-            runtime,
-            "getDeviceCount getDeviceProperties memGetInfo getDevice setDevice eventCreateWithFlags eventBlockingSync eventDestroy eventQuery "
-            "eventSynchronize eventElapsedTime eventRecord streamWaitEvent streamBeginCapture streamEndCapture streamCaptureModeThreadLocal "
-            "graphInstantiate graphLaunch graphDestroy graphExecDestroy memcpyDefault memcpyAsync free deviceGetAttribute cudaDevAttrMaxSharedMemoryPerBlockOptin "
-            "deviceCanAccessPeer _deviceEnsurePeerAccess deviceGetPCIBusId streamSynchronize check_status",
-        ),
+        (runtime, f"{events} {streams} {devices} {others} {graphs}"),
         (driver, "launchKernel moduleLoadData moduleGetFunction funcSetAttribute CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"),
         (nvrtc, "createProgram compileProgram getCUBIN destroyProgram getSupportedArchs getVersion"),
     ]
@@ -213,12 +194,11 @@ def missing_names(here: Here) -> list[str]:
 
 def sources(here: Here) -> Iterator[Check]:
     """Each source is compiled, and each of its kernels loaded."""
-    from tiles.kernels.cuda import launch
-    from tiles.kernels.cuda.compiling import source_text
+    from support.gpu_bench import SOURCES, kernels_in
 
     def load(name: str, element: str) -> dict[str, Any]:
         device = here.opened[0] if here.opened else here.devices()[0]
-        started, kernels = time.monotonic(), re.findall(r"^KERNEL (\w+)\(", source_text(name), re.MULTILINE)
+        started, kernels = time.monotonic(), kernels_in(name)
         found = {kernel: device._function(name, element, kernel) for kernel in kernels}
         words: dict[str, Any] = {"seconds": round(time.monotonic() - started, 2), "kernels": len(found)}
         if not here.rehearse:
@@ -226,18 +206,15 @@ def sources(here: Here) -> Iterator[Check]:
             words["local_bytes"] = {kernel: nbytes for kernel, nbytes in spilled.items() if nbytes}
         return words
 
-    for name in launch.NAMES:
-        for element in ("bf16",) if name == "flash" else launch.ELEMENTS.values():
-            yield f"{name} {element}", lambda name=name, element=element: load(name, element)
+    for name, element in SOURCES:
+        yield f"{name} {element}", lambda name=name, element=element: load(name, element)
 
 
 def libraries(here: Here) -> Iterator[Check]:
     """What else there is."""
 
     def nccl() -> str:
-        from scheduler.drivers.nccl import find_library
-
-        return str(find_library().get_version())
+        return str(here.cards.nccl(here.cards.choose(1)[0])._library.get_version())
 
     def torch_cuda() -> dict[str, Any]:
         import torch
@@ -324,7 +301,6 @@ def programs(here: Here) -> Iterator[Check]:
         tight = Runtime(0, gpus=here.devices(parts), gpu_memory=10 * NBYTES, ram=1 << 25)
         assert np.array_equal(program(tight, seed, actions), want), "results depend on memory"
         stats = tight.stats()
-        assert not here.rehearse or not here.cuda.found, here.cuda.found
         return {"evictions": stats["evictions"]}
 
     for seed in range(2 if here.rehearse else 12):
@@ -456,18 +432,18 @@ def copies(here: Here) -> Iterator[Check]:
         yield "tiles", lambda: bench.copies(here.work, "")
 
 
-def _speed(here: Here, size: str) -> Iterator[Check]:
+def _speed(here: Here, size: str, minibatch: int) -> Iterator[Check]:
     config = here.config(size)
 
     def ours() -> dict[str, Any]:
-        found = here.work.train(config, f"{here.sizes(16, 16)} --dtype=bf16", here.steps(14))
+        found = here.work.train(config, f"{here.sizes(16, minibatch)} --dtype=bf16", here.steps(14))
         peak = bench.nominal_peak(here.cards.choose(1)[0].name)
         mfu = found["tokens_per_second"] * common.model_flops(config, config.n_positions) / config.n_positions / peak if peak else None
         return {"tokens/s": round(found["tokens_per_second"]), "MFU": mfu and round(mfu, 3), "tasks a step": found["tasks_per_step"]}
 
     def peer(kind: str) -> dict[str, Any]:
-        batch = 2 if here.rehearse else 16
-        found = bench.peer(kind, config, 2 if here.rehearse else 12, batch, batch, 120.0, device="cpu" if here.rehearse else "cuda")
+        batch, steps = (2, 2) if here.rehearse else (16, 12)
+        found = bench.peer(kind, config, steps, batch, min(batch, minibatch), 150.0, device="cpu" if here.rehearse else "cuda")
         return {"tokens/s": round(found["tokens_per_second"])} if found else {"failed": "this Python has no torch with CUDA"}
 
     yield "ours", ours
@@ -488,11 +464,11 @@ def host(here: Here) -> Iterator[Check]:
     yield "no graphs", lambda: run("--no-graphs")
 
 
-def _profile(here: Here, size: str) -> Iterator[Check]:
+def _profile(here: Here, size: str, minibatch: int) -> Iterator[Check]:
     def run(graphs: str) -> dict[str, Any]:
         number = here.work.count + 1
         steps = here.steps(8)
-        flags = f"{here.sizes(16, 16)} --dtype=bf16 {graphs} --trace=trace{number}.json --trace-steps={steps - 1}:{steps}"
+        flags = f"{here.sizes(16, minibatch)} --dtype=bf16 {graphs} --trace=trace{number}.json --trace-steps={steps - 1}:{steps}"
         found = here.work.train(here.config(size), flags, steps)
         events = json.loads((here.work.folder / f"trace{number}.json").read_text())["traceEvents"]
         spent: Counter[str] = Counter()
@@ -540,10 +516,10 @@ COMMANDS: Final[dict[str, Callable[[Here], Iterator[Check]]]] = {
     "small_beyond": lambda here: _beyond(here, "gpt2", 16, 4),
     "xl_beyond": lambda here: _beyond(here, "gpt2-xl", 32, 4),
     "copies": copies,
-    "small_speed": lambda here: _speed(here, "gpt2"),
+    "small_speed": lambda here: _speed(here, "gpt2", 16),
     "host": host,
-    "xl_speed": lambda here: _speed(here, "gpt2-xl"),
-    "small_profile": lambda here: _profile(here, "gpt2"),
-    "xl_profile": lambda here: _profile(here, "gpt2-xl"),
+    "xl_speed": lambda here: _speed(here, "gpt2-xl", 4),
+    "small_profile": lambda here: _profile(here, "gpt2", 16),
+    "xl_profile": lambda here: _profile(here, "gpt2-xl", 4),
     "attention": attention,
 }

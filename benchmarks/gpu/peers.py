@@ -3,10 +3,10 @@
     python benchmarks/gpu/peers.py compiled '[50257, 1024, 768, 12, 12]' --batch 16 --steps 20
     python benchmarks/gpu/peers.py offloaded '[50257, 1024, 1600, 48, 25]' --batch 32 --minibatch 4 --steps 4
 
-``compiled`` is the hand-written GPT-2 of `torch_gpt2` behind torch.compile, ``eager`` the same without. ``offloaded`` is that
-model under FSDP2 (`fully_shard` of torch.distributed.fsdp) with a group of one process: parameters, gradients and optimizer state in host memory, one
-block at a time on the card, activations recomputed block by block. All: scaled_dot_product_attention, bf16 with fp32 masters, fused AdamW, random tokens. DeepSpeed is not among
-them: it compiles its optimizer for offloading on the machine, which takes the whole CUDA toolkit.
+``compiled`` is the hand-written GPT-2 of `torch_gpt2` behind torch.compile, ``eager`` the same without. ``offloaded`` is that model under FSDP2
+(`fully_shard` of torch.distributed.fsdp) with a group of one process: parameters, gradients and optimizer state in host memory, one block at a time
+on the card, activations recomputed block by block. All: scaled_dot_product_attention, bf16 with fp32 masters, fused AdamW, random tokens. DeepSpeed
+is not among them: it compiles its optimizer for offloading on the machine, which takes the whole CUDA toolkit.
 """
 
 from __future__ import annotations

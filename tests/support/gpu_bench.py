@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 from support.cuda_cases import BF16
 
 from tiles.kernels.catalog import kernel
+from tiles.kernels.cuda import launch
 from tiles.kernels.cuda.array import DeviceArray
+from tiles.kernels.cuda.compiling import source_text
+
+SOURCES = [(name, element) for name in launch.NAMES for element in (("bf16",) if name == "flash" else launch.ELEMENTS.values())]
+"""Every source, and every type of elements that it is compiled for."""
+
+
+def kernels_in(source: str) -> list[str]:
+    """Kernels of a source."""
+    text = source_text(source)
+    names = re.findall(r"\bKERNEL ([\w#]+)\(", text)
+    sizes = re.findall(r"^FLASH\((\d+)\)", text, re.MULTILINE)
+    return [name.replace("##D", size) for name in names for size in (sizes if "##D" in name else ("",))]
 
 
 class KernelBench:

@@ -25,6 +25,7 @@ import pytest
 from support.cuda_emulator import CompiledSources
 from support.gpu_training import Training
 
+from nntask.hardware import gpus
 from nntask.hardware.gpus import CudaCards
 from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
@@ -364,3 +365,27 @@ def opened(cuda: FakeCuda, count: int = 1, *, dtype: str = "fp32", tf32: bool = 
     """Devices as a run opens them."""
     facts = cuda_cupy.find_gpus(lambda: ["cupy-cuda13x"], lambda: cuda, most=count)
     return CudaCards().open([(card, None) for card in facts], tf32=tf32, dtype=dtype)
+
+
+class StrictCards:
+    """`gpus.Cards` of a machine with strict libraries: one card."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def choose(self, count: int | None) -> list[cuda_cupy.GpuFacts]:
+        """The card."""
+        return cuda_cupy.find_gpus(lambda: ["cupy-cuda13x"], lambda: self._cuda, most=1)
+
+    def open(self, facts: Any, *, tf32: bool, dtype: str) -> list[Any]:
+        """Its devices."""
+        return list(CudaCards().open(facts, tf32=tf32, dtype=dtype))
+
+
+@contextmanager
+def rehearsed(folder: Path, cache_folder: Path) -> Iterator[tuple[FakeCuda, StrictCards]]:
+    """`installed`, and the card where commands look for cards; yields both."""
+    with installed(folder, cache_folder) as cuda, pytest.MonkeyPatch.context() as patch:
+        found = StrictCards(cuda)
+        patch.setattr(gpus, "cards", found)
+        yield cuda, found

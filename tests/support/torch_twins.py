@@ -216,31 +216,28 @@ _PREPARED: Final[dict[str, Callable[[list[np.ndarray]], None]]] = {
 TWINS: Final[dict[str, Twin]] = {
     twin.__name__.removeprefix("_"): twin
     for twin in (
-        _accumulate, _activation, _activation_backward, _adam, _add, _add_into, _add_rows, _attention, _attention_delta, _batched_matmul, _cap, _column_sums, _copy,
-        _embedding, _embedding_backward, _fill, _first_token, _gate, _gate_backward, _layer_norm, _layer_norm_backward, _linear_bias, _matmul, _multiply, _rms_norm,
-        _row_dots, _row_sums, _scale, _softmax, _softmax_backward, _sum_squares, _swap_tokens,
+        _accumulate, _activation, _activation_backward, _adam, _add, _add_into, _add_rows, _attention, _attention_delta, _batched_matmul,
+        _cap, _column_sums, _copy, _embedding, _embedding_backward, _fill, _first_token, _gate, _gate_backward, _layer_norm,
+        _layer_norm_backward, _linear_bias, _matmul, _multiply, _rms_norm, _row_dots, _row_sums, _scale, _softmax, _softmax_backward,
+        _sum_squares, _swap_tokens,
     )
 } | {"silu_gate": _gate, "silu_gate_backward": _gate_backward}  # fmt: skip
 
-_TILES = "a part of an operation that is cut into tiles: PyTorch has the whole"
-WITHOUT: Final[dict[str, str]] = {
-    **dict.fromkeys(("dropout", "keyed_uniform", "random_normal", "random_uniform"), "random numbers by element are our own"),
-    **dict.fromkeys(
-        (
-            "add_rows_backward", "attention_apply", "attention_backward", "attention_lse", "attention_scores", "head_backward", "head_finish",
-            "head_forward", "mean_tokens", "mean_tokens_backward", "norm_apply", "norm_backward_apply", "norm_backward_sums", "norm_finish", "row_squares",
-            "softmax_apply", "softmax_backward_apply", "softmax_sums", "sum_scalars", "first_token_backward", "select_rows", "gather_rows",
-        ),
-        _TILES,
-    ),
-    **dict.fromkeys(("append_to_cache", "append_to_pages", "cached_attention", "combine_pages", "paged_attention"), "PyTorch has no such cache"),
-    **dict.fromkeys(("decode_blocks", "quantised_embedding", "quantised_linear"), "PyTorch has no such blocks"),
-    **dict.fromkeys(("rotary", "rotary_angles", "rotary_angles_at"), "PyTorch has no such operation"),
-    **dict.fromkeys(
-        ("cap_backward", "head_norm", "head_norm_backward", "linear_activation", "residual_layer_norm", "residual_rms_norm", "rms_norm_backward", "sgd"),
-        "two of the others in one, or one of them in another form",
-    ),
-}  # fmt: skip
+_PARTS = (
+    "add_rows_backward attention_apply attention_backward attention_lse attention_scores head_backward head_finish head_forward "
+    "mean_tokens mean_tokens_backward norm_apply norm_backward_apply norm_backward_sums norm_finish row_squares softmax_apply "
+    "softmax_backward_apply softmax_sums sum_scalars first_token_backward select_rows gather_rows "
+)
+_REASONS = {
+    "random numbers by element are our own": "dropout keyed_uniform random_normal random_uniform",
+    "a part of an operation that is cut into tiles: PyTorch has the whole": _PARTS,
+    "PyTorch has no such cache": "append_to_cache append_to_pages cached_attention combine_pages paged_attention",
+    "PyTorch has no such blocks": "decode_blocks quantised_embedding quantised_linear",
+    "PyTorch has no such operation": "rotary rotary_angles rotary_angles_at",
+    "two of the others in one, or one of them in another form": "cap_backward head_norm head_norm_backward linear_activation residual_layer_norm "
+    "residual_rms_norm rms_norm_backward sgd",
+}
+WITHOUT: Final[dict[str, str]] = {op: reason for reason, ops in _REASONS.items() for op in ops.split()}
 """Operations without a twin, and why."""
 
 
