@@ -7,6 +7,8 @@
 # make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md
+# make first-card  everything that only a card can show, in stages of at most nine minutes: build/first-card/summary.md
+#              (ARGS="--stage kernels streams" some of them, ARGS=--list what they do; make first-card-wheels packs what may be missing)
 # make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results, docs/results and the headlines of README.md
@@ -27,7 +29,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-gpu bench-gpu lint style types contracts suite bench docs clean
+.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench docs clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -53,12 +55,18 @@ test-browser: suite
 test-docker:
 	docker/test.sh
 
-test-gpu bench-gpu: export PYTHONPATH = $(CURDIR)
+test-gpu bench-gpu first-card: export PYTHONPATH = $(CURDIR)
 test-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m pytest -q -m "long or not long" tests/gpu --gpu-json=benchmarks/gpu/tests.json $(ARGS)
 
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) benchmarks/gpu/bench.py $(ARGS)
+
+first-card: $(GPU_READY)
+	$(GPU_PYTHON) benchmarks/gpu/first_card.py $(if $(wildcard build/wheels),--wheels build/wheels) $(ARGS)
+
+first-card-wheels: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/gpu/first_card.py --pack build/wheels
 
 lint: style types contracts
 

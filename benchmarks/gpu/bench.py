@@ -104,12 +104,11 @@ class Work:
         self.count += 1
         name = f"run{self.count}"
         (self.folder / f"{name}.json").write_text(json.dumps(config.to_dict()))
-        argv = [sys.executable, "-m", "nntask", "train", f"--config-path={name}.json", *(data or self.tokens(config.vocab_size)).split()]
+        argv = ["train", f"--config-path={name}.json", *(data or self.tokens(config.vocab_size)).split()]
         argv += [f"--run-dir={name}", "--sample-tokens=0", "--save-every=0", f"--steps={steps}", *flags.split()]
-        env = {**os.environ, "PYTHONPATH": str(common.ROOT)}
-        done = run_within(self.seconds, argv, cwd=self.folder, env=env)
-        if done.returncode:
-            raise RuntimeError(f"nntask train {flags} ended with {done.returncode}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        code, said = self.run(argv)
+        if code:
+            raise RuntimeError(f"nntask train {flags} ended with {code}: {(said.strip() or 'no message').splitlines()[-1]}")
         lines = [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
         timed = lines[min(SKIP, len(lines) - 1) :]
         summary = json.loads((self.folder / name / "summary.json").read_text())
@@ -122,6 +121,16 @@ class Work:
             "moved_bytes_per_step": {link: nbytes / len(lines) for link, nbytes in summary["moved_bytes"].items()},
             "peak_bytes": summary["peak_bytes"],
         }
+
+    def run(self, argv: Sequence[str]) -> tuple[int, str]:
+        """Run `nntask` in the folder, as a process of its own; its exit code and what it said of errors.
+
+        Raises:
+            RuntimeError: it took too long.
+        """
+        env = {**os.environ, "PYTHONPATH": str(common.ROOT)}
+        done = run_within(self.seconds, [sys.executable, "-m", "nntask", *argv], cwd=self.folder, env=env)
+        return done.returncode, done.stderr
 
 
 def run_within(seconds: float, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -136,7 +145,7 @@ def run_within(seconds: float, argv: Sequence[str], **options: Any) -> subproces
         raise RuntimeError(f"{Path(argv[1]).name if argv[1] != '-m' else argv[2]} took more than {seconds:.0f} s") from None
 
 
-def peer(kind: str, config: Any, steps: int, batch: int, minibatch: int, seconds: float) -> Row | None:
+def peer(kind: str, config: Any, steps: int, batch: int, minibatch: int, seconds: float, device: str = "cuda") -> Row | None:
     """What one of `peers` measures; None where torch has no CUDA.
 
     Raises:
@@ -146,11 +155,11 @@ def peer(kind: str, config: Any, steps: int, batch: int, minibatch: int, seconds
         import torch
     except ImportError:
         return None
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         return None
-    sizes = json.dumps([config.vocab_size, 1024, config.n_embd, config.n_layer, config.n_head])
+    sizes = json.dumps([config.vocab_size, config.n_positions, config.n_embd, config.n_layer, config.n_head])
     script = common.this_script(str(Path(__file__).with_name("peers.py")), kind, sizes, f"--batch={batch}", f"--minibatch={minibatch}")
-    done = run_within(seconds, [*script, f"--steps={steps}"])
+    done = run_within(seconds, [*script, f"--steps={steps}", f"--device={device}"])
     if done.returncode:
         raise RuntimeError(f"torch ended with {done.returncode}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
     found: Row = json.loads(done.stdout.splitlines()[-1])

@@ -3,10 +3,10 @@
     python benchmarks/gpu/peers.py compiled '[50257, 1024, 768, 12, 12]' --batch 16 --steps 20
     python benchmarks/gpu/peers.py offloaded '[50257, 1024, 1600, 48, 25]' --batch 32 --minibatch 4 --steps 4
 
-``compiled`` is the hand-written GPT-2 of `torch_gpt2` behind torch.compile. ``offloaded`` is the same model under FSDP2 (`fully_shard` of
-torch.distributed.fsdp) with a group of one process: parameters, gradients and optimizer state in host memory, one block at a time on the card,
-activations recomputed block by block. Both: scaled_dot_product_attention, bf16 with fp32 masters, fused AdamW, random tokens. DeepSpeed is not among
-them: it compiles its optimizer for offloading on the machine, which takes the whole CUDA toolkit.
+``compiled`` is the hand-written GPT-2 of `torch_gpt2` behind torch.compile, ``eager`` the same without. ``offloaded`` is that model under FSDP2
+(`fully_shard` of torch.distributed.fsdp) with a group of one process: parameters, gradients and optimizer state in host memory, one block at a time
+on the card, activations recomputed block by block. All: scaled_dot_product_attention, bf16 with fp32 masters, fused AdamW, random tokens. DeepSpeed
+is not among them: it compiles its optimizer for offloading on the machine, which takes the whole CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
@@ -44,12 +45,12 @@ class Recomputed(Block):
         return found
 
 
-def compiled(sizes: list[int], device: str) -> tuple[Any, Loss]:
+def compiled(sizes: list[int], device: str, *, eager: bool = False) -> tuple[Any, Loss]:
     """Everything on the card, bf16 by autocast."""
     torch.set_float32_matmul_precision("high")
     with torch.device(device):
         model = GPT2(*sizes)
-    step_model = torch.compile(model)
+    step_model = model if eager else torch.compile(model)
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
@@ -71,7 +72,7 @@ def offloaded(sizes: list[int], device: str) -> tuple[Any, Loss]:
 
 def run(kind: str, sizes: list[int], batch: int, minibatch: int, steps: int, device: str) -> dict[str, float]:
     """Train, and measure the median step and the memory that torch took on the card."""
-    model, loss_of = {"compiled": compiled, "offloaded": offloaded}[kind](sizes, device)
+    model, loss_of = {"compiled": compiled, "eager": partial(compiled, eager=True), "offloaded": offloaded}[kind](sizes, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     skip = SKIP if steps > SKIP else 1
     data = torch.randint(0, sizes[0], (steps + skip, batch, sizes[1] + 1), generator=torch.Generator().manual_seed(0)).to(device)
@@ -92,7 +93,7 @@ def run(kind: str, sizes: list[int], batch: int, minibatch: int, steps: int, dev
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kind", choices=("compiled", "offloaded"))
+    parser.add_argument("kind", choices=("compiled", "eager", "offloaded"))
     parser.add_argument("sizes", type=json.loads, help="vocabulary, positions, width, layers, heads")
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--minibatch", type=int)

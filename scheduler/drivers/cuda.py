@@ -76,7 +76,6 @@ class CudaThread(cpu.WorkerThread):
         Raises:
             DeviceFailed: a kernel failed.
         """
-        self.flow.gpu.adopt()
         self.flow.wait()
         self._note(self.flow.collect())
 

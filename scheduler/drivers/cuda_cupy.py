@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -29,7 +29,8 @@ CONTEXT_NBYTES: Final = 512 << 20
 
 _OUT_OF_MEMORY: Final = 2
 _INSUFFICIENT_DRIVER: Final = 35
-_NOT_READY: Final = 600
+NOT_READY: Final = 600
+"""cudaErrorNotReady: an event that was asked for has not passed."""
 _ASKED_WRONG: Final = (1, 98, 200, 209, 400, 500, 701, *range(900, 910))
 """Errors of the caller: an invalid value, handle, kernel or graph. Any other error means that the device has stopped working."""
 _PORTABLE: Final = 1
@@ -98,10 +99,22 @@ def find_gpus(
         raise NoGpu(_reason(cuda, installed[0], error)) from error
 
 
+@contextmanager
+def _device_of_thread(cuda: Any, index: int) -> Iterator[None]:
+    """Make a card the calling thread's current device for the block only: the thread may be the program's, which works on a device of its own, or the
+    worker of another GPU, whose kernels would fail here."""
+    before = cuda.getDevice()
+    cuda.setDevice(index)
+    try:
+        yield
+    finally:
+        cuda.setDevice(before)
+
+
 def _facts(cuda: Any, index: int) -> GpuFacts:
     properties = cuda.getDeviceProperties(index)
-    cuda.setDevice(index)
-    free, total = cuda.memGetInfo()
+    with _device_of_thread(cuda, index):
+        free, total = cuda.memGetInfo()
     name = properties["name"]
     name = name.decode() if isinstance(name, bytes) else str(name)
     return GpuFacts(index, name, 10 * int(properties["major"]) + int(properties["minor"]), int(total), int(free))
@@ -156,12 +169,21 @@ def _runtime() -> Any:
 @cache
 def _driver() -> Any:
     """The driver's own interface (libcuda)."""
-    library = ctypes.CDLL("libcuda.so.1")
+    return typed_driver(ctypes.CDLL("libcuda.so.1"))
+
+
+def typed_driver(library: Any) -> Any:
+    """The driver with the types of the functions that are called here; without them ctypes cuts addresses to 32 bits. All return a CUresult."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    library.cuMemAlloc_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), size]
-    library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
-    library.cuMemHostRegister_v2.argtypes = [pointer, size, ctypes.c_uint]
-    library.cuMemHostUnregister.argtypes = [pointer]
+    signatures: dict[str, list[Any]] = {
+        "cuMemAlloc_v2": [ctypes.POINTER(ctypes.c_uint64), size],
+        "cuMemFree_v2": [ctypes.c_uint64],
+        "cuMemHostRegister_v2": [pointer, size, ctypes.c_uint],
+        "cuMemHostUnregister": [pointer],
+    }
+    for name, argtypes in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = argtypes, ctypes.c_int
     return library
 
 
@@ -190,7 +212,7 @@ class CupyEvent:
     def is_done(self) -> bool:
         """Whether the device has passed the event."""
         status = self._cuda.eventQuery(self.number)
-        if status and status != _NOT_READY:
+        if status and status != NOT_READY:
             self.wait()  # raises with the error's name
         return bool(status == 0)
 
@@ -277,15 +299,9 @@ class CupyGpu:
         """Make this GPU the calling thread's current device."""
         self._cuda.setDevice(self.index)
 
-    @contextmanager
-    def _visit(self) -> Iterator[None]:
-        """Make this GPU the current device for the block only: the calling thread may be the worker of another GPU, whose kernels would fail here."""
-        before = self._cuda.getDevice()
-        self._cuda.setDevice(self.index)
-        try:
-            yield
-        finally:
-            self._cuda.setDevice(before)
+    def visit(self) -> AbstractContextManager[None]:
+        """Make this GPU the calling thread's current device for a block only."""
+        return _device_of_thread(self._cuda, self.index)
 
     def enter(self, stream: Stream) -> None:
         """Direct kernels and library calls of the calling thread to a stream of this GPU."""
@@ -299,7 +315,7 @@ class CupyGpu:
             MemoryError: the GPU has fewer free bytes.
         """
         address = ctypes.c_uint64()
-        with self._visit():
+        with self.visit():
             self._cuda.free(0)  # makes the device's context current, which the driver needs
             status = _driver().cuMemAlloc_v2(ctypes.byref(address), nbytes)
             free, total = self._cuda.memGetInfo() if status else (0, 0)
@@ -314,17 +330,17 @@ class CupyGpu:
     def release(self, address: int) -> None:
         """Free the memory at an address that `reserve` has returned."""
         del self._sizes[address]
-        with self._visit():
+        with self.visit():
             _driver().cuMemFree_v2(address)
 
     def stream(self) -> CupyStream:
         """A new stream."""
-        with self._visit():
+        with self.visit():
             return CupyStream(self._cuda)
 
     def event(self) -> CupyEvent:
         """A new event."""
-        with self._visit():
+        with self.visit():
             return CupyEvent(self._cuda)
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
@@ -349,13 +365,13 @@ class CupyGpu:
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Page-lock host memory for all GPUs; returns whether the system allowed it."""
-        with self._visit():
+        with self.visit():
             self._cuda.free(0)
             return bool(_driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
 
     def unpin(self, address: int) -> None:
         """Unlock the host memory at an address that `pin` has locked."""
-        with self._visit():
+        with self.visit():
             _driver().cuMemHostUnregister(address)
 
     def close(self) -> None:
@@ -372,11 +388,11 @@ def connect(gpus: Sequence[CupyGpu]) -> list[tuple[int, int]]:
     """Enable peer access between cards where the hardware has it; returns the pairs (from, to). The driver copies between others through host
     memory."""
     cuda, pairs = _runtime(), []
-    cards = sorted({gpu.index for gpu in gpus})
-    for here in cards:
-        for there in cards:
+    cards = {gpu.index: gpu for gpu in gpus}
+    for here in sorted(cards):
+        for there in sorted(cards):
             if here != there and cuda.deviceCanAccessPeer(here, there):
-                cuda.setDevice(here)
-                cuda._deviceEnsurePeerAccess(there)
+                with cards[here].visit():
+                    cuda._deviceEnsurePeerAccess(there)
                 pairs.append((here, there))
     return pairs

@@ -142,7 +142,6 @@ class DeviceArena:
     def _own(self) -> Any:
         """The stream and the event of the calling thread."""
         if not hasattr(self._local, "pair"):
-            self.gpu.adopt()
             self._local.pair = self.gpu.stream(), self.gpu.event()
         return self._local.pair
 

@@ -7,74 +7,35 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cuda_cases import BF16, LOOSE, ONLY_FLOATS, all_cases, arguments
+from support.gpu_bench import KernelBench
 from support.kernel_cases import Maker
-
-from tiles.kernels.catalog import kernel
-from tiles.kernels.cuda.array import DeviceArray
-
-
-class Bench:
-    """Runs kernels on arrays of the host: copies there, starts, copies back."""
-
-    def __init__(self, device: Any) -> None:
-        self.device, self.stream, self.event = device, device.stream(), device.event()
-        device.enter(self.stream)
-
-    def run(self, op: str, arrays: list[np.ndarray], **constants: Any) -> None:
-        """Run a kernel; `arrays` hold what it left in them."""
-        places = [self.device.reserve(max(array.nbytes, 16)) for array in arrays]
-        for place, array in zip(places, arrays, strict=True):
-            self.stream.copy(place, array.ctypes.data, array.nbytes)
-        self.wait()
-        views = [DeviceArray(place, array.shape, array.dtype) for place, array in zip(places, arrays, strict=True)]
-        kernel(op, "cuda")(*views, **constants)
-        for place, array in zip(places, arrays, strict=True):
-            self.stream.copy(array.ctypes.data, place, array.nbytes)
-        self.wait()
-        for place in places:
-            self.device.release(place)
-
-    def wait(self) -> None:
-        """Until everything has been done."""
-        self.stream.record(self.event)
-        self.event.wait()
 
 
 @pytest.fixture(scope="module")
-def bench(open_gpus: Any) -> Bench:
+def bench(open_gpus: Any) -> KernelBench:
     """On one device."""
-    return Bench(open_gpus(1)[0])
-
-
-def check(bench: Bench, op: str, args: list[np.ndarray], constants: dict[str, Any], rtol: float, atol: float) -> None:
-    """The device writes what the reference does in fp64."""
-    wide = [arg.astype(np.float64) if arg.dtype in (np.float32, BF16) else arg.copy() for arg in args]
-    kernel(op, "reference")(*wide, **constants)
-    bench.run(op, args, **constants)
-    for want, found in zip(wide, args, strict=True):
-        if found.dtype != np.uint8:  # scratch
-            np.testing.assert_allclose(found.astype(want.dtype), want, rtol=rtol, atol=atol, equal_nan=False)
+    return KernelBench(open_gpus(1)[0])
 
 
 @pytest.mark.parametrize(("op", "number"), all_cases(set()))
-def test_fp32_is_the_reference(op: str, number: int, bench: Bench) -> None:
+def test_fp32_is_the_reference(op: str, number: int, bench: KernelBench) -> None:
     """Within the rounding of fp32."""
     args, constants = arguments(op, number, short=False)
-    check(bench, op, args, constants, rtol=2e-4, atol=LOOSE.get(op, 2e-5))
+    bench.check(op, args, constants, rtol=2e-4, atol=LOOSE.get(op, 2e-5))
 
 
 @pytest.mark.parametrize(("op", "number"), all_cases(ONLY_FLOATS))
-def test_bf16_is_the_reference_within_its_rounding(op: str, number: int, bench: Bench) -> None:
+def test_bf16_is_the_reference_within_its_rounding(op: str, number: int, bench: KernelBench) -> None:
     """From the rounded inputs."""
     args, constants = arguments(op, number, short=True)
-    check(bench, op, args, constants, rtol=1.6e-2, atol=1.6e-2)
+    bench.check(op, args, constants, rtol=1.6e-2, atol=1.6e-2)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("trans_a", [False, True])
 @pytest.mark.parametrize("trans_b", [False, True])
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 1, 1), (33, 65, 127), (256, 512, 384), (1000, 77, 513)])
-def test_products(rows: int, inner: int, columns: int, trans_a: bool, trans_b: bool, dtype: Any, bench: Bench) -> None:
+def test_products(rows: int, inner: int, columns: int, trans_a: bool, trans_b: bool, dtype: Any, bench: KernelBench) -> None:
     """Each way of transposing, onto something and over garbage."""
     make = Maker(np.float32)
     a, b = (
@@ -85,7 +46,7 @@ def test_products(rows: int, inner: int, columns: int, trans_a: bool, trans_b: b
         out = make(rows, columns)
         args = [a, b, out if accumulate else np.full_like(out, np.nan)]
         options = {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
-        check(bench, "matmul", args, options, rtol=1e-4, atol=1e-4 * inner**0.5)
+        bench.check("matmul", args, options, rtol=1e-4, atol=1e-4 * inner**0.5)
 
 
 def test_tf32_rounds_its_factors(open_gpus: Any) -> None:
@@ -96,6 +57,6 @@ def test_tf32_rounds_its_factors(open_gpus: Any) -> None:
     errors = []
     for tf32 in (False, True):
         out = np.empty((256, 256), np.float32)
-        Bench(open_gpus(1, tf32=tf32)[0]).run("matmul", [a, b, out], trans_a=False, trans_b=False, alpha=1.0, accumulate=False)
+        KernelBench(open_gpus(1, tf32=tf32)[0]).run("matmul", [a, b, out], trans_a=False, trans_b=False, alpha=1.0, accumulate=False)
         errors.append(float(np.abs(out - exact).max()))
     assert errors[0] < 1e-4 < errors[1] < 0.1

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,43 @@ _running = threading.Lock()
 EMULATION = Path(__file__).with_name("emulation.hpp")
 
 
+class CompiledSources:
+    """Kernel sources as libraries of the CPU.
+
+    Args:
+        folder: where they are built.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
+
+    def run(self, source: str, element: str, kernel: str, dimensions: Sequence[int], arguments: int) -> None:
+        """Run a kernel.
+
+        Args:
+            dimensions: blocks along three axes, threads, bytes of shared memory, whether threads of a block run from the last to the first.
+            arguments: address of the addresses of its arguments.
+        """
+        function = getattr(self.library(source, element), f"emulate_{kernel}")
+        with _running:
+            function((ctypes.c_int * 6)(*dimensions), ctypes.c_void_p(arguments))
+
+    def library(self, source: str, element: str) -> ctypes.CDLL:
+        """The library of a source for a type of elements, built if it is not there."""
+        found = self._libraries.get((source, element))
+        if found is None:
+            path = self._folder / f"{source}_{element}.so"
+            if not path.exists():
+                flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
+                command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o"]
+                own = path.with_suffix(f".{os.getpid()}")
+                subprocess.run([*command, str(own)], check=True, capture_output=True, text=True)
+                own.replace(path)
+            found = self._libraries[source, element] = ctypes.CDLL(str(path))
+        return found
+
+
 class Emulator(FakeGpu):
     """Answers `launch.Device` for kernels and `Gpu` for the scheduler; kernels and copies run late, and streams in an order chosen by chance.
 
@@ -37,8 +74,7 @@ class Emulator(FakeGpu):
     def __init__(self, folder: Path, **more: Any) -> None:
         super().__init__("emulated", **more)
         self.backwards = False
-        self._folder = folder
-        self._libraries: dict[tuple[str, str], ctypes.CDLL] = {}
+        self._sources = CompiledSources(folder)
         self._partials = np.empty(PARTIALS_NBYTES, np.uint8)
 
     def enter(self, stream: FakeStream) -> None:
@@ -50,14 +86,9 @@ class Emulator(FakeGpu):
         return on_device(self._partials)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
-        function = getattr(self._library(source, element), f"emulate_{kernel}")
-        dimensions, kept = (ctypes.c_int * 6)(*grid, threads, shared, self.backwards), arguments.copy()
-
-        def run() -> None:
-            with _running:
-                function(dimensions, ctypes.c_void_p(kept.address))
-
-        self.later(run)
+        self._sources.library(source, element)
+        dimensions, kept = (*grid, threads, shared, int(self.backwards)), arguments.copy()
+        self.later(lambda: self._sources.run(source, element, kernel, dimensions, kept.address))
 
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
@@ -73,21 +104,6 @@ class Emulator(FakeGpu):
         left = np.lib.stride_tricks.as_strided(left, a.shape, ((stride_a or width) * a.dtype.itemsize, a.dtype.itemsize)).astype(np.float32)
         product = np.float32(alpha) * ((left.T if trans_a else left) @ (right.T if trans_b else right))
         target[...] = target.astype(np.float32) + product if accumulate else product
-
-    def _library(self, source: str, element: str) -> ctypes.CDLL:
-        found = self._libraries.get((source, element))
-        if found is None:
-            path = self._folder / f"{source}_{element}.so"
-            if path.exists():
-                self._libraries[source, element] = ctypes.CDLL(str(path))
-                return self._libraries[source, element]
-            flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
-            command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o"]
-            own = path.with_suffix(f".{os.getpid()}")
-            subprocess.run([*command, str(own)], check=True, capture_output=True, text=True)
-            own.replace(path)
-            found = self._libraries[source, element] = ctypes.CDLL(str(path))
-        return found
 
 
 def on_device(array: np.ndarray) -> DeviceArray:

@@ -21,12 +21,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def compile_source(name: str, element: str, architecture: int) -> tuple[bool, str]:
-    """Whether a source compiles for ``sm_<architecture>``, and the compiler's log."""
+    """Whether a source compiles for ``sm_<architecture>``, and the compiler's log, which says of each kernel how many registers a thread takes."""
     nvrtc = library()
     assert nvrtc is not None
     program = ctypes.c_void_p()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source_text(name).encode(), f"{name}.cu".encode(), 0, None, None) == 0
-    flags = [f"-arch=sm_{architecture}".encode(), f"-DELEMENT={element}".encode(), b"-std=c++17"]
+    flags = [f"-arch=sm_{architecture}".encode(), f"-DELEMENT={element}".encode(), b"-std=c++17", b"--ptxas-options=-v"]
     status = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))

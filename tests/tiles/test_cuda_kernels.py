@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tiles.kernels.reference.attention import Pair
 
 ORDERS = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 
+REGISTERS = 65536
+"""Of a multiprocessor, and so of a block (CUDA C++ Programming Guide, technical specifications)."""
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 
 
@@ -180,6 +183,9 @@ def test_every_operation_has_a_kernel() -> None:
     ],
 )
 def test_sources_compile_for_devices(source: str, element: str, architecture: int) -> None:
-    """Ampere, Hopper, Blackwell."""
+    """Ampere, Hopper, Blackwell; and blocks of as many threads as kernels are started with find registers for all of them."""
     compiles, log = compile_source(source, element, architecture)
     assert compiles, log
+    taken = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+    assert taken
+    assert max(taken) * (128 if source in ("flash", "attention") else 1024) <= REGISTERS

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from contextlib import suppress
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from scheduler import DoesNotFit
-from scheduler.drivers import CupyGpu, CupyGraph, GpuFacts, Stream, is_fatal, is_out_of_memory
+from scheduler.drivers import NOT_READY, CupyGpu, CupyGraph, CupyStream, GpuFacts, Stream, is_fatal, is_out_of_memory
 
 from ..registry import BF16
 from .array import DeviceArray
@@ -47,14 +48,15 @@ class CudaDevice(CupyGpu):
 
         self._driver = driver
         self._functions: dict[tuple[str, str, str], int] = {}
-        self._allowed: dict[int, int] = {}
-        self.adopt()
+        self._allowed: set[int] = set()
         self._most_shared = int(self._cuda.deviceGetAttribute(self._cuda.cudaDevAttrMaxSharedMemoryPerBlockOptin, self.index))
         self._partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
         self._spare: int | None = self.reserve(SPARE_NBYTES)
         self._local = threading.local()
         self.products_flops = 0.0
-        self._blas = Cublas(self.reserve(WORKSPACE_NBYTES), tf32=tf32)
+        workspace = self.reserve(WORKSPACE_NBYTES)
+        with self.visit():  # a handle is of the device that is current where it is made
+            self._blas = Cublas(workspace, tf32=tf32)
 
     def enter(self, stream: Stream) -> None:
         """Kernels of the calling thread are for this GPU, on that stream."""
@@ -73,7 +75,7 @@ class CudaDevice(CupyGpu):
         function = self._functions.get((source, element, kernel))
         if function is None:
             function = self._functions[source, element, kernel] = self._try(lambda: self._function(source, element, kernel))
-        if shared > _FREE_SHARED and shared > self._allowed.get(function, 0):
+        if shared > _FREE_SHARED and (function not in self._allowed or shared > self._most_shared):
             self._allow(function, kernel, shared)
         launch, stream = self._driver.launchKernel, self._local.stream
         try:
@@ -101,7 +103,13 @@ class CudaDevice(CupyGpu):
             self._again(error, lambda: self._blas.multiply(product, alpha, accumulate))
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
-        """Let another library put kernels on the stream of the calling thread."""
+        """Let another library put kernels on the stream of the calling thread.
+
+        An event that was asked for and had not passed is the runtime's last error, which such a library takes for one of its own kernels' where both
+        share a runtime; so it is cleared first.
+        """
+        with suppress(RuntimeError):
+            self._cuda.check_status(NOT_READY)
         start(StreamPointer(self.name, self.index, self._local.stream))
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
@@ -118,9 +126,13 @@ class CudaDevice(CupyGpu):
         Args:
             dtype: value of --dtype; products of bf16 matrices are measured for bf16, else those of fp32 with this device's rounding.
         """
-        element = BF16 if dtype == "bf16" else np.dtype(np.float32)
+        stream = self.stream()
+        with self.visit(), stream.owner:  # the calling thread is the program's, and keeps its device and its stream
+            self._measure(BF16 if dtype == "bf16" else np.dtype(np.float32), stream)
+
+    def _measure(self, element: np.dtype[Any], stream: CupyStream) -> None:
         nbytes = _PEAK_SIZE * _PEAK_SIZE * element.itemsize
-        stream, begin, end = self.stream(), self.event(), self.event()
+        begin, end = self.event(), self.event()
         self.enter(stream)
         address = self.reserve(3 * nbytes)
         a, b, out = (DeviceArray(address + operand * nbytes, (_PEAK_SIZE, _PEAK_SIZE), element) for operand in range(3))
@@ -140,8 +152,8 @@ class CudaDevice(CupyGpu):
     def close(self) -> None:
         """Give back what was taken beside the budget; nothing can be computed after that."""
         try:
-            self.adopt()
-            self._blas.close()
+            with self.visit():
+                self._blas.close()
         finally:
             super().close()
 
@@ -166,14 +178,14 @@ class CudaDevice(CupyGpu):
         return int(self._driver.moduleGetFunction(_MODULES[key], kernel))
 
     def _allow(self, function: int, kernel: str, shared: int) -> None:
-        """Let a kernel have more shared memory than every kernel has."""
+        """Let a kernel have all shared memory: parts of a card share their kernels, and one must not take away what another has set."""
         if shared > self._most_shared:
             raise KernelBuildError(
                 f"kernel {kernel} needs {shared:,} bytes of shared memory a block and {self.name} has {self._most_shared:,}; use a model with "
                 "smaller heads, or compute on the CPU with --ngpu 0"
             )
-        self._driver.funcSetAttribute(function, self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-        self._allowed[function] = shared
+        self._driver.funcSetAttribute(function, self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self._most_shared)
+        self._allowed.add(function)
 
     def _try(self, call: Callable[[], _T]) -> _T:
         try:
@@ -205,6 +217,16 @@ class CudaDevice(CupyGpu):
                 "--gpu-memory, or end what else uses the card",
                 self.name,
             ) from error
+        if not is_fatal(error):
+            error = self._cause(error)
         if is_fatal(error):
             raise self.failed(error) from error
         raise error
+
+    def _cause(self, error: RuntimeError) -> RuntimeError:
+        """What the device says itself: a fault of an earlier kernel is told by the next call, and a library tells it by a word of its own."""
+        try:
+            self._cuda.streamSynchronize(self._local.stream)
+        except RuntimeError as found:
+            return found
+        return error

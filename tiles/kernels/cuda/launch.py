@@ -24,6 +24,8 @@ NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantise
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
 _MOST_BLOCKS: Final = 4096
+MOST_BLOCKS_ASIDE: Final = 65535
+"""Most blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
 PARTIALS_NBYTES: Final = 8 * _MOST_BLOCKS
 """Memory of a device for the partial sums of one kernel at a time."""
 
@@ -163,6 +165,11 @@ class KernelSource:
         """Start a kernel for elements of that type."""
         if element not in ELEMENTS:
             raise TypeError(f"CUDA kernels compute tiles of fp32 and bf16, and {kernel} got {element}; use one of these, or compute on the CPU")
+        if grid[1] > MOST_BLOCKS_ASIDE or grid[2] > MOST_BLOCKS_ASIDE:
+            raise ValueError(
+                f"CUDA takes {MOST_BLOCKS_ASIDE:,} blocks along the second and third axis of a grid, and {kernel} got {grid}; use smaller tiles of "
+                "sequences or rows, or compute on the CPU"
+            )
         layouts: dict[tuple[str, str], Arguments] = _current.layouts
         packed = layouts.get((self.name, kernel))
         if packed is None:

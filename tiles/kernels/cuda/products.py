@@ -134,19 +134,25 @@ def _library() -> Any:
     for mode in (ctypes.DEFAULT_MODE | _NO_LOAD, ctypes.DEFAULT_MODE):
         for version in (13, 12, 11):
             try:
-                return _typed(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
+                return typed_cublas(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
             except OSError:
                 continue
     raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
 
 
-def _typed(library: Any) -> Any:
+def typed_cublas(library: Any) -> Any:
+    """cuBLAS with the types of the functions that are called here; without them ctypes cuts addresses to 32 bits. All return a cublasStatus_t."""
     handle, integer, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
-    library.cublasCreate_v2.argtypes = [ctypes.POINTER(handle)]
-    library.cublasDestroy_v2.argtypes = [handle]
-    library.cublasSetMathMode.argtypes = [handle, integer]
-    library.cublasSetStream_v2.argtypes = [handle, pointer]
-    library.cublasSetWorkspace_v2.argtypes = [handle, pointer, ctypes.c_size_t]
     matrix = [pointer, integer, integer]
-    library.cublasGemmEx.argtypes = [handle, *[integer] * 5, pointer, *matrix, *matrix, pointer, *matrix, integer, integer]
+    signatures: dict[str, list[Any]] = {
+        "cublasCreate_v2": [ctypes.POINTER(handle)],
+        "cublasDestroy_v2": [handle],
+        "cublasSetMathMode": [handle, integer],
+        "cublasSetStream_v2": [handle, pointer],
+        "cublasSetWorkspace_v2": [handle, pointer, ctypes.c_size_t],
+        "cublasGemmEx": [handle, *[integer] * 5, pointer, *matrix, *matrix, pointer, *matrix, integer, integer],
+    }
+    for name, argtypes in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = argtypes, integer
     return library

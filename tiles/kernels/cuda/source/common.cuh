@@ -9,7 +9,7 @@
 #pragma once
 
 #ifndef EMULATED
-#define SHARED(type, name) extern __shared__ type name[]
+#define SHARED(type, name) extern __shared__ __align__(16) type name[]  // all of them begin in one place, whatever they are read as
 #define EXPORT(name)
 #define INFINITE __int_as_float(0x7f800000)
 typedef unsigned int u32;

@@ -156,7 +156,7 @@ KERNEL rotary(const T *x, const float *cosine, const float *sine, T *y, int leng
             y[at + half] = x[at + half];
             continue;
         }
-        int angle = (int)(row % length) * half + i;
+        long long angle = row % length * half + i;
         float c = cosine[angle], s = sign * sine[angle], first = widen(x[at]), second = widen(x[at + half]);
         y[at] = narrow<T>(first * c - second * s);
         y[at + half] = narrow<T>(second * c + first * s);

@@ -1,0 +1,247 @@
+"""CUDA's runtime and driver by the names that CuPy gives them, on host memory, which refuse what CUDA refuses and what it leaves undefined.
+
+The real driver code runs over this on a machine without a card. Work is kept and carried out late, as by `FakeGpu`, whose streams these are. Beyond
+that each call is looked at: types and ranges of arguments, the current device of the calling thread, the device of streams, events and kernels, what
+may be called while a graph is recorded, limits of a launch, and memory: an address belongs to a live reservation, and two pieces of work that touch
+the same bytes, one of them writing, are ordered by a stream, an event, or a wait of the host. What a wait of one thread has shown counts as known to
+all threads, so an order that threads owe to each other alone is believed. Of a kernel only the first byte behind each pointer is known.
+
+Error numbers are cudaError_t. `found` has everything that was refused, since a caller may swallow an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .cuda_calls import BAD_HANDLE, INVALID, MOST_SHARED, QueueOfWork
+from .cuda_streams import CudaStreams
+from .hazards import Access
+
+_FREE_SHARED, _MOST_THREADS, _MOST_ASIDE = 48 << 10, 1024, 65535
+_OUT_OF_MEMORY, _NOT_FOUND = 2, 500
+
+
+class KernelParameter(NamedTuple):
+    """One of a kernel's parameters.
+
+    Args:
+        alignment: of what a pointer points to, as the kernel reads it; 0 if it is no pointer.
+        is_written: whether it may write there.
+    """
+
+    alignment: int
+    is_written: bool
+
+
+class Kernels(Protocol):
+    """The code of a module."""
+
+    def parameters(self, image: bytes) -> Mapping[str, Sequence[KernelParameter]]:
+        """The kernels in it."""
+
+    def run(self, image: bytes, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: bytes) -> None:
+        """Run a kernel whose parameters are eight bytes or more each, as `launchKernel` has found them."""
+
+    def size_of(self, image: bytes, kernel: str, position: int) -> int:
+        """Bytes of a parameter, rounded up to eight."""
+
+
+@dataclass(eq=False)
+class LoadedKernel:
+    """A kernel of a module, and how much shared memory it may have."""
+
+    device: int
+    image: bytes
+    name: str
+    parameters: Sequence[KernelParameter]
+    most_shared: int = _FREE_SHARED
+
+
+@dataclass(eq=False)
+class LoadedModule:
+    """Code on a device."""
+
+    device: int
+    image: bytes
+
+
+class FakeCuda(CudaStreams):
+    """`cupy.cuda.runtime` and `cupy.cuda.driver` of a machine with so many cards.
+
+    Args:
+        kernels: knows the code of modules.
+        num_devices: cards.
+        memory: bytes of each.
+        seed: of the order in which streams go on.
+
+    Attributes:
+        num_pageable: copies from or to host memory that was not locked, for which the host stands still (CUDA runtime, API synchronization behavior).
+        num_launches: kernels started.
+    """
+
+    memcpyDefault = 4
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self, kernels: Kernels, *, num_devices: int = 1, memory: int = 1 << 34, seed: int = 0) -> None:
+        super().__init__(num_devices, memory, seed)
+        self.kernels = kernels
+        self.num_pageable = self.num_launches = 0
+        self.pinned: dict[int, int] = {}
+
+    def reserve(self, nbytes: int) -> tuple[int, int]:
+        """(status, address) of memory on the current device."""
+        device = self.getDevice()
+        self._look(device)
+        self._unsafe("cuMemAlloc")
+        if self.memGetInfo()[0] < nbytes:
+            return _OUT_OF_MEMORY, 0
+        with self.lock:
+            address = self.devices[device].reserve(nbytes)
+            self.reserved[address] = device, nbytes
+        return 0, address
+
+    def release(self, address: int) -> int:
+        """Status of giving memory back."""
+        self._unsafe("cuMemFree")
+        with self.lock:
+            if address not in self.reserved:
+                self.refuse(f"{address:#x} is freed and was not reserved, or was freed before")
+                return INVALID
+            device, nbytes = self.reserved[address]
+            self._unused(address, nbytes, "memory is freed")
+            del self.reserved[address]
+            self.devices[device].release(address)
+        return 0
+
+    def pin(self, address: int, nbytes: int, flags: int) -> int:
+        """Status of locking host memory."""
+        self._look(self.getDevice())
+        self._unsafe("cuMemHostRegister")
+        if flags & ~7 or nbytes <= 0:
+            self.refuse(f"host memory is locked with flags of 0 to 7 and at least a byte, got {flags} and {nbytes}")
+            return INVALID
+        with self.lock:
+            if any(begin < address + nbytes and address < begin + size for begin, size in self.pinned.items()):
+                self.refuse("host memory is locked twice")
+                return 712
+            self.pinned[address] = nbytes
+        return 0
+
+    def unpin(self, address: int) -> int:
+        """Status of unlocking host memory."""
+        self._unsafe("cuMemHostUnregister")
+        with self.lock:
+            if address not in self.pinned:
+                self.refuse(f"host memory at {address:#x} is unlocked and was not locked from there")
+                return 713
+            self._unused(address, self.pinned.pop(address), "host memory is unlocked")
+        return 0
+
+    def _unused(self, address: int, nbytes: int, what: str) -> None:
+        user = self.hazards.user_of(address, nbytes)
+        if user is not None:
+            self.refuse(f"{what} while {user} may use it")
+
+    def free(self, address: int) -> None:
+        """free(0), by which a context is made."""
+        self._unsafe("cudaFree")
+        if address:
+            raise self.refuse("memory is freed by the driver, which has reserved it")
+        self._look(self.getDevice())
+
+    def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        """Copy, later; from and to host memory that is not locked as CUDA does: read at once, written before it returns."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        if kind != self.memcpyDefault:
+            raise self.refuse(f"copies are of kind {self.memcpyDefault}, by which the driver finds the memory itself, got {kind}")
+        target, source, nbytes = self._number("an address", target), self._number("an address", source), self._number("a size", nbytes)
+        if abs(target - source) < nbytes:
+            raise self.refuse(f"ranges of a copy overlap: {nbytes} bytes from {source:#x} to {target:#x}")
+        with self.lock:
+            is_late = [self._is_late(address, nbytes) for address in (target, source)]
+            accesses = Access(target, nbytes, True), Access(source, nbytes, False)
+            if is_late[1]:
+                self.submit(stream, "a copy", accesses, lambda: ctypes.memmove(target, source, nbytes))
+            else:
+                kept = ctypes.string_at(source, nbytes)
+                self.submit(stream, "a copy", accesses[:1], lambda: ctypes.memmove(target, kept, nbytes))
+        if not is_late[0] and queue.recorded is None:
+            self.streamSynchronize(stream)
+
+    def _is_late(self, address: int, nbytes: int) -> bool:
+        """Whether memory is a device's or locked, so that a copy of it may happen later."""
+        if self.memory_at(address, nbytes, "a copy") is not None:
+            return True
+        for begin, size in self.pinned.items():
+            if begin < address + nbytes and address < begin + size:
+                if address < begin or address + nbytes > begin + size:
+                    raise self.refuse("a copy reaches beyond a piece of locked host memory")
+                return True
+        self.num_pageable += 1
+        return False
+
+    def moduleLoadData(self, image: bytes) -> int:
+        """Load code for the current device."""
+        self._unsafe("cuModuleLoadData")
+        if not isinstance(image, bytes):
+            raise self.refuse(f"code is bytes, got {type(image).__name__}")
+        return self._keep(LoadedModule(self.getDevice(), image))
+
+    def moduleGetFunction(self, module: int, name: str) -> int:
+        """A kernel of it."""
+        found: LoadedModule = self._of(LoadedModule, module, "a module")
+        parameters = self.kernels.parameters(found.image).get(name)
+        if parameters is None:
+            raise self.refuse(f"the module has no kernel {name}", _NOT_FOUND)
+        return self._keep(LoadedKernel(found.device, found.image, name, parameters))
+
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        """Allow a kernel more shared memory; the last word counts."""
+        found: LoadedKernel = self._of(LoadedKernel, function, "a kernel")
+        if attribute != self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES or not 0 <= value <= MOST_SHARED:
+            raise self.refuse(f"shared memory is attribute 8 and at most {MOST_SHARED}, got {attribute} and {value}")
+        found.most_shared = value
+
+    def launchKernel(
+        self, function: int, x: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, arguments: int, extra: int
+    ) -> None:
+        """Put a kernel on a stream; its arguments are copied now."""
+        found: LoadedKernel = self._of(LoadedKernel, function, "a kernel")
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        grid = tuple(self._number("blocks", extent, (1 << 31) - 1) for extent in (x, y, z))
+        if not all(grid) or max(grid[1:]) > _MOST_ASIDE:
+            raise self.refuse(f"a grid has 1 to 2^31 - 1 by 65535 by 65535 blocks, and {found.name} got {grid}")
+        if not 1 <= threads * ty * tz <= _MOST_THREADS:
+            raise self.refuse(f"a block has 1 to {_MOST_THREADS} threads, and {found.name} got {threads} x {ty} x {tz}")
+        if shared > found.most_shared:
+            raise self.refuse(f"{found.name} asks for {shared:,} bytes of shared memory and was allowed {found.most_shared:,}")
+        if not found.device == queue.device == self.getDevice():
+            text = f"{found.name} of device {found.device} starts on a stream of device {queue.device}, and the thread's is {self.getDevice()}"
+            raise self.refuse(text, BAD_HANDLE)
+        if not arguments or extra:
+            raise self.refuse("arguments are given by their addresses")
+        packed, accesses = self._arguments(found, arguments)
+        self.num_launches += 1
+        run, image, name = self.kernels.run, found.image, found.name
+        self.submit(stream, name, accesses, lambda: run(image, name, (grid[0], grid[1], grid[2]), threads, shared, packed))
+
+    def _arguments(self, function: LoadedKernel, arguments: int) -> tuple[bytes, list[Access]]:
+        """A kernel's arguments one after another, and what they point to."""
+        accesses, packed = [], b""
+        slots = (ctypes.c_uint64 * len(function.parameters)).from_address(arguments)
+        for position, (parameter, slot) in enumerate(zip(function.parameters, slots, strict=True)):
+            value = ctypes.string_at(slot, self.kernels.size_of(function.image, function.name, position))
+            packed += value
+            address = int.from_bytes(value[:8], "little")
+            if not parameter.alignment or not address:
+                continue
+            name = f"argument {position} of {function.name}"
+            if address % parameter.alignment:
+                raise self.refuse(f"{name} is read in units of {parameter.alignment} bytes and begins at {address:#x}", 716)
+            if self.memory_at(address, 1, name) is None:
+                raise self.refuse(f"{name} points to no memory of a device", 700)
+            accesses.append(Access(address, 1, parameter.is_written))
+        return packed, accesses

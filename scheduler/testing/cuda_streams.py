@@ -1,0 +1,217 @@
+"""Streams, events and graphs of `FakeCuda`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from .cuda_calls import (
+    BAD_HANDLE,
+    NOT_READY,
+    CudaCalls,
+    CUDARuntimeError,
+    EventOfWork,
+    PieceOfWork,
+    QueueOfWork,
+    RecordedWork,
+    StartableWork,
+)
+from .hazards import Access, Clock
+
+_INVALIDATED, _ISOLATION, _CAPTURED_EVENT, _WRONG_THREAD = 901, 905, 907, 908
+_BLOCKING, _NO_TIMING = 1, 2
+_OF_THREAD, _RELAXED = 1, 2
+
+
+class CudaStreams(CudaCalls):
+    """Work in order, points of it, and work that is recorded.
+
+    Attributes:
+        num_graphs: graphs started.
+    """
+
+    eventBlockingSync, eventDisableTiming = _BLOCKING, _NO_TIMING
+    streamCaptureModeThreadLocal, streamCaptureModeRelaxed = _OF_THREAD, _RELAXED
+
+    def __init__(self, num_devices: int, memory: int, seed: int) -> None:
+        super().__init__(num_devices, memory, seed)
+        self.num_graphs = 0
+
+    def memory_at(self, address: int, nbytes: int, what: str) -> int | None:
+        """The device whose memory it is; None for memory of the host.
+
+        Raises:
+            CUDARuntimeError: it reaches beyond what was reserved.
+        """
+        for begin, (device, size) in tuple(self.reserved.items()):
+            if begin < address + nbytes and address < begin + size:
+                if address < begin or address + nbytes > begin + size:
+                    raise self.refuse(f"{what} reaches beyond the {size:,} bytes that were reserved")
+                return device
+        return None
+
+    def streamCreateWithFlags(self, flags: int) -> int:
+        """A stream of the current device."""
+        device = self.getDevice()
+        self._look(device)
+        if flags != 1:
+            self.refuse("a stream that waits for the legacy stream, and the legacy stream for it; use cudaStreamNonBlocking")
+        return self._keep(QueueOfWork(device, self.devices[device].stream()))
+
+    def streamDestroy(self, stream: int) -> None:
+        """What is on it is carried out."""
+        self._handles.pop(self._number("a stream", stream), None)
+
+    def submit(self, stream: int, name: str, accesses: Sequence[Access], step: Callable[[], object]) -> None:
+        """Put work on a stream, or in the graph that is recorded there."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        work = PieceOfWork(name, tuple(access for access in accesses if access.nbytes), step)
+        if queue.recorded is not None:
+            queue.recorded.append(work)
+            return
+        if self._capturing() is not None:
+            raise self.refuse(f"{name} goes to another stream while a graph is recorded, and would not be in it", _ISOLATION)
+        self._put(queue, work)
+
+    def _put(self, queue: QueueOfWork, work: PieceOfWork) -> None:
+        with self.lock:
+            found = self.hazards.add(queue, queue.clock, work.name, work.accesses)
+            if found:
+                raise self.refuse(found)
+            queue.steps.put(work.step)
+
+    def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
+        """Hold a stream until an event."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        point: EventOfWork = self._of(EventOfWork, event, "an event")
+        if (point.captured is None) != (queue.recorded is None):
+            raise self.refuse("an event joins work of a graph that is recorded with work outside", _ISOLATION)
+        if point.clock is None:
+            return
+        with self.lock:
+            number = point.asked
+            queue.clock.join(point.clock)
+            queue.steps.put(lambda: None, lambda: point.done >= number)
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        """An event of the current device."""
+        if self._number("flags", flags) > 7:
+            raise self.refuse(f"flags of an event are 0 to 7, got {flags}")
+        self._look(self.getDevice())
+        return self._keep(EventOfWork(self.getDevice(), not flags & _NO_TIMING))
+
+    def eventDestroy(self, event: int) -> None:
+        """It may be on a stream still."""
+        self._handles.pop(self._number("an event", event), None)
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        """Let an event stand for the end of a stream."""
+        point, queue = self._of(EventOfWork, event, "an event"), self._of(QueueOfWork, stream, "a stream")
+        if point.device != queue.device:
+            raise self.refuse(f"an event of device {point.device} is recorded on a stream of device {queue.device}", BAD_HANDLE)
+        if queue.recorded is not None:
+            point.captured = queue
+            return
+        with self.lock:
+            self.hazards.add(queue, queue.clock, "a record", ())
+            point.captured, point.clock, point.asked = None, queue.clock.copy(), point.asked + 1
+            number, gpu = point.asked, self.devices[queue.device]
+
+            def pass_by() -> None:
+                point.done, point.time = max(point.done, number), gpu.time
+
+            queue.steps.put(pass_by)
+
+    def eventQuery(self, event: int) -> int:
+        """0, or 600 where it has not passed, which stays behind as the thread's last error."""
+        point: EventOfWork = self._of(EventOfWork, event, "an event")
+        self._unsafe("eventQuery")
+        if point.captured is not None:
+            raise self.refuse("an event of a graph that is recorded is asked for", _CAPTURED_EVENT)
+        if not self.devices[point.device].run_a_little(lambda: point.done >= point.asked):
+            self._here.last = NOT_READY
+            return NOT_READY
+        self._seen(point.clock)
+        return 0
+
+    def eventSynchronize(self, event: int) -> None:
+        """Wait for an event."""
+        point: EventOfWork = self._of(EventOfWork, event, "an event")
+        self._unsafe("eventSynchronize")
+        number, clock = point.asked, point.clock
+        self.devices[point.device].run_until(lambda: point.done >= number)
+        self._look(point.device)
+        self._seen(clock)
+
+    def eventElapsedTime(self, start: int, end: int) -> float:
+        """Milliseconds between two events that have passed."""
+        first, last = self._of(EventOfWork, start, "an event"), self._of(EventOfWork, end, "an event")
+        if not (first.has_timing and last.has_timing and first.asked and last.asked):
+            raise self.refuse("time is taken between two events that were recorded and take it", BAD_HANDLE)
+        if first.device != last.device:
+            raise self.refuse("time is taken between events of two devices", BAD_HANDLE)
+        if first.done < first.asked or last.done < last.asked:
+            raise self.refuse("time is taken between events that have not passed", NOT_READY)
+        return float(last.time - first.time) * 1e-3
+
+    def streamSynchronize(self, stream: int) -> None:
+        """Wait for all that is on a stream."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        self._unsafe("streamSynchronize")
+        with self.lock:
+            clock = queue.clock.copy()
+        self.devices[queue.device].run_until(lambda: not queue.steps.steps)
+        self._look(queue.device)
+        self._seen(clock)
+
+    def _seen(self, clock: Clock | None) -> None:
+        if clock is not None:
+            with self.lock:
+                self.hazards.host.join(clock)
+
+    def streamBeginCapture(self, stream: int, mode: int = 2) -> None:
+        """Record what is put on a stream."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        if mode != _OF_THREAD:
+            self.refuse("graphs are recorded in the mode of one thread: others reserve, lock and wait meanwhile")
+        if queue.recorded is not None or self._capturing() is not None:
+            raise self.refuse("a graph is recorded already")
+        queue.recorded, queue.is_invalid, queue.owner = [], False, threading.current_thread()
+        self._here.capturing = queue
+
+    def streamEndCapture(self, stream: int) -> int:
+        """What was put there."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        if queue.recorded is None:
+            raise self.refuse("no graph is recorded on this stream")
+        if queue.owner is not threading.current_thread():
+            raise self.refuse("the thread that ends a graph has not begun it", _WRONG_THREAD)
+        recorded, queue.recorded, self._here.capturing = queue.recorded, None, None
+        if queue.is_invalid:
+            raise CUDARuntimeError(_INVALIDATED, "the graph was made invalid before")
+        return self._keep(RecordedWork(queue.device, recorded))
+
+    def graphInstantiate(self, graph: int) -> int:
+        """One that can be started."""
+        found: RecordedWork = self._of(RecordedWork, graph, "a graph")
+        return self._keep(StartableWork(found.device, found.works))
+
+    def graphDestroy(self, graph: int) -> None:
+        """What was made of it stays."""
+        self._of(RecordedWork, graph, "a graph")
+        del self._handles[graph]
+
+    def graphExecDestroy(self, graph: int) -> None:
+        """What runs goes on."""
+        self._handles.pop(self._number("a graph", graph), None)
+
+    def graphLaunch(self, graph: int, stream: int) -> None:
+        """Put its work on a stream; the memory that it names must still be there."""
+        found: StartableWork = self._of(StartableWork, graph, "an executable graph")
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        self.num_graphs += 1
+        for work in found.works:
+            for access in work.accesses:
+                if self.memory_at(access.address, access.nbytes, work.name) is None:
+                    raise self.refuse(f"{work.name} of a graph uses memory that was freed")
+            self._put(queue, work)
