@@ -103,6 +103,25 @@ def test_a_ledger_that_lost_a_replica_is_noticed() -> None:
         node.validate()
 
 
+def test_an_offset_that_somebody_may_want_again_is_left() -> None:
+    """What finds its own taken gets untouched memory, while there is much of it; what has had none gets what was given back."""
+    extents = ExtentAllocator(16 * PAGE, keeps_offsets=True)
+    first, second = extents.allocate(PAGE), extents.allocate(PAGE)
+    assert first is not None
+    assert second is not None
+    extents.free(first, PAGE)
+    extents.free(second, PAGE)
+    other = extents.allocate(PAGE, wanted=3 * PAGE)
+    assert other not in (first, second)
+    assert [extents.allocate(PAGE, wanted=first), extents.allocate(PAGE, wanted=second)] == [first, second]
+    extents.free(first, PAGE)
+    assert extents.allocate(PAGE) == first
+    while extents.high - extents.low > 4 * PAGE:
+        extents.allocate(PAGE)
+    extents.free(second, PAGE)
+    assert extents.allocate(PAGE, wanted=first) == second
+
+
 def fresh_like(node: MemoryNode, taken: list[Replica]) -> ExtentAllocator:
     """An allocator of the same layout, which a refused claim may spoil."""
     twin = ExtentAllocator(node.budget)
