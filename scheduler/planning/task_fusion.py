@@ -2,9 +2,9 @@
 
 The machine spends as long on a task as a GPU computes on a small one, and a kernel start from Python has its own overhead. Where a step fits the
 memory of its devices nothing has to be decided between its tasks: neighbours in the planned order are fused, data that lives and dies inside a
-fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. Where there is room, all
+fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. Where memory is plenty, all
 tasks up to the first that updates data of the program are one task, and all from there on another: so a kernel that fails in a forward or backward
-pass loses none of that data. Elsewhere so few tasks are fused that their data takes a part of the memory.
+pass loses none of that data. Elsewhere as many are fused as use a half, a quarter or an eighth of the memory.
 
 The kernels of a fused task are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph. Neighbours
 of one kind that do not touch each other's results start together, where their codelet knows how (`Codelet.cuda_many`). The price: inner data of a
@@ -26,28 +26,14 @@ from ..drivers.cuda import captured
 from ..storage.device import DeviceMemory
 from .choose_order import PlannedOrder
 
-MOST_TASKS: Final = 32
-"""Most tasks that are fused to one where memory does not hold whole passes."""
 MOST_GRAPHS: Final = 16
 """Most graphs of one fused task: one for each set of addresses, two sets for each GPU where addresses stay; the oldest graph is dropped."""
 LOOK_BACK: Final = 8
 """Starts between two tasks that start together, at most: what one of them reads is kept for the other."""
-_SPARE: Final = 8
-"""One in so many bytes of a device's memory stays free of fused tasks, for pieces between extents."""
-
-
-class FusionLimits(NamedTuple):
-    """What a fused task may be.
-
-    Args:
-        tasks: most of them.
-        inner: most bytes of its inner data.
-        total: most bytes of all its data.
-    """
-
-    tasks: int
-    inner: int
-    total: int
+SHARES: Final = (1, 2, 4, 8)
+"""A fused task may use this fraction of a device's memory: the largest with which the step leaves enough free."""
+_SPARE: Final = 6
+"""One in so many bytes of a device's memory stays free of fused tasks: that much is kept clean or free by early write-backs."""
 
 
 class _Member(NamedTuple):
@@ -154,27 +140,26 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> 
     if found.forecasts:
         return found
     plan, budget, num_devices = found.plan, min(budgets), len(budgets)
-    spare = budget - plan.needed_bytes() // num_devices
     # two fused tasks have their inner data at once where they can be ready at once: of two minibatches, of two replays that change nothing
     num_sets = 2 if plan.partitions or not any(_updates(plan)) else 1
-    for limits in (FusionLimits(len(plan.tasks), budget // 2, budget), FusionLimits(MOST_TASKS, spare // 4, budget // 4)):
-        fused = fuse(plan, limits, make)
-        most = max(fused.needed_bytes() // num_devices, fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
-        if most <= budget - budget // _SPARE:
+    for share in SHARES:
+        fused = fuse(plan, budget // share, make)
+        needed = max(fused.needed_bytes() // num_devices, fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
+        if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE):
             return replace(found, plan=fused)
     return found
 
 
-def fuse(plan: StepPlan, limits: FusionLimits, make: Make) -> StepPlan:
+def fuse(plan: StepPlan, most: int, make: Make) -> StepPlan:
     """The same step with neighbouring tasks fused.
 
     Args:
-        limits: of each fused task.
+        most: bytes of all data of a fused task.
         make: creates the records of pieces of memory for data of several handles.
     """
     updates, ends = _updates(plan), [0]
     while ends[-1] < len(plan.tasks):
-        ends.append(_end_of(plan, ends[-1], limits, updates))
+        ends.append(_end_of(plan, ends[-1], most, updates))
     bundles = _bundles(plan, ends, make)
     owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
     tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned) for first, end in pairwise(ends)]
@@ -227,12 +212,12 @@ def _largest_inner(plan: StepPlan) -> int:
     return max((handle.size for handle in plan.uses if isinstance(handle.view, ScratchView)), default=0)
 
 
-def _end_of(plan: StepPlan, first: int, limits: FusionLimits, updates: Sequence[bool]) -> int:
+def _end_of(plan: StepPlan, first: int, most: int, updates: Sequence[bool]) -> int:
     """One past the last task that is fused with the task at `first`."""
-    begin, last = plan.tasks[first], min(first + limits.tasks, len(plan.tasks))
+    begin = plan.tasks[first]
     found: set[HandleRecord] = set()
     live = inner = outer = 0  # bytes of the step's data that these tasks make: now, and most at once; bytes of what they find
-    for position in range(first, last):
+    for position in range(first, len(plan.tasks)):
         task = plan.tasks[position]
         handles = {handle: None for handle, _ in task.accesses}
         for handle in handles:
@@ -243,13 +228,13 @@ def _end_of(plan: StepPlan, first: int, limits: FusionLimits, updates: Sequence[
         inner = max(inner, live)
         is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
         is_alike = is_alike and task.priority == begin.priority and (updates[first] or not updates[position])
-        if not is_alike or inner > limits.inner or inner + outer > limits.total:
+        if not is_alike or inner + outer > most:
             return max(position, first + 1)
         for handle in handles:
             uses = plan.uses[handle].positions
             if plan.owned.get(handle) is False and uses[-1] == position and uses[0] >= first:
                 live -= handle.size
-    return last
+    return len(plan.tasks)
 
 
 class _Group(NamedTuple):

@@ -19,7 +19,7 @@ from scheduler.core.step_plan import StepPlan
 from scheduler.drivers import cuda
 from scheduler.drivers.gpu import Flow
 from scheduler.execution.trace import Trace
-from scheduler.planning.task_fusion import MOST_GRAPHS, MOST_TASKS, FusedKernels, FusionLimits, ScratchView, _Member, _packed, fuse
+from scheduler.planning.task_fusion import MOST_GRAPHS, FusedKernels, ScratchView, _Member, _packed, fuse
 from scheduler.storage.device import DeviceMemory
 from scheduler.testing.gpu import FakeStream
 
@@ -137,7 +137,7 @@ def passes(runtime: Any, kept: Sequence[Any], codelet: Codelet = MIX, count: int
 
 
 def test_how_tasks_are_fused() -> None:
-    """As many as the limits let; inner data becomes scratch, modes are merged, and the bytes of inner data are bounded."""
+    """As many as the bytes of their data let; inner data becomes scratch, and modes are merged."""
 
     def emit(runtime: CapturingRuntime, kept: list[Any]) -> None:
         inner = runtime.handle(PAGE, Numbers())
@@ -148,16 +148,15 @@ def test_how_tasks_are_fused() -> None:
             runtime.submit(MIX, [(kept[0], "RW")], {"salt": salt})
 
     plan = capture(emit)
-    found = fuse(plan, FusionLimits(MOST_TASKS, PAGE, 16 * PAGE), make)
-    assert [task.name for task in found.tasks] == ["mix and 31 more", "mix and 31 more", "mix and 8 more"]
-    assert [mode for _, mode in found.tasks[0].accesses] == ["RW", "RW", "SCRATCH"]
-    assert [task.name for task in fuse(plan, FusionLimits(99, PAGE, 16 * PAGE), make).tasks] == ["mix and 72 more"]
-    assert [task.name for task in fuse(plan, FusionLimits(99, 0, 16 * PAGE), make).tasks] == ["mix", "fill", "mix and 70 more"]
+    (found,) = fuse(plan, 3 * PAGE, make).tasks
+    assert found.name == "mix and 72 more"
+    assert [mode for _, mode in found.accesses] == ["RW", "RW", "SCRATCH"]
+    assert [task.name for task in fuse(plan, 2 * PAGE, make).tasks] == ["mix", "fill", "mix", "mix and 69 more"]
 
 
 def test_what_updates_the_programs_data_is_apart() -> None:
     """All that comes before is one task, all from there on another; gradients between the two are data of one handle."""
-    forward, update = fuse(capture(lambda runtime, kept: passes(runtime, kept) and None), FusionLimits(999, 99 * PAGE, 999 * PAGE), make).tasks
+    forward, update = fuse(capture(lambda runtime, kept: passes(runtime, kept) and None), 999 * PAGE, make).tasks
     assert (forward.name, update.name) == ("fill and 120 more", "mix and 39 more")
     shown = [[(handle.name, handle.nbytes // PAGE, mode) for handle, mode in task.accesses] for task in (forward, update)]
     assert shown[0] == [("inner gradients", 40, "W"), ("", 1, "R"), ("", 1, "R"), ("inner scratch", 1, "SCRATCH")]
@@ -297,14 +296,14 @@ def test_scratch_memory_of_more_tasks_than_are_fused() -> None:
             runtime.submit(FILL, [(kept, W)], {"value": 1.0})
             with runtime.record() as step:
                 room = runtime.handle(PAGE, Numbers(), name="room", data_class="scratch")
-                for _ in range(MOST_TASKS + 9):
+                for _ in range(41):
                     runtime.submit(SPOIL, [(kept, "RW"), (room, SCRATCH)], {})
             for _ in range(3):
                 step.replay()
             return value(runtime, kept)
 
     memory = {"gpu_memory": 256 * PAGE, "ram": 512 * PAGE}
-    assert run(Runtime(0, gpus=gpus(1, 0), **memory)) == (1 + 3 * (MOST_TASKS + 9)) * COUNT
+    assert run(Runtime(0, gpus=gpus(1, 0), **memory)) == (1 + 3 * 41) * COUNT
 
 
 def test_a_graph_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,9 @@ def rounded(nbytes: int) -> int:
 
 
 UNTOUCHED: Final = 4
-"""Where offsets are kept: one in so many bytes of the memory stays untouched as long as old extents do."""
+"""Where offsets are kept: one in so many bytes of the memory stays untouched as long as old extents do,"""
+LITTLE: Final = 1024
+"""unless an extent is so many times smaller than what is untouched."""
 
 
 class ExtentAllocator:
@@ -72,11 +74,11 @@ class ExtentAllocator:
         """Offset of a new extent of `size` bytes (a multiple of PAGE), or None when no hole is large enough.
 
         Args:
-            wanted: the offset that it has if an extent of just that size is free there. Where offsets are kept and it is not, the extent is none that
-                somebody else may want again, as long as there is untouched memory.
+            wanted: the offset that it has if an extent of just that size is free there, or, where offsets are kept, any around it. Where these are
+                kept and it is not free, the extent is none that somebody else may want again, as long as there is untouched memory.
         """
         bin_ = self._bins.get(size)
-        is_untouched = self.keeps_offsets and self.high - self.low > max(size, self.capacity // UNTOUCHED)
+        is_untouched = self.keeps_offsets and self.high - self.low > min(max(size, self.capacity // UNTOUCHED), LITTLE * size)
         if bin_ and (wanted in bin_ or wanted < 0 or not is_untouched):
             self.binned -= size
             self.used += size
@@ -86,6 +88,9 @@ class ExtentAllocator:
             last, self.kernel_mark = bin_.popitem()
             return last
         self.kernel_mark = NEWEST
+        if wanted >= 0 and self.keeps_offsets and self._cut_out(wanted, size):
+            self.used += size
+            return wanted
         above = size * LARGE >= self.capacity
         offset: int | None = None
         if is_untouched:
@@ -111,8 +116,13 @@ class ExtentAllocator:
         """
         self._flush()
         self.kernel_mark = NEWEST
-        end = offset + size
+        if not self._cut_out(offset, size):
+            raise InvalidEvent(f"the extent of {size} B at byte {offset} was claimed, but it is not free")
         self.used += size
+
+    def _cut_out(self, offset: int, size: int) -> bool:
+        """Take [offset, offset + size) out of the free extent or the gap around it, if there is one; what lies in bins is not looked at."""
+        end = offset + size
         if offset >= self.low and end <= self.high:
             low, high = self.low, self.high
             if offset - low <= high - end:  # the smaller rest leaves the gap
@@ -123,16 +133,16 @@ class ExtentAllocator:
                 self.high = offset
                 if high > end:
                     self._insert(end, high - end)
-            return
+            return True
         start = max((start for start in self._starts if start <= offset), default=-1)
         if start < 0 or start + self._starts[start] < end:
-            self.used -= size
-            raise InvalidEvent(f"the extent of {size} B at byte {offset} was claimed, but it is not free")
+            return False
         hole = self._remove(start)
         if offset > start:
             self._insert(start, offset - start)
         if start + hole > end:
             self._insert(end, start + hole - end)
+        return True
 
     def free(self, offset: int, size: int, kernel_mark: int = NEWEST) -> None:
         """Give back an extent, with the size it was taken with, and what may be known of the last kernel that used it."""
