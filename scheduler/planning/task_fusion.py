@@ -28,6 +28,9 @@ from .choose_order import PlannedOrder
 
 MOST_GRAPHS: Final = 16
 """Most graphs of one fused task: one for each set of addresses, two sets for each GPU where addresses stay; the oldest graph is dropped."""
+FEWEST_GRAPHS: Final = 4
+MOST_NODES: Final = 1 << 16
+"""Of a large fused task as many graphs as have so many tasks in all, but at least `FEWEST_GRAPHS`: they take memory that no budget counts."""
 LOOK_BACK: Final = 8
 """Starts between two tasks that start together, at most: what one of them reads is kept for the other."""
 SHARES: Final = (1, 2, 4, 8)
@@ -81,13 +84,14 @@ class FusedKernels:
         self._groups = groups
         self._sections = sections
         self._graphs: dict[tuple[int, ...], Any] = {}
+        self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // sum(map(len, groups))))
 
     def __call__(self, *views: Any) -> None:
         """Start the kernels: one by one the first time on these addresses, as a graph from the second time on."""
         key = tuple([view.address for view in views])
         start = self._graphs.get(key, self)
         if start is self:  # the first run on these addresses
-            if len(self._graphs) >= MOST_GRAPHS:
+            if len(self._graphs) >= self._most_graphs:
                 self._graphs = dict(list(self._graphs.items())[1:])
             self._graphs[key] = None
             self._run(views)
