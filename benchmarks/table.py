@@ -63,6 +63,7 @@ BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
         "the same, not traced",
         "cached",
         "a step without it",
+        "single tasks",
         "a node's share",
         "measured",
         "0.0118 + 0.365 x sequences",

@@ -18,7 +18,7 @@ from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.memory.extents import rounded
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import RAM, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from ..core.records import RAM, DataClass, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
@@ -328,14 +328,14 @@ class Runtime(RecordingRuntime):
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
-        if not self._graphs or self._executor.watch.callback is not None:  # a callback is called with single tasks
+        if not self._graphs or self.trace is not None or self._executor.watch.callback is not None:  # these look at single tasks
             return found
         devices = [nodes.budget(NodeId(at)) for at, name in enumerate(nodes.names) if name.startswith("cuda")]
         return fuse_if_it_fits(found, devices, self._inner_record)
 
-    def _inner_record(self, nbytes: int, view: ScratchView) -> HandleRecord:
-        """A record for the scratch memory of a fused task."""
-        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, "inner data", "temporary", "scratch")
+    def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
+        """A record for the scratch memory of a fused task, or for data that several of them share."""
+        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, f"inner {data_class}", "temporary", data_class)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Seconds that no schedule of a step on this machine falls below, by name of the bound (`planning.bounds`).

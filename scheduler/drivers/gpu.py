@@ -179,8 +179,8 @@ class Flow:
                 self._last_ns = perf_counter_ns()
         return ended
 
-    def mark(self, task: Task | None = None) -> None:
-        """Mark the current end of the stream, as the end of `task` or of work that belongs to no task.
+    def mark(self, task: Task | None = None) -> int:
+        """Mark the current end of the stream, as the end of `task` or of work that belongs to no task; returns the number of the mark.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -191,6 +191,7 @@ class Flow:
             self._marks.append(_Mark(self.number + 1, event, task))
             self._num_tasks += task is not None
             self.number += 1
+            return self.number
 
     def move(self, target: int, origin: int, nbytes: int) -> None:
         """Move bytes within the device, even where they overlap: in pieces, none overwritten before it is read.

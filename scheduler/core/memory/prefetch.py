@@ -301,7 +301,8 @@ class Lookahead:
         """Start fetching data that is used `distance` planned tasks from now, into free memory or over what is used later; or return False."""
         replicas, node_id = self.replicas, self.node
         node = replicas.nodes[node_id]
-        offset = node.take(handle.size, handle.data_class)
+        keeps = node.extents.keeps_offsets
+        offset = node.take(handle.size, handle.data_class, handle.preferred_offset if keeps else -1)
         if offset is None:
             plan = replicas.candidates[node_id].plan_droppable([handle.size], replicas.foresight.order + distance)
             if plan is None:
@@ -309,6 +310,8 @@ class Lookahead:
             (offset,), victims = plan
             replicas.evict(victims, actions)
             node.take_at(offset, handle.size, handle.data_class)
+        if keeps:
+            handle.preferred_offset = offset
         node.mark()
         actions.append(replicas.copies.start(source, replicas.install(handle, node_id, offset)))
         return True

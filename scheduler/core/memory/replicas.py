@@ -265,7 +265,7 @@ class Replicas:
 
     def install(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
-        replica = Replica(handle, node_id, offset, since=self.foresight.clock)
+        replica = Replica(handle, node_id, offset, since=self.foresight.clock, kernel_mark=self.nodes[node_id].extents.kernel_mark)
         if private:
             replica.state = "scratch"
         else:
