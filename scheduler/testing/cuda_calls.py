@@ -135,7 +135,7 @@ class CudaCalls:
             if not number and kind is QueueOfWork:
                 status = _IMPLICIT if self._capturing() is not None else BAD_HANDLE
                 raise self.refuse("the legacy stream waits for nothing here, and nothing for it; use a stream of one's own", status)
-            raise self.refuse(f"{number!r} is no {kind.__name__.strip('_').lower()}, or one that was destroyed", BAD_HANDLE)
+            raise self.refuse(f"{number!r} is not {name}, or was destroyed", BAD_HANDLE)
         thing: Any = found
         self._look(thing.device)
         return thing

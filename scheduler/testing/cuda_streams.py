@@ -62,6 +62,11 @@ class CudaStreams(CudaCalls):
         """What is on it is carried out."""
         self._handles.pop(self._number("a stream", stream), None)
 
+    def queue(self, stream: int) -> QueueOfWork:
+        """A stream."""
+        found: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        return found
+
     def submit(self, stream: int, name: str, accesses: Sequence[Access], step: Callable[[], object]) -> None:
         """Put work on a stream, or in the graph that is recorded there."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from support.cuda_emulator import CompiledSources
 from support.gpu_training import Training
+from support.strict_nccl import StrictNccl
 
 from nntask.hardware import gpus
 from nntask.hardware.gpus import CudaCards
@@ -31,10 +32,12 @@ from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler.drivers import cuda_cupy
 from scheduler.testing import Access, FakeCuda, KernelParameter
+from scheduler.testing.cuda_calls import CUDARuntimeError
 from tiles.kernels.cuda import device, products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
+ILLEGAL_ADDRESS = 700
 _STRUCTS = {"Pair": 104, "Runs": 1032, "Place": 64}
 _TYPES = {0: np.dtype(np.float32), 14: BF16}
 """cudaDataType."""
@@ -271,7 +274,12 @@ class Libcublas:
             return 7
         accesses.append(Access(*handle.workspace, True))
         factors = alpha.value, beta.value
-        self.cuda.submit(handle.stream, "a product", accesses, lambda: self._multiply(sides, opa, opb, *factors))
+        try:
+            self.cuda.submit(handle.stream, "a product", accesses, lambda: self._multiply(sides, opa, opb, *factors))
+        except CUDARuntimeError as error:
+            if error.status != ILLEGAL_ADDRESS:
+                raise
+            return 14  # CUBLAS_STATUS_INTERNAL_ERROR, whatever the device says
         return 0
 
     def _wrong(self, handle: _Handle, opa: int, opb: int, m: int, n: int, k: int, kinds: tuple[int, int, int], compute: int, algorithm: int) -> str:
@@ -335,6 +343,7 @@ def installed(folder: Path, cache_folder: Path, **terms: Any) -> Iterator[FakeCu
     cupy, inner, backends = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.libs")
     cupy.cuda, cupy.__version__ = inner, "14.0"  # type: ignore[attr-defined]
     inner.runtime, inner.driver, inner.nvrtc = cuda, cuda, Nvrtc()  # type: ignore[attr-defined]
+    inner.nccl = StrictNccl(cuda)  # type: ignore[attr-defined]
     inner.Stream = lambda *, non_blocking=False: _CupyStream(cuda, non_blocking=non_blocking)  # type: ignore[attr-defined]
     backends.cublas = None  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:

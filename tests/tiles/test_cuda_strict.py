@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
+from math import prod
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 from support.cuda_emulator import COMPILER, Emulator
+from support.dask_nodes import nodes
+from support.deadline import DEADLINE
 from support.gpu_training import on_gpus
 from support.strict_cuda import STRICT_TRAINING, TIGHT, installed, opened
 
+from nntask.hardware.gpus import CudaCards
+from scheduler.core.errors import DeviceFailed
+from scheduler.drivers.cuda_cupy import find_gpus
+from scheduler.drivers.nccl import CupyNccl
 from scheduler.testing import FakeCuda
+from tiles.kernels.catalog import kernel
+from tiles.kernels.cuda.array import DeviceArray
+from tiles.kernels.reference.attention import Pair
 from tiles.kernels.registry import BF16
+from wrappers.dask.training import nccl
+from wrappers.dask.training.nccl import NcclTransport
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 
@@ -35,3 +49,70 @@ def test_training_is_refused_nothing(dtype: Any, budget: int, count: int, cuda: 
     assert cuda.getDevice() == 0
     np.testing.assert_allclose(found, STRICT_TRAINING.losses(on_gpus([Emulator(cuda_libraries)], 1 << 26, 1 << 27), 0.2, dtype=dtype), rtol=1e-5)
     assert cuda.num_graphs > 0 or budget == TIGHT
+
+
+@pytest.mark.parametrize("number", [3, 200])
+def test_a_fault_of_a_kernel_ends_the_run(number: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever call tells of it, and by what word: cuBLAS has one of its own for it."""
+    runtime, inner, calls = on_gpus(opened(cuda), 1 << 26, 1 << 27), cuda.launchKernel, count()
+
+    def launch(*arguments: Any) -> None:
+        if next(calls) == number:
+            cuda.break_device(0)
+        inner(*arguments)
+
+    monkeypatch.setattr(cuda, "launchKernel", launch)
+    with pytest.raises(DeviceFailed, match=r"GPU 0 \(Stand-in\) stopped working: cudaError 700"):
+        STRICT_TRAINING.losses(runtime)
+
+
+def test_a_fault_that_cublas_tells_is_the_devices(cuda: FakeCuda) -> None:
+    """An internal error of cuBLAS is no failure of one task where the device has stopped."""
+    (gpu,) = opened(cuda)
+    gpu.enter(gpu.stream())
+    a = DeviceArray(gpu.reserve(64), (4, 4), np.dtype(np.float32))
+    cuda.break_device(0)
+    with pytest.raises(DeviceFailed, match="cudaError 700"):
+        gpu.gemm(a, a, a, trans_a=False, trans_b=False, alpha=1.0, accumulate=False)
+
+
+def test_parts_of_a_card_leave_each_other_their_shared_memory(cuda: FakeCuda) -> None:
+    """A kernel is allowed shared memory once for all parts, which share it."""
+    facts = opened(cuda)[0].facts
+    first, second = CudaCards().open([(facts, 0), (facts, 1)], tf32=False, dtype="fp32")
+    for gpu, size in ((first, 200), (second, 128), (first, 200)):
+        gpu.enter(gpu.stream())
+        shapes = [(1, 3, size)] * 4 + [(1, 1, 3)] * 3
+        arrays = [DeviceArray(gpu.reserve(4 * prod(shape)), shape, np.dtype(np.float32)) for shape in shapes]
+        at = Pair(size, 1.0, True, 0, 0, 0, 0, 1, 3, 0.0, 0)
+        kernel("attention", "cuda")(*arrays, arrays[0], at=at, first=True, last=True)
+    assert cuda.found == []
+
+
+def test_another_library_finds_no_error_of_ours(cuda: FakeCuda) -> None:
+    """An event that has not passed is the runtime's last error, until kernels of another library are started."""
+    (gpu,) = opened(cuda)
+    stream, event = gpu.stream(), gpu.event()
+    gpu.enter(stream)
+    while cuda.last_error == 0:  # the device goes on by chance while it is asked
+        stream.record(event)
+        event.is_done()
+    seen: list[int] = []
+    gpu.start_external(lambda pointer: seen.append(cuda.last_error))
+    assert seen == [0]
+
+
+def test_nccl_is_refused_nothing(cuda: FakeCuda) -> None:
+    """Buckets both ways between two cards, larger than a piece."""
+    facts = find_gpus(lambda: ["cupy-cuda13x"], lambda: cuda)
+    transports = [NcclTransport(CupyNccl(card), rank, 2) for rank, card in enumerate(facts)]
+    rng = np.random.default_rng(0)
+    with nodes(2, lambda rank: transports[rank]) as comms:
+        for number in range(4):
+            size, ended, here = int(rng.integers(1, 3 * nccl.PIECE)), [Event(), Event()], number % 2
+            source, target = rng.integers(0, 256, size, np.uint8), np.zeros(size, np.uint8)
+            comms[1 - here].receive.host(lambda error, ended=ended: ended[0].set(), target, peer=here, key=str(number), count=1)
+            comms[here].send.host(lambda error, ended=ended: ended[1].set(), source, peer=1 - here, key=str(number))
+            assert all(event.wait(DEADLINE) for event in ended)
+            assert np.array_equal(source, target)
+    assert cuda.found == []

@@ -61,6 +61,7 @@ class CudaDevice(CupyGpu):
     def enter(self, stream: Stream) -> None:
         """Kernels of the calling thread are for this GPU, on that stream."""
         super().enter(stream)
+        self._entered = stream  # cuBLAS names it until it is told another one
         self._local.stream = stream.number  # type: ignore[attr-defined]
         self._blas.use(self._local.stream)
         use(self)
