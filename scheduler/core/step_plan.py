@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
