@@ -119,6 +119,20 @@ def test_a_cache_beyond_memory(model: Path, alone: Alone, tmp_path: Path) -> Non
         assert server.end()[0] == 0
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_the_least_memory_is_enough_for_every_request(
+    has_disk: bool, model: Path, alone: Alone, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a refusal names will do, and then no request needs more, one for probabilities of a prompt included."""
+    flags = ("--slots", "1", *(("--disk", f"{folder / 'disk'}:64MiB") if has_disk else ()))
+    _, message = refuse(capsys, ["serve", str(model), "--ram", "40KiB", *flags])
+    least = message.partition("--ram (now 40KiB) to at least ")[2].split()[0].rstrip(",")
+    with served(model, "--ram", least, *flags) as server, server.client() as client:
+        found = client.completions.create(model="small", prompt="a" * 150, temperature=0, max_tokens=2, echo=True, logprobs=2)
+        assert found.choices[0].text == "a" * 150 + alone.text("a" * 150, 2)
+        assert server.end()[0] == 0
+
+
 def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
     """Pages for one long text: several come one after the other, and none fails."""
     with served(model, "--cache-tokens", "192") as server, server.client() as client:
