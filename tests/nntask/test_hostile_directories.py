@@ -1,4 +1,4 @@
-"""Model directories whose config.json is made to break its reader: one sentence, a documented exit code, and no memory taken."""
+"""Model directories and checkpoints whose config is made to break its reader: one sentence, a documented exit code, and no memory taken."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
-from support.model_directories import write_model
+from support.model_directories import CONFIG, TEXT, saved, write_model
 
+from nntask.data.tokenizer import train_bpe
 from nntask.errors import DataError
 from nntask.hf.model_directory import ModelDirectory
+from nntask.models.gpt2 import GPT2
+from nntask.tiling.model_tiling import ModelTiling
+from scheduler import InlineRuntime
 from wrappers.cli import main
 
 LARGEST = (1 << 31) - 1
@@ -125,3 +129,18 @@ def test_wrong_metadata_of_safetensors(metadata: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         ModelDirectory.open(tmp_path / "model")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("command", ["generate", "quantize", "serve", "export"])
+def test_hostile_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint whose state asks for more weights than there are: the same."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = saved(tmp_path / "model", GPT2(CONFIG, ModelTiling(), InlineRuntime(), seed=1), train_bpe([TEXT], 290))
+    file = checkpoint.path / "state.json"
+    for name in ("as many blocks as there may be", "the widest", "the widest inside", "the largest vocabulary", "all at once"):
+        file.write_text(json.dumps({**checkpoint.state, "model": {**checkpoint.state["model"], **CHANGES[name]}}))
+        code = main([command, "model", *COMMANDS.get(command, ["out"])])
+        err = capsys.readouterr().err
+        assert (code, err.count("\n")) == (4, 1), (name, code, err)
+        assert "weights, and model.safetensors holds" in err
