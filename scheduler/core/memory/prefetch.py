@@ -329,7 +329,8 @@ class Lookahead:
         if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
             self._wanted = goal - (node.budget - node.used)
-            self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
+            if self._wanted > 0:
+                self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
         if self._wanted > 0:
             for replica in replicas.candidates[self.node].dirty(WRITES - num_writing):
                 if self._wanted > 0:
