@@ -1,25 +1,29 @@
-"""Task fusion: neighbouring tasks of a recorded step that run on a GPU and move no data become one task, whose kernels start with one call.
+"""Task fusion: tasks of a recorded step that move no data become one task.
 
-The machine spends as long on a task as a GPU computes on a small one, and a kernel start from Python has its own overhead. Where a step fits the
-memory of its devices nothing has to be decided between its tasks: neighbours in the planned order are fused, data that lives and dies inside a
-fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. The kernels of a fused task
-are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph. The price: traces show fused tasks, and
-the inner data of a fused task is allocated for its whole duration.
+The machine spends as long on a task as a GPU, or a core that generates text, computes on a small one. Where a step fits the memory where its tasks
+run nothing has to be decided between them: some are fused, data that lives and dies inside a fused task becomes one piece of scratch memory, and
+edges, budgets and lifetimes hold for fused tasks as for any others. The price: traces show fused tasks, and the inner data of a fused task is
+allocated for its whole duration.
+
+On GPUs neighbours in the planned order are fused, since a kernel start from Python has its own overhead. The kernels of a fused task are recorded as
+a CUDA graph when it runs the second time on the same addresses; later runs start the graph. On CPUs, where it is asked for, groups are fused that
+keep all workers busy (`task_groups`).
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from ..core.codelet import Codelet, Cost
-from ..core.records import RW, SCRATCH, HandleRecord, Mode, R
+from ..core.records import ANY, RW, SCRATCH, HandleRecord, Mode, R
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import captured
 from ..storage.device import DeviceMemory
-from .choose_order import PlannedOrder
+from .choose_order import PlannedOrder, last_tier_bytes
+from .task_groups import Group, grouped
 
 MOST_TASKS: Final = 32
 """Most tasks that are fused to one."""
@@ -33,12 +37,20 @@ class _Member(NamedTuple):
     constants: Mapping[str, Any]
 
 
-class ScratchView:
-    """The view of a fused task's inner data: the address where that data begins."""
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """A place in host memory, over which views are made."""
 
-    def __call__(self, memory: DeviceMemory, offset: int) -> DeviceMemory:
-        """The memory at `offset` bytes from the beginning of a device's memory."""
-        return DeviceMemory(memory.address + offset)
+    memory: Any
+    offset: int
+
+
+class ScratchView:
+    """The view of a fused task's inner data: the place where that data begins."""
+
+    def __call__(self, memory: Any, offset: int) -> DeviceMemory | HostPlace:
+        """The memory at `offset` bytes from the beginning of a node's memory."""
+        return DeviceMemory(memory.address + offset) if isinstance(memory, DeviceMemory) else HostPlace(memory, offset)
 
 
 class FusedKernels:
@@ -52,6 +64,7 @@ class FusedKernels:
     def __init__(self, members: Sequence[_Member], inner: Sequence[tuple[Any, int]]) -> None:
         self._members = members
         self._inner = inner
+        self._calls = [(each.codelet.cpu, each.arguments, each.constants) for each in members]
         self._graphs: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *views: Any) -> None:
@@ -73,6 +86,15 @@ class FusedKernels:
             except RuntimeError:  # no kernel has begun: starting them one by one works, or raises the cause
                 self._graphs[key] = False
         self._run(views)
+
+    def on_cpu(self, *views: Any) -> None:
+        """Run the kernels one by one on a CPU."""
+        if self._inner:
+            *outer, place = views
+            memory, begin = place.memory, place.offset
+            views = (*outer, *[view(memory, begin + offset) for view, offset in self._inner])
+        for kernel, arguments, constants in self._calls:
+            kernel(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
 
     def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
         """Floating-point operations and bytes of all fused tasks together."""
@@ -107,8 +129,43 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Callable[
     return replace(found, plan=fuse(found.plan, scratch, budget // 4, make))
 
 
+def fuse_groups_if_they_fit(found: PlannedOrder, num_workers: int, memory: int, make: Callable[[int, ScratchView], HandleRecord]) -> PlannedOrder:
+    """A step for CPU workers alone with its groups fused, if it fits host memory easily before and after; else the order as it was.
+
+    Args:
+        memory: bytes of host memory.
+        make: as in `fuse`.
+    """
+    plan = found.plan
+    if found.forecasts or plan.window != ANY or plan.partitions:
+        return found
+    owned, groups = dict(plan.owned), grouped(plan, num_workers)
+    own = [_made_again(plan, group) for group in groups]
+    users: dict[HandleRecord, set[int]] = {}
+    for number, (group, made) in enumerate(zip(groups, own, strict=True)):
+        for handle in {handle for at in group.tasks for handle, _ in plan.tasks[at].accesses} - made:
+            users.setdefault(handle, set()).add(number)
+    tasks = []
+    for group, made in zip(groups, own, strict=True):
+        if len(group.tasks) == 1:
+            tasks.append(plan.tasks[group.tasks[0]])
+        else:
+            inner = {
+                handle for at in group.tasks for handle, _ in plan.tasks[at].accesses if plan.owned.get(handle) is False and len(users[handle]) == 1
+            }
+            tasks.append(_join(plan, group.tasks, inner | made, make, owned))
+    fused = StepPlan(tasks, owned, window=plan.window, idle=plan.idle)
+    fits = max(fused.needed_bytes(), last_tier_bytes(fused, computes=True)) <= memory
+    return replace(found, plan=fused) if fits else found
+
+
+def _made_again(plan: StepPlan, group: Group) -> set[HandleRecord]:
+    """What a group makes for itself although another group has made it."""
+    return {handle for at in group.again for handle, mode in plan.tasks[at].accesses if mode != R}
+
+
 def fuse(plan: StepPlan, scratch: int, budget: int, make: Callable[[int, ScratchView], HandleRecord]) -> StepPlan:
-    """The same step with neighbouring tasks fused.
+    """The same step with neighbouring tasks of GPUs fused.
 
     Args:
         scratch: most bytes of the inner data of a fused task.
@@ -121,7 +178,11 @@ def fuse(plan: StepPlan, scratch: int, budget: int, make: Callable[[int, Scratch
     first = 0
     while first < len(plan.tasks):
         end = _end_of(plan, first, scratch, budget)
-        tasks.append(plan.tasks[first] if end == first + 1 else _join(plan, first, end, make, owned))
+        if end == first + 1:
+            tasks.append(plan.tasks[first])
+        else:
+            inner = {handle for task in plan.tasks[first:end] for handle, _ in task.accesses if _is_inner(plan, handle, first, end)}
+            tasks.append(_join(plan, range(first, end), inner, make, owned))
         devices.append(plan.partitions[first] if plan.partitions else -1)
         first = end
     return StepPlan(tasks, owned, window=plan.window, partitions=devices if plan.partitions else (), idle=plan.idle)
@@ -143,24 +204,33 @@ def _end_of(plan: StepPlan, first: int, scratch: int, budget: int) -> int:
     return min(first + MOST_TASKS, len(plan.tasks))
 
 
-def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, ScratchView], HandleRecord], owned: dict[HandleRecord, bool]) -> RecordedTask:
-    """Tasks [first, end) as one fused task; its scratch memory is added to `owned`."""
+def _is_inner(plan: StepPlan, handle: HandleRecord, first: int, end: int) -> bool:
+    """Whether data lives and dies in tasks [first, end)."""
+    positions = plan.uses[handle].positions
+    return plan.owned.get(handle) is False and positions[0] >= first and positions[-1] < end
+
+
+def _join(
+    plan: StepPlan,
+    positions: Sequence[int],
+    inside: Set[HandleRecord],
+    make: Callable[[int, ScratchView], HandleRecord],
+    owned: dict[HandleRecord, bool],
+) -> RecordedTask:
+    """Tasks of a step, in ascending order, as one fused task, with scratch memory for what is inside, which is added to `owned`."""
     modes: dict[HandleRecord, Mode] = {}
-    inner: dict[HandleRecord, None] = {}
-    joined = plan.tasks[first:end]
-    for handle, mode in (access for task in joined for access in task.accesses):
+    inner: dict[HandleRecord, list[int]] = {}  # where each is used
+    joined = [plan.tasks[position] for position in positions]
+    for at, (handle, mode) in ((at, access) for at, task in enumerate(joined) for access in task.accesses):
         before = modes.get(handle)
-        if before is None:
-            uses = plan.uses[handle].positions
-            if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
-                modes[handle] = SCRATCH
-                inner[handle] = None
-            else:
-                modes[handle] = mode
+        if handle in inside:
+            inner.setdefault(handle, []).append(at)
+        elif before is None:
+            modes[handle] = mode
         elif before == R and mode != R:
             modes[handle] = RW
-    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if handle not in inner]
-    offsets, nbytes = _packed([(handle.size, plan.uses[handle].positions[0], plan.uses[handle].positions[-1]) for handle in inner])
+    accesses: list[tuple[HandleRecord, Mode]] = list(modes.items())
+    offsets, nbytes = _packed([(handle.size, uses[0], uses[-1]) for handle, uses in inner.items()])
     arguments = {handle: position for position, handle in enumerate([*(handle for handle, _ in accesses), *inner])}
     if inner:
         scratch = make(nbytes, ScratchView())
@@ -171,8 +241,9 @@ def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, ScratchView
         assert isinstance(task.codelet, Codelet)
         members.append(_Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants))
     whole = FusedKernels(members, [(handle.view, offset) for handle, offset in zip(inner, offsets, strict=True)])
-    name = f"{joined[0].name} and {len(joined) - 1} more"
-    return RecordedTask(Codelet(name, cuda=whole, cost=whole.cost), name, ("cuda",), tuple(accesses), {}, joined[0].priority)
+    name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
+    codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
+    return RecordedTask(codelet, name, kinds, tuple(accesses), {}, joined[0].priority)
 
 
 def _packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
