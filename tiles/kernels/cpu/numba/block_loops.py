@@ -49,8 +49,8 @@ def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
 
 def _spread(builder: Any, value: Any) -> Any:
     """A number in all lanes."""
-    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, _constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), _constant(_INTS, 0))
+    nothing = ir.Constant(ir.VectorType(value.type, _LANES), ir.Undefined)
+    return builder.shuffle_vector(builder.insert_element(nothing, value, _constant(_I32, 0)), nothing, _constant(_INTS, 0))
 
 
 def _total(builder: Any, vector: Any) -> Any:
@@ -70,7 +70,7 @@ def _scale(builder: Any, address: Any) -> Any:
     bits = builder.zext(_load(builder, address, 0, _I16), _I32)
     size = builder.shl(builder.and_(bits, _constant(_I32, 0x7FFF)), _constant(_I32, 13))
     sign = builder.shl(builder.and_(bits, _constant(_I32, 0x8000)), _constant(_I32, 16))
-    return _spread(builder, builder.fmul(builder.bitcast(builder.or_(size, sign), _F32), _constant(_F32, 2.0**112)))
+    return builder.fmul(builder.bitcast(_spread(builder, builder.or_(size, sign)), _FLOATS), _constant(_FLOATS, 2.0**112))
 
 
 def _q8_0(builder: Any, address: Any) -> Decoded:
@@ -79,26 +79,39 @@ def _q8_0(builder: Any, address: Any) -> Decoded:
 
 
 def _q4_0(builder: Any, address: Any) -> Decoded:
-    both, eight = _load(builder, address, 2, _BYTES), _constant(_BYTES, 8)
-    halves = (builder.and_(both, _constant(_BYTES, 15)), builder.lshr(both, _constant(_BYTES, 4)))
-    low, high = (builder.sitofp(builder.sext(builder.sub(half, eight), _INTS), _FLOATS) for half in halves)
+    """A half byte q becomes the last bits of 2^23 + q, from which 2^23 + 8 is taken: exact, and quicker than a conversion."""
+    both, begin = builder.zext(_load(builder, address, 2, _BYTES), _INTS), _constant(_INTS, 0x4B000000)
+    halves = (builder.and_(both, _constant(_INTS, 15)), builder.lshr(both, _constant(_INTS, 4)))
+    low, high = (builder.fsub(builder.bitcast(builder.or_(half, begin), _FLOATS), _constant(_FLOATS, 2.0**23 + 8)) for half in halves)
     return _scale(builder, address), low, high
 
 
 def _dot(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
-    """(address of a row of blocks, address of a row of floats, number of blocks) -> their dot product."""
+    """(address of a row of blocks, address of a row of floats, number of blocks) -> their dot product.
+
+    Every second block is added to a sum of its own, since each sum waits for itself.
+    """
 
     def row_dot(context: Any, w: Any, x: Any, count: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             row, numbers, blocks = arguments
-            total = cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0))  # type: ignore[no-untyped-call]
-            with cgutils.for_range(builder, blocks) as loop:
-                scale, low, high = decode(builder, builder.add(row, builder.mul(loop.index, _constant(_I64, size))))
-                at = builder.add(numbers, builder.mul(loop.index, _constant(_I64, _X_BYTES)))
+            totals = [cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0)) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+            def add(index: Any, total: Any) -> None:
+                scale, low, high = decode(builder, builder.add(row, builder.mul(index, _constant(_I64, size))))
+                at = builder.add(numbers, builder.mul(index, _constant(_I64, _X_BYTES)))
                 first, last = (_load(builder, at, offset, _FLOATS) for offset in (0, 64))
                 block = builder.fadd(builder.fmul(first, low, _FUSED), builder.fmul(last, high, _FUSED), _FUSED)
                 builder.store(builder.fadd(builder.fmul(block, scale, _FUSED), builder.load(total), _FUSED), total)
-            return _total(builder, builder.load(total))
+
+            one = _constant(_I64, 1)
+            with cgutils.for_range(builder, builder.lshr(blocks, one)) as loop:
+                even = builder.shl(loop.index, one)
+                add(even, totals[0])
+                add(builder.add(even, one), totals[1])
+            with builder.if_then(builder.trunc(blocks, ir.IntType(1))):
+                add(builder.sub(blocks, one), totals[0])
+            return _total(builder, builder.fadd(*map(builder.load, totals)))
 
         return types.float32(types.int64, types.int64, types.int64), generate
 
