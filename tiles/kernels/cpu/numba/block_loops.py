@@ -2,7 +2,7 @@
 
 The body of a loop is written in LLVM's vector types, because Numba makes 14 GB/s of scalar code here: 16 numbers at a time are widened in registers
 from bytes or half bytes, so nothing decoded is ever stored. LLVM splits the vectors where the processor's are shorter. A scale is made of its bits,
-exactly, and must be finite. Beside `compiled` the only module that imports Numba; what it generates stands here, since Numba notices a change of
+exactly, and must be finite. What it generates stands here, since Numba notices a change of
 this file alone.
 
 Ladder for one row x (1, 1024) @ (4096, 1024)^T, one core with AVX-512: fp32 weights from memory by BLAS 0.63 ms; q8_0 / q4_0 in scalar code
