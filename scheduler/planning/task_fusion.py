@@ -65,6 +65,7 @@ class FusedKernels:
         self._members = members
         self._inner = inner
         self._calls = [(each.codelet.cpu, each.arguments, each.constants) for each in members]
+        self._views: dict[int, tuple[Any, ...]] = {}
         self._graphs: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *views: Any) -> None:
@@ -91,10 +92,18 @@ class FusedKernels:
         """Run the kernels one by one on a CPU."""
         if self._inner:
             *outer, place = views
-            memory, begin = place.memory, place.offset
-            views = (*outer, *[view(memory, begin + offset) for view, offset in self._inner])
+            views = (*outer, *self._views_at(place))
         for kernel, arguments, constants in self._calls:
             kernel(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
+
+    def _views_at(self, place: HostPlace) -> tuple[Any, ...]:
+        """Views of the inner data at a place; replays come back to few places of the one memory."""
+        found = self._views.get(place.offset)
+        if found is None:
+            if len(self._views) >= MOST_GRAPHS:
+                self._views.clear()
+            found = self._views[place.offset] = tuple(view(place.memory, place.offset + offset) for view, offset in self._inner)
+        return found
 
     def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
         """Floating-point operations and bytes of all fused tasks together."""

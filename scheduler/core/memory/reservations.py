@@ -152,10 +152,11 @@ class Reservations:
 
     def promise(self, replay: Replay) -> None:
         """A replay begins: what it will make and leave behind counts from now on."""
-        promised = self._promised
+        promised, node = self._promised, self.node_id
         for use in replay.shared:
             handle = use.handle
-            if self._is_to_make(use):
+            backing = handle.replicas.get(node)
+            if (backing is None or not backing.is_backing) and self._is_to_make(use):  # hot path: most have one
                 if handle not in promised:
                     self.kept += handle.size
                 promised[handle] = promised.get(handle, 0) + 1
