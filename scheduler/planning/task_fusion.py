@@ -23,7 +23,7 @@ from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import captured
 from ..storage.device import DeviceMemory
 from .choose_order import PlannedOrder, last_tier_bytes
-from .task_groups import Group, grouped
+from .task_groups import TaskGroup, grouped
 
 MOST_TASKS: Final = 32
 """Most tasks that are fused to one."""
@@ -38,8 +38,8 @@ class _Member(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
-    """A place in host memory, over which views are made."""
+class HostScratch:
+    """Where inner data begins in host memory."""
 
     memory: Any
     offset: int
@@ -48,9 +48,9 @@ class HostPlace:
 class ScratchView:
     """The view of a fused task's inner data: the place where that data begins."""
 
-    def __call__(self, memory: Any, offset: int) -> DeviceMemory | HostPlace:
+    def __call__(self, memory: Any, offset: int) -> DeviceMemory | HostScratch:
         """The memory at `offset` bytes from the beginning of a node's memory."""
-        return DeviceMemory(memory.address + offset) if isinstance(memory, DeviceMemory) else HostPlace(memory, offset)
+        return DeviceMemory(memory.address + offset) if isinstance(memory, DeviceMemory) else HostScratch(memory, offset)
 
 
 class FusedKernels:
@@ -91,18 +91,18 @@ class FusedKernels:
     def on_cpu(self, *views: Any) -> None:
         """Run the kernels one by one on a CPU."""
         if self._inner:
-            *outer, place = views
-            views = (*outer, *self._views_at(place))
+            *outer, scratch = views
+            views = (*outer, *self._views_at(scratch))
         for kernel, arguments, constants in self._calls:
             kernel(*[views[position] for position in arguments], **constants)  # type: ignore[misc]
 
-    def _views_at(self, place: HostPlace) -> tuple[Any, ...]:
+    def _views_at(self, scratch: HostScratch) -> tuple[Any, ...]:
         """Views of the inner data at a place; replays come back to few places of the one memory."""
-        found = self._views.get(place.offset)
+        found = self._views.get(scratch.offset)
         if found is None:
             if len(self._views) >= MOST_GRAPHS:
                 self._views.clear()
-            found = self._views[place.offset] = tuple(view(place.memory, place.offset + offset) for view, offset in self._inner)
+            found = self._views[scratch.offset] = tuple(view(scratch.memory, scratch.offset + offset) for view, offset in self._inner)
         return found
 
     def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
@@ -168,7 +168,7 @@ def fuse_groups_if_they_fit(found: PlannedOrder, num_workers: int, memory: int, 
     return replace(found, plan=fused) if fits else found
 
 
-def _made_again(plan: StepPlan, group: Group) -> set[HandleRecord]:
+def _made_again(plan: StepPlan, group: TaskGroup) -> set[HandleRecord]:
     """What a group makes for itself although another group has made it."""
     return {handle for at in group.again for handle, mode in plan.tasks[at].accesses if mode != R}
 

@@ -35,7 +35,7 @@ CHEAP_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TaskGroup:
     """Tasks that run as one.
 
     Args:
@@ -47,7 +47,7 @@ class Group:
     again: Set[int]
 
 
-def grouped(plan: StepPlan, num_workers: int) -> list[Group]:
+def grouped(plan: StepPlan, num_workers: int) -> list[TaskGroup]:
     """Groups of the tasks of a step, in an order that keeps all edges. But for what is made again each task is in one."""
     graph = _Groups(plan)
     waiting = set(graph.members)
@@ -163,7 +163,7 @@ class _Groups:
             edges[whole] = outside
         return whole
 
-    def in_order(self) -> list[Group]:
+    def in_order(self) -> list[TaskGroup]:
         """All groups, one after those before it; of several the one that begins first."""
         missing = {each: len(before) for each, before in self._before.items()}
         ready = [each for each, count in missing.items() if not count]
@@ -171,7 +171,7 @@ class _Groups:
         found = []
         while ready:
             each = heapq.heappop(ready)
-            found.append(Group(self.members[each], self._again.get(each, set())))
+            found.append(TaskGroup(self.members[each], self._again.get(each, set())))
             for other in self._after[each]:
                 missing[other] -= 1
                 if not missing[other]:

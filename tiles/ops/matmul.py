@@ -44,13 +44,13 @@ def _sum_beside(x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTe
     """y, of one tile, as the sum of products that wait for no other. No sum overwrites its terms, so that several workers may make it."""
     (row,) = leading(x)
     count = x.grid[-1]
-    parts = [y.like(name="part") for _ in range(count)] if count > 1 else [y]
-    for k, part in enumerate(parts):
-        _linear_task(x, w, bias, part, row, 0, k, transpose_w, adds=False)
-    total = parts[0]
-    for k, part in enumerate(parts[1:], 2):
+    products = [y.like(name="product") for _ in range(count)] if count > 1 else [y]
+    for k, product in enumerate(products):
+        _linear_task(x, w, bias, product, row, 0, k, transpose_w, adds=False)
+    total = products[0]
+    for k, product in enumerate(products[1:], 2):
         before, total = total, y if k == count else y.like(name="sum")
-        emit(x.runtime, "add", [(before[*row, 0], R), (part[*row, 0], R), (total[*row, 0], W)])
+        emit(x.runtime, "add", [(before[*row, 0], R), (product[*row, 0], R), (total[*row, 0], W)])
 
 
 def add_linear(x: TileTensor, w: TileTensor, y: TileTensor, *, transpose_w: bool = False) -> None:

@@ -23,7 +23,7 @@ _FORGET: Final = 4
 _MAPPING: Final = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) r-[-x]p \S+ \S+ \S+ +(.+)")
 
 
-class _Listener(event.Listener):  # type: ignore[misc]
+class _Listener(event.Listener):
     """Hears when Numba's lock is free again."""
 
     def on_start(self, event: Any) -> None:
@@ -31,14 +31,14 @@ class _Listener(event.Listener):  # type: ignore[misc]
 
     def on_end(self, event: Any) -> None:
         """Someone has let it go, perhaps inside another holder."""
-        if not global_compiler_lock.is_locked():
+        if not global_compiler_lock.is_locked():  # type: ignore[no-untyped-call]
             give_back()
 
 
 def begin() -> None:
     """Give memory back whenever a loop has been compiled or loaded from now on."""
     if sys.platform == "linux":
-        event.register(_EVENT, _Listener())
+        event.register(_EVENT, _Listener())  # type: ignore[no-untyped-call]
 
 
 def give_back() -> int:
