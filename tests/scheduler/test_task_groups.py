@@ -16,6 +16,12 @@ from scheduler.planning.task_groups import grouped
 PAGE = 8 * COUNT
 
 
+@pytest.fixture(autouse=True)
+def no_small_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of these tests are pages, and stand for much."""
+    monkeypatch.setattr(task_groups, "FORK_BYTES", 0)
+
+
 class Graph:
     """Tasks that make one piece of data each out of some others."""
 
@@ -72,6 +78,20 @@ def test_blocks_of_a_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_groups, "CHEAP_BYTES", PAGE)
     assert tasks_of(plan, 2)[:4] == [[0, 1], heads, other, [14, 15]]
     assert [len(tasks) for tasks in tasks_of(plan, 4)][1:5] == [1, 1, 3, 3]
+
+
+def test_small_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker runs what reads little, although others have nothing to do."""
+    monkeypatch.setattr(task_groups, "CHEAP_BYTES", 0)
+    graph = Graph()
+    first = graph.task()
+    graph.task(graph.task(first), graph.task(first))
+    plan = graph.plan()
+    assert tasks_of(plan, 4) == [[0], [1], [2], [3]]
+    monkeypatch.setattr(task_groups, "FORK_BYTES", 3 * PAGE)
+    assert tasks_of(plan, 4) == [[0], [1], [2], [3]]
+    monkeypatch.setattr(task_groups, "FORK_BYTES", 4 * PAGE)
+    assert tasks_of(plan, 4) == [[0, 1, 2, 3]]
 
 
 def test_who_reads_what_is_made_again() -> None:

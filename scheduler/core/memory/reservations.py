@@ -152,11 +152,10 @@ class Reservations:
 
     def promise(self, replay: Replay) -> None:
         """A replay begins: what it will make and leave behind counts from now on."""
-        promised, node = self._promised, self.node_id
+        promised = self._promised
         for use in replay.shared:
             handle = use.handle
-            backing = handle.replicas.get(node)
-            if (backing is None or not backing.is_backing) and self._is_to_make(use):  # hot path: most have one
+            if self._is_to_make(use):
                 if handle not in promised:
                     self.kept += handle.size
                 promised[handle] = promised.get(handle, 0) + 1
