@@ -28,7 +28,7 @@ from ..core.step_plan import RecordedTask, StepPlan
 MOST_TASKS: Final = 64
 """Most tasks of a group."""
 MOST_BYTES: Final = 32 << 20
-"""Most bytes that a group reads and writes: to hand out a task that takes milliseconds costs nothing, and another worker may be free for it."""
+"""Most bytes of a fork that becomes a group: to hand out a task that takes milliseconds costs nothing, and another worker may be free for it."""
 FORK_BYTES: Final = 4 << 20
 """Bytes up to which one worker runs what several could. For GPT-2 medium as q4_0, whose attention reads 3.5 MiB a layer in one group or two, a token
 took 25 to 26 ms or 33 to 37 on two cores that others used too."""
@@ -95,7 +95,8 @@ class _Groups:
             if not common or any(self._before[other] != common for other in joined):
                 return set()
             beside = sum(self._before[other] == common for other in self._after[min(common)])
-            if beside - len(joined) + 1 < num_workers and self._nbytes([*joined, each]) > FORK_BYTES:
+            nbytes = self._nbytes([*joined, each])
+            if nbytes > MOST_BYTES or (beside - len(joined) + 1 < num_workers and nbytes > FORK_BYTES):
                 return set()
         joined.append(each)
         if not self._may_join(joined):
@@ -106,7 +107,7 @@ class _Groups:
     def _may_join(self, groups: Sequence[int]) -> bool:
         tasks = [self._plan.tasks[at] for group in groups for at in self.members[group]]
         alike = len({(task.kinds, task.priority) for task in tasks}) == 1 and all(map(_is_plain, tasks))
-        return alike and len(tasks) <= MOST_TASKS and self._nbytes(groups) <= MOST_BYTES
+        return alike and len(tasks) <= MOST_TASKS
 
     def _nbytes(self, groups: Sequence[int]) -> int:
         """Bytes that some groups read and write."""

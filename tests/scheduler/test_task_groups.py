@@ -92,6 +92,8 @@ def test_small_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tasks_of(plan, 4) == [[0], [1], [2], [3]]
     monkeypatch.setattr(task_groups, "FORK_BYTES", 4 * PAGE)
     assert tasks_of(plan, 4) == [[0, 1, 2, 3]]
+    monkeypatch.setattr(task_groups, "MOST_BYTES", 3 * PAGE)
+    assert tasks_of(plan, 1) == [[0], [1], [2], [3]]
 
 
 def test_who_reads_what_is_made_again() -> None:
@@ -134,7 +136,7 @@ def test_chains_keep_what_waits_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups have a largest size, in tasks and bytes, and pinned tasks are no part of one."""
+    """Groups have a largest size, and tasks of another priority are no part of one."""
     graph = Graph()
     last = graph.task()
     for _ in range(9):
@@ -143,10 +145,8 @@ def test_what_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(tasks_of(plan, 2)) == 1
     monkeypatch.setattr(task_groups, "MOST_TASKS", 4)
     assert max(map(len, tasks_of(plan, 2))) <= 4
-    monkeypatch.setattr(task_groups, "MOST_BYTES", 2 * PAGE)
-    assert [len(tasks) for tasks in tasks_of(plan, 2)] == [2, *[1] * 8]
-    plan.tasks[0].priority = 1
-    assert [len(tasks) for tasks in tasks_of(plan, 2)] == [1] * 10
+    plan.tasks[1].priority = 1
+    assert [len(tasks) for tasks in tasks_of(plan, 2)][:3] == [1, 1, 4]
 
 
 @pytest.mark.parametrize("seed", range(20))
