@@ -13,125 +13,24 @@ fused task is allocated for its whole duration, and nobody can look between its 
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
-from ..core.codelet import Codelet, Cost
-from ..core.records import RW, SCRATCH, DataClass, HandleRecord, Mode, R, W
+from ..core.codelet import Codelet
+from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from ..drivers.cuda import captured
-from ..storage.device import DeviceMemory
 from .choose_order import PlannedOrder
+from .fused_tasks import Make, ScratchView, join, merged
 
-MOST_GRAPHS: Final = 16
-"""Most graphs of one fused task: one for each set of addresses, two sets for each GPU where addresses stay; the oldest graph is dropped."""
-FEWEST_GRAPHS: Final = 4
-MOST_NODES: Final = 1 << 16
-"""Of a large fused task as many graphs as have so many tasks in all, but at least `FEWEST_GRAPHS`: they take memory that no budget counts."""
 LOOK_BACK: Final = 8
 """Starts between two tasks that start together, at most: what one of them reads is kept for the other."""
 SHARES: Final = (1, 2, 4, 8)
 """A fused task may use this fraction of a device's memory: the largest with which the step leaves enough free."""
 _SPARE: Final = 6
 """One in so many bytes of a device's memory stays free of fused tasks: that much is kept clean or free by early write-backs."""
-
-
-class _Member(NamedTuple):
-    codelet: Codelet
-    arguments: tuple[int, ...]
-    constants: Mapping[str, Any]
-
-
-class _Section(NamedTuple):
-    """Data inside a larger piece of memory that a fused task has among its arguments.
-
-    Args:
-        view: of the data.
-        argument: position of the memory.
-        offset: where in it the data lies, bytes.
-    """
-
-    view: Any
-    argument: int
-    offset: int
-
-
-Make = Callable[[int, "ScratchView", DataClass], HandleRecord]
-"""Creates the record of data that lives within a step, from its bytes, its view and its class."""
-
-
-class ScratchView:
-    """The view of memory that holds the data of several handles: the address where it begins."""
-
-    def __call__(self, memory: DeviceMemory, offset: int) -> DeviceMemory:
-        """The memory at `offset` bytes from the beginning of a device's memory."""
-        return DeviceMemory(memory.address + offset)
-
-
-class FusedKernels:
-    """The kernels of fused tasks, as one kernel.
-
-    Args:
-        groups: the fused tasks, those that start together in one group, each with the positions of its arguments: first those of the fused task,
-            behind them the sections.
-        sections: data that lies inside arguments of the fused task.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[_Member]], sections: Sequence[_Section]) -> None:
-        self._groups = groups
-        self._sections = sections
-        self._graphs: dict[tuple[int, ...], Any] = {}
-        self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // sum(map(len, groups))))
-
-    def __call__(self, *views: Any) -> None:
-        """Start the kernels: one by one the first time on these addresses, as a graph from the second time on."""
-        key = tuple([view.address for view in views])
-        start = self._graphs.get(key, self)
-        if start is self:  # the first run on these addresses
-            if len(self._graphs) >= self._most_graphs:
-                self._graphs = dict(list(self._graphs.items())[1:])
-            self._graphs[key] = None
-            self._run(views)
-            return
-        if start is None:
-            start = self._graphs[key] = captured(lambda: self._run(views)) or False
-        if start:
-            try:
-                start()
-                return
-            except RuntimeError:  # no kernel has begun: starting them one by one works, or raises the cause
-                self._graphs[key] = False
-        self._run(views)
-
-    def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
-        """Floating-point operations and bytes of all fused tasks together."""
-        views = [*views, *(section.view for section in self._sections)]
-        flops = nbytes = 0.0
-        for codelet, arguments, own in (member for group in self._groups for member in group):
-            if codelet.cost is not None:
-                found = codelet.cost([views[position] for position in arguments], own)
-                flops, nbytes = flops + found.flops, nbytes + found.nbytes
-        return Cost(flops, nbytes)
-
-    def _run(self, views: Sequence[Any]) -> None:
-        views = [*views, *(view(views[argument], offset) for view, argument, offset in self._sections)]
-        number = 0
-        for group in self._groups:
-            codelet, arguments, constants = group[0]
-            number += len(group)
-            assert codelet.cuda is not None
-            try:
-                if len(group) == 1:
-                    codelet.cuda(*[views[position] for position in arguments], **constants)
-                else:
-                    assert codelet.cuda_many is not None
-                    codelet.cuda_many([([views[position] for position in member.arguments], member.constants) for member in group])
-            except BaseException as error:
-                error.add_note(f"in {codelet.name!r}, task {number} of {sum(map(len, self._groups))} that are fused")
-                raise
 
 
 def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> PlannedOrder:
@@ -187,7 +86,7 @@ def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleReco
         modes: dict[int, Mode] = {}
         for position, mode in zip(plan.uses[handle].positions, plan.uses[handle].modes, strict=True):
             number = bisect_right(ends, position)
-            modes[number] = _merged(modes.get(number), mode)
+            modes[number] = merged(modes.get(number), mode)
         if len(modes) > 1 and SCRATCH not in modes.values() and all(ends[number] - ends[number - 1] > 1 for number in modes):
             alike.setdefault((handle.data_class, *modes.items()), []).append(handle)
     bundles: dict[HandleRecord, tuple[HandleRecord, int]] = {}
@@ -197,13 +96,6 @@ def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleReco
             offsets = accumulate((handle.size for handle in handles), initial=0)
             bundles.update((handle, (bundle, offset)) for handle, offset in zip(handles, offsets, strict=False))
     return bundles
-
-
-def _merged(before: Mode | None, mode: Mode) -> Mode:
-    """How a fused task uses data that an earlier one of its tasks, if any, uses as `before`."""
-    if before is None:
-        return mode
-    return RW if before == R and mode != R else before
 
 
 def _updates(plan: StepPlan) -> list[bool]:
@@ -286,63 +178,9 @@ def _join(
     owned: dict[HandleRecord, bool],
 ) -> RecordedTask:
     """Tasks [first, end) as one fused task; its scratch memory is added to `owned`."""
-    joined = plan.tasks[first:end]
-    modes: dict[HandleRecord, Mode] = {}
-    inner: dict[HandleRecord, None] = {}
-    held: dict[HandleRecord, tuple[HandleRecord, int]] = {}  # data that lies in that of another handle, and at which offset
-    for handle, mode in (access for task in joined for access in task.accesses):
+    inside = set[HandleRecord]()
+    for handle in {handle for task in plan.tasks[first:end] for handle, _ in task.accesses}:
         uses = plan.uses[handle].positions
-        if handle in bundles:
-            held[handle] = bundle, _ = bundles[handle]
-            modes[bundle] = _merged(modes.get(bundle), mode)
-        elif plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
-            inner[handle] = None
-        else:
-            modes[handle] = _merged(modes.get(handle), mode)
-    starts = _together(plan.tasks, first, end)
-    if inner:
-        offsets, nbytes = _packed(_spans(plan, inner, starts))
-        scratch = make(nbytes, ScratchView(), "scratch")
-        owned[scratch] = False
-        modes[scratch] = SCRATCH
-        held.update((handle, (scratch, offset)) for handle, offset in zip(inner, offsets, strict=True))
-    arguments = {handle: number for number, handle in enumerate((*modes, *held))}
-    sections = [_Section(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
-    groups = [[_member(plan.tasks[position], arguments) for position in start] for start in starts]
-    whole = FusedKernels(groups, sections)
-    name = f"{joined[0].name} and {len(joined) - 1} more"
-    return RecordedTask(Codelet(name, cuda=whole, cost=whole.cost), name, ("cuda",), tuple(modes.items()), {}, joined[0].priority)
-
-
-def _member(task: RecordedTask, arguments: Mapping[HandleRecord, int]) -> _Member:
-    assert isinstance(task.codelet, Codelet)
-    return _Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants)
-
-
-def _spans(plan: StepPlan, inner: Iterable[HandleRecord], starts: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """(size, first use, last use) of each piece of inner data; uses count by the start that the task has part in."""
-    numbers = {position: number for number, start in enumerate(starts) for position in start}
-    spans = []
-    for handle in inner:
-        uses = [numbers[position] for position in plan.uses[handle].positions]
-        spans.append((handle.size, min(uses), max(uses)))
-    return spans
-
-
-def _packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets for pieces of (size, first use, last use) such that no two live pieces overlap; and the bytes of all. First fit, by first use."""
-    offsets = [0] * len(spans)
-    alive: list[tuple[int, int, int]] = []  # (offset, end, last use), sorted
-    most = 0
-    for number in sorted(range(len(spans)), key=lambda number: spans[number][1]):
-        size, begin, last = spans[number]
-        alive = [piece for piece in alive if piece[2] >= begin]
-        offset = 0
-        for start, stop, _ in alive:
-            if start - offset >= size:
-                break
-            offset = stop
-        insort(alive, (offset, offset + size, last))
-        offsets[number] = offset
-        most = max(most, offset + size)
-    return offsets, most
+        if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
+            inside.add(handle)
+    return join(plan, _together(plan.tasks, first, end), inside, make, owned, bundles)

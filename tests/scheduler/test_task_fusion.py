@@ -19,7 +19,8 @@ from scheduler.core.step_plan import StepPlan
 from scheduler.drivers import cuda
 from scheduler.drivers.gpu import Flow
 from scheduler.execution.trace import Trace
-from scheduler.planning.task_fusion import MOST_GRAPHS, FusedKernels, ScratchView, _Member, _packed, fuse
+from scheduler.planning.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, packed
+from scheduler.planning.task_fusion import fuse
 from scheduler.storage.device import DeviceMemory
 from scheduler.testing.gpu import FakeStream
 
@@ -47,14 +48,14 @@ def emit(runtime: TaskRuntime, kept: list[Any], seed: int) -> list[Any]:
     return passing[-2:]
 
 
-def results(runtime: Any, seed: int, replays: int = 6) -> list[float]:
+def results(runtime: Any, seed: int, replays: int = 6, **options: bool) -> list[float]:
     """Kept data after some replays of one step, and what each left."""
     found = []
     with runtime:
         kept = [runtime.handle(PAGE, Numbers(), name=f"kept {number}", kind="persistent") for number in range(4)]
         for number, handle in enumerate(kept):
             runtime.submit(FILL, [(handle, W)], {"value": float(number)})
-        with runtime.record() as step:
+        with runtime.record(**options) as step:
             outputs = emit(runtime, kept, seed)
         for _ in range(replays):
             ticket = step.replay()
@@ -86,6 +87,40 @@ def test_results_are_those_of_single_tasks(seed: int, num_gpus: int, can_capture
     runtime = Runtime(0, gpus=devices, gpu_memory=256 * PAGE, ram=512 * PAGE)
     assert results(runtime, seed) == eager(seed)
     assert (sum(gpu.num_graphs for gpu in devices) > 0) == can_capture
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_groups_on_cpus(seed: int, num_workers: int) -> None:
+    """The same results, and not more tasks."""
+    runtime = Runtime(num_workers, ram=512 * PAGE)
+    assert results(runtime, seed, groups=True) == eager(seed)
+    assert runtime.stats()["tasks"] <= 4 + 6 * 90
+
+
+def tasks_of(runtime: Runtime, **options: bool) -> int:
+    """Tasks that a step of 40 additions takes, one after another."""
+    with runtime:
+        kept = runtime.handle(PAGE, Numbers(), kind="persistent")
+        runtime.submit(FILL, [(kept, W)], {"value": 1.0})
+        with runtime.record(**options) as step:
+            for _ in range(40):
+                room = runtime.handle(PAGE, Numbers(), name="room", data_class="scratch")
+                runtime.submit(SPOIL, [(kept, "RW"), (room, SCRATCH)], {})
+        step.replay()
+        assert value(runtime, kept) == 41 * COUNT
+        return int(runtime.stats()["tasks"]) - 1
+
+
+def test_groups_are_asked_for() -> None:
+    """Else, beside devices, and where memory is short, tasks are single ones; so they are where a callback watches them."""
+    assert tasks_of(Runtime(2, ram=512 * PAGE), groups=True) == 1
+    assert tasks_of(Runtime(2, ram=512 * PAGE)) == 40
+    assert tasks_of(Runtime(1, sim_gpus=1, ram=512 * PAGE), groups=True) == 40
+    assert tasks_of(Runtime(2, ram=3 * PAGE), groups=True) == 40
+    watched = Runtime(2, ram=512 * PAGE)
+    watched.on_task(lambda task: None)
+    assert tasks_of(watched, groups=True) == 40
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"gpu_memory": 9 * PAGE}])
@@ -326,7 +361,7 @@ def test_graphs_of_few_sets_of_addresses_are_kept() -> None:
     flow = Flow(gpu)
     gpu.enter(flow.stream)
     cuda._here.flow = flow
-    fused = FusedKernels([[_Member(Codelet("note", cuda=lambda place: gpu.later(lambda: started.append(place.address))), (0,), {})]], [])
+    fused = FusedKernels([[Member(Codelet("note", cuda=lambda place: gpu.later(lambda: started.append(place.address))), (0,), {})]], [])
     for number in (*range(MOST_GRAPHS + 1), *range(MOST_GRAPHS + 1)):
         flow.begin()
         fused(DeviceMemory(number))
@@ -339,6 +374,6 @@ def test_graphs_of_few_sets_of_addresses_are_kept() -> None:
 def test_inner_data_shares_offsets() -> None:
     """Pieces that do not exist at once may lie over each other; those that do, never."""
     spans = [(4, 0, 1), (2, 0, 5), (4, 2, 3), (1, 3, 4), (2, 4, 6)]
-    offsets, nbytes = _packed(spans)
+    offsets, nbytes = packed(spans)
     assert offsets == [0, 4, 0, 6, 0]
     assert nbytes == 7
