@@ -35,7 +35,7 @@ class Member(NamedTuple):
     constants: Mapping[str, Any]
 
 
-class Section(NamedTuple):
+class HeldData(NamedTuple):
     """Data inside a larger piece of memory that a fused task has among its arguments.
 
     Args:
@@ -78,7 +78,7 @@ class FusedKernels:
         sections: data that lies inside arguments of the fused task.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Member]], sections: Sequence[Section]) -> None:
+    def __init__(self, groups: Sequence[Sequence[Member]], sections: Sequence[HeldData]) -> None:
         self._groups = groups
         self._sections = sections
         self._calls = [(each.codelet.cpu, each.arguments, each.constants) for group in groups for each in group]
@@ -188,7 +188,7 @@ def join(
         modes[scratch] = SCRATCH
         held.update((handle, (scratch, offset)) for handle, offset in zip(inner, offsets, strict=True))
     arguments = {handle: number for number, handle in enumerate((*modes, *held))}
-    sections = [Section(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
+    sections = [HeldData(handle.view, arguments[holder], offset) for handle, (holder, offset) in held.items()]
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)

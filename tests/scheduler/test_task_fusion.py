@@ -317,9 +317,8 @@ def test_inputs_arrive_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> Non
             with runtime.acquire(given, "W") as view:
                 view[:] = number
             step.replay()
-            del behind[:-1]
         runtime.wait()
-        assert behind[-1] >= 1
+    assert max(behind) >= 1  # of nine replays; a host that is late once starts no pass before the copy
 
 
 def test_scratch_memory_of_more_tasks_than_are_fused() -> None:
