@@ -9,12 +9,10 @@ device of a handle. `scheduler.testing.FakeCuda` does the same for runtime and d
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.cuda_emulator import CompiledSources
+from support.cuda_emulator import STRUCTS, CompiledSources, Declared, declared_in
 from support.gpu_training import Training
 from support.strict_nccl import StrictNccl
 
@@ -38,7 +36,6 @@ from tiles.kernels.cuda import device, products
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
 ILLEGAL_ADDRESS = 700
-_STRUCTS = {"Pair": 104, "Runs": 1032, "Place": 64}
 _TYPES = {0: np.dtype(np.float32), 14: BF16}
 """cudaDataType."""
 _READ_BY = {"flash": 8}
@@ -56,21 +53,9 @@ class SourceKernels:
         self._sources = CompiledSources(folder)
 
     @staticmethod
-    @cache
-    def _declared(image: bytes) -> dict[str, list[tuple[str, bool, bool]]]:
-        """Kernel -> (type, whether it is a pointer, whether that is constant) of each parameter."""
+    def _declared(image: bytes) -> dict[str, list[Declared]]:
         _, element, text = image.decode().split("\0")
-        text = text.replace("\\\n", " ")
-        found = {}
-        for name, parameters in re.findall(r"KERNEL\s+([\w#]+)\s*\(([^)]*)\)", text):
-            kinds = []
-            for parameter in parameters.split(","):
-                words = parameter.replace("*", " * ").split()
-                kind = " ".join(word for word in words[:-1] if word not in ("const", "*"))
-                kinds.append((element if kind == "T" else kind, "*" in words, "const" in words))
-            for size in re.findall(r"^FLASH\((\d+)\)", text, re.MULTILINE) if "##D" in name else ("",):
-                found[name.replace("##D", size)] = kinds
-        return found
+        return declared_in(text, element)
 
     def parameters(self, image: bytes) -> Mapping[str, Sequence[KernelParameter]]:
         """Alignment and direction of each parameter, from the text."""
@@ -84,7 +69,7 @@ class SourceKernels:
     def size_of(self, image: bytes, kernel: str, position: int) -> int:
         """Of a slot of `launch.Arguments`."""
         kind, is_pointer, _ = self._declared(image)[kernel][position]
-        return 8 if is_pointer else _STRUCTS.get(kind, 8)
+        return 8 if is_pointer else STRUCTS.get(kind, 8)
 
     def run(self, image: bytes, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: bytes) -> None:
         """Run it on the CPU."""
