@@ -3,9 +3,11 @@
     python benchmarks/memory/recompute.py                   # three models, three links, three budgets; an hour
     python benchmarks/memory/recompute.py --suite xl        # GPT-2 XL on one device of 20, 10, 6 and 4 GiB
     python benchmarks/memory/recompute.py --suite bound     # the same beside the linear-programming bound (nntask bench bound); six minutes
+    python benchmarks/memory/recompute.py --suite runs      # GPT-2 small, trained: RAM with a disk, and simulated devices; a quarter of an hour
 
 Each writes benchmarks/results/recompute_SUITE.json. Budgets are shares of what the step needs at once where nothing moves, devices together. A plan
-is a process of its own (``nntask plan --json``); what it forecasts and then simulates is this program alone, on no hardware.
+is a process of its own (``nntask plan --json``); what it forecasts and then simulates is this program alone, on no hardware. Simulated devices of
+the last suite compute on this machine's cores, behind links of a given rate.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +45,18 @@ MODELS: Final[dict[str, tuple[int, tuple[str, ...], dict[str, Any] | None]]] = {
     "50B GPT": (8, ("--batch=64", "--minibatch=8"), GPT_50B),
 }
 """Devices, flags, and the config where there is no preset."""
+
+RUN_FLAGS: Final = (
+    *("--model=gpt2", "--batch=4", "--minibatch=1", "--seq-len=512", "--steps=5"),
+    *("--sample-tokens=0", "--save-every=0", "--grad-clip=1"),
+)
+RUN_NEEDS: Final = 2_302_459_904
+"""Bytes of such a step where nothing moves."""
+RUNS: Final = {
+    "RAM at 1/4, and a disk": [f"--ram={RUN_NEEDS // 4}", "--disk={disk}"],
+    "RAM at 1/8, and a disk": [f"--ram={RUN_NEEDS // 8}", "--disk={disk}"],
+    "two simulated devices of 1/8 each behind 1 GB/s": ["--sim-gpu=2", "--ncpu=0", f"--gpu-memory={RUN_NEEDS // 8}", "--sim-bandwidth=1GB/s"],
+}
 
 
 def plan(flags: list[str], *command: str) -> dict[str, Any]:
@@ -108,17 +125,63 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
     return {"comparisons": rows, "cases": cases}
 
 
+def train(flags: Sequence[str], run_dir: Path) -> dict[str, Any]:
+    """Median seconds of the steps of a run but the first two, its losses, bytes over links a step, and what was expected of a step."""
+    argv = [sys.executable, "-m", "nntask", "train", *flags, f"--run-dir={run_dir}"]
+    environment = {**os.environ, **common.one_thread_blas()}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=common.ROOT, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stderr}")
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    planned = json.loads((run_dir / "plan.json").read_text())
+    seconds = sorted(step["seconds"] for step in steps[2:])
+    return {
+        "seconds": seconds[len(seconds) // 2],
+        "losses": [step["loss"] for step in steps],
+        "moved_bytes_per_step": sum(sum(step["moved_bytes"].values()) for step in steps[2:]) / len(steps[2:]),
+        "expected_seconds": planned["judged_seconds"] or planned["forecast_seconds"].get(planned["order"]),
+        "order": planned["order"],
+        "recompute": planned["recompute"],
+    }
+
+
+def runs(args: argparse.Namespace) -> dict[str, Any]:
+    """GPT-2 small, trained: each way in turn, once more than the rounds that count, because kernels are measured in the first."""
+    rows, cases = [], {}
+    for name, flags in RUNS.items():
+        rounds: list[dict[str, Any]] = []
+        for number in range(args.rounds + 1):
+            found = {}
+            for mode in MODES:
+                with tempfile.TemporaryDirectory() as folder:
+                    given = [flag.format(disk=folder) for flag in flags]
+                    found[mode] = train([*RUN_FLAGS, *given, f"--recompute={mode}"], Path(folder) / "run")
+                print(name, mode, found[mode], file=sys.stderr, flush=True)
+            if any(each["losses"] != found["none"]["losses"] for each in found.values()):
+                raise SystemExit(f"losses differ: {found}")
+            rounds += [found] if number else []
+        seconds = {mode: statistics.median(each[mode]["seconds"] for each in rounds) for mode in MODES}
+        expected = statistics.median(each["auto"]["expected_seconds"] for each in rounds)
+        other = min(MODES[1:], key=lambda mode: seconds[mode])
+        what = f"GPT-2 small, {name}"
+        rows.append(common.compare(what, "s a step", seconds["auto"], other, seconds[other], better="less", bar="ratio <= 1.0"))
+        rows.append(common.compare(f"{what}, expected", "s a step", expected, "measured", seconds["auto"], better="less", bar="ratio in 0.85..1.15"))
+        cases[name] = rounds
+    return {"comparisons": rows, "cases": cases}
+
+
 def main() -> None:
     """Run a suite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=("xl", "bound", "models"), default="models")
+    parser.add_argument("--suite", choices=("xl", "bound", "models", "runs"), default="models")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--links", nargs="+", default=[*LINKS])
+    parser.add_argument("--rounds", type=int, default=1, help="of runs")
     parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
-    found = {"xl": xl, "bound": bound, "models": models}[args.suite](args)
+    found = {"xl": xl, "bound": bound, "models": models, "runs": runs}[args.suite](args)
     name = f"recompute_{args.suite}" if args.output is None else args.output
-    common.finish(name, {"machine": common.machine(), "versions": common.versions("numpy", "scipy"), "settings": {"rounds": 1}, **found})
+    common.finish(name, {"machine": common.machine(), "versions": common.versions("numpy", "scipy"), "settings": {"rounds": args.rounds}, **found})
 
 
 if __name__ == "__main__":

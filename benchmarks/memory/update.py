@@ -10,8 +10,6 @@ suite compute on this machine's cores, which the CPU workers share: its seconds 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
-from recompute import LINKS, plan
+from recompute import LINKS, plan, train
 
 RAM_RATES: Final = ("100GB/s",)
 """What CPU workers read and write of RAM, all together: about half of what a server socket with eight channels has."""
@@ -55,18 +53,6 @@ def xl(args: argparse.Namespace) -> dict[str, Any]:
     return {"comparisons": rows, "cases": cases}
 
 
-def train(flags: list[str], run_dir: Path) -> dict[str, Any]:
-    """Median seconds of the steps of a run but the first two, its losses, and bytes over links a step."""
-    argv = [sys.executable, "-m", "nntask", "train", *RUN_FLAGS, *flags, f"--steps={STEPS}", f"--run-dir={run_dir}"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=common.ROOT)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stderr}")
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    seconds = sorted(step["seconds"] for step in steps[2:])
-    moved = sum(sum(step["moved_bytes"].values()) for step in steps[2:]) / len(steps[2:])
-    return {"seconds": seconds[len(seconds) // 2], "losses": [step["loss"] for step in steps], "moved_bytes_per_step": moved}
-
-
 def runs(args: argparse.Namespace) -> dict[str, Any]:
     """GPT-2 small on simulated devices."""
     rows, cases = [], {}
@@ -75,7 +61,8 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
             found = {}
             for mode in ("device", "cpu"):
                 workers = ["--ncpu=0"] if mode == "device" else ["--ncpu=2"]
-                found[mode] = train([f"--update-on={mode}", f"--sim-bandwidth={rate}", *workers], Path(folder) / f"{mode}-{rate.replace('/', '-')}")
+                flags = [*RUN_FLAGS, f"--steps={STEPS}", f"--update-on={mode}", f"--sim-bandwidth={rate}", *workers]
+                found[mode] = train(flags, Path(folder) / f"{mode}-{rate.replace('/', '-')}")
                 cases[f"{rate}, {mode}"] = found[mode]
             if found["cpu"]["losses"] != found["device"]["losses"]:
                 raise SystemExit(f"losses differ: {found}")

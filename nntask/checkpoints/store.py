@@ -20,6 +20,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from tiles import TileTensor
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
-from ..io.safetensors_file import checksum_of, load_tensors, save_tensors
+from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
 from ..models.interface import ModelConfig
 from ..models.registry import config_from_dict, untiled_type
 
@@ -72,6 +73,17 @@ class Checkpoint:
             return config_from_dict(self.state["model"], f"model in {file}")
         except UsageError as error:
             raise DataError(f"{error}; or use another checkpoint") from None
+
+    def check_size(self) -> None:
+        """Check that the config of a whole model does not ask for far more weights than there are, before anything is made of its sizes.
+
+        Raises:
+            DataError: it does, or the file is missing or broken.
+        """
+        with TensorFile(self.path / MODEL) as file:
+            held, asked = sum(prod(each.shape) for each in file.entries.values()), self.config.num_parameters
+        if asked > 2 * held:
+            raise DataError(f"{self.path / STATE} asks for {asked:,} weights, and {MODEL} holds {held:,}; {_instead_of(self.path)}")
 
     def load(self, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor] | None = None, *, exact: bool = True) -> None:
         """Fill tensors with the values of the checkpoint.

@@ -209,7 +209,7 @@ class MachineSettings:
     split_gpu: int = 1
     """parts that each GPU is used as: devices with memory, kernels and copies of their own on one card"""
     graphs: bool = True
-    """on GPUs, run tasks of a step that fits its memory fused, up to 32 at a time, as CUDA graphs; --no-graphs starts every kernel by itself"""
+    """on GPUs, run tasks of a step that fits its memory fused, whole passes at a time, as CUDA graphs; --no-graphs starts every kernel by itself"""
     sim_gpu: int = 0
     """simulated devices: more workers, each with a memory of its own"""
     gpu_memory: str = ""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
+from ..io.json_file import LARGEST_NBYTES
 from .special_tokens import END_OF_TEXT, MASK, Special, read_special
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -186,7 +187,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         path: the file, its directory, or a GGUF file.
 
     Raises:
-        DataError: the file is missing or broken, or `tokenizers` is not installed.
+        DataError: the file is missing, broken or larger than any tokenizer's, or `tokenizers` is not installed.
     """
     file = Path(path)
     inside = open_gguf(file).files.get(TOKENIZER_FILE) if is_gguf(file) else None
@@ -197,6 +198,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     from tokenizers import Tokenizer as Inner
 
+    if inside is None and (size := file.stat().st_size) > LARGEST_NBYTES:
+        raise DataError(f"{file} has {size:,} bytes, and a tokenizer file at most {LARGEST_NBYTES:,}; copy it again, or use another tokenizer")
     try:
         inner = Inner.from_file(str(file)) if inside is None else Inner.from_str(inside)
     except Exception as error:  # the package raises bare Exception for any broken file

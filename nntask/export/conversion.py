@@ -69,16 +69,16 @@ class Convertible:
         Raises:
             DataError: it is broken.
         """
+        stored = ModelDirectory.open(path) if checkpoint is None else weights_of(checkpoint)  # before the model, whose sizes they check
         model = build(config, ModelTiling(), CapturingRuntime(1), seed=None)
         matrices = frozenset(f"{name}.weight" for name in adapted(model))
         special = Special() if tokenizer is None else tokenizer.special
-        if checkpoint is not None:
-            return cls(path, config, weights_of(checkpoint), matrices, tokenizer, special)
+        if not isinstance(stored, ModelDirectory):
+            return cls(path, config, stored, matrices, tokenizer, special)
         if tokenizer is None:
             special = _declared(read_values(path)[0], config.vocab_size)
-        directory = ModelDirectory.open(path)
-        directory.check({name: tensor.shape for name, tensor in model.tensors().items()})
-        return cls(path, config, {name: where for name, (_, where) in directory.weights().items()}, matrices, tokenizer, special)
+        stored.check({name: tensor.shape for name, tensor in model.tensors().items()})
+        return cls(path, config, {name: where for name, (_, where) in stored.weights().items()}, matrices, tokenizer, special)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name in the family's files -> shape there, without the names that a tied head has besides."""

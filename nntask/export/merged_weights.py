@@ -108,6 +108,7 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
         stored = file.ranges()
     base = frozen_base_of(checkpoint)
     if base is None:
+        checkpoint.check_size()
         return dict(stored)
     model = capture_of(checkpoint)
     parameters = {name: p for name, p in model.named_parameters().items() if not is_factor(name)}

@@ -50,6 +50,17 @@ class _Keys:
             raise DataError(f"{whole} in {self._source} must be a number, got {got}; convert the model again, or use another file")
         return float(np.format_float_scientific(np.float32(value))) if isinstance(value, float) and abs(value) < 3e38 else value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0, which others are divided by.
+
+        Raises:
+            DataError: it is missing and has no default, or is none.
+        """
+        value = self.number(key, default)
+        if type(value) is not int or value < 1:
+            raise self.refusal(key, value, "a whole number above 0")
+        return value
+
     def refusal(self, key: str, value: Any, rule: str) -> DataError:
         """The error of a value that its key may not have here."""
         return DataError(f"{self._name}.{key} in {self._source} must be {rule}, got {value}; use another file")
@@ -158,8 +169,8 @@ def _gpt2(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
 
 def _hidden(keys: _Keys, *, eps: str) -> dict[str, Any]:
     """What all but GPT-2 have."""
-    width, heads = keys.number("embedding_length"), keys.number("attention.head_count")
-    size = keys.number("attention.key_length", width // heads if type(width) is type(heads) is int and heads > 0 else None)
+    width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    size = keys.count("attention.key_length", width // heads)
     if eps == _RMS and (turned := keys.number("rope.dimension_count", size)) != size:
         raise keys.refusal("rope.dimension_count", turned, f"the size of a head, {size}, as all of it turns here")
     return {
@@ -175,14 +186,19 @@ def _hidden(keys: _Keys, *, eps: str) -> dict[str, Any]:
     }
 
 
+def _head_size(values: Values) -> int:
+    """Features of a head."""
+    size: int = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    return size
+
+
 def _scaled(keys: _Keys, values: dict[str, Any], tensors: _Tensors) -> dict[str, Any] | None:
     """The scaling of rotary frequencies; None for none."""
     kind = keys.text("rope.scaling.type")
     if tensors.rotary_factors is not None:
         scaling = {**_LLAMA_3, "factor": float(tensors.rotary_factors.max())}
-        size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-        expected = rotary_factors(scaling, values["rope_theta"], size)
-        if expected.shape != tensors.rotary_factors.shape or not np.allclose(expected, tensors.rotary_factors, rtol=1e-4):
+        size, found = _head_size(values), tensors.rotary_factors
+        if found.shape != (-(-size // 2),) or not np.allclose(rotary_factors(scaling, values["rope_theta"], size), found, rtol=1e-4):
             raise DataError(
                 "rope_freqs.weight in the file are not the factors of a Llama 3; use a model with plain, linear or Llama 3's rotary scaling"
             )
@@ -216,13 +232,12 @@ def _qwen2(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
 
 def _qwen3(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
     values = _qwen2(keys, tensors)
-    size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-    return {**values, "model_type": "qwen3", "head_dim": size, "attention_bias": tensors.has("attn_q.bias")}
+    return {**values, "model_type": "qwen3", "head_dim": _head_size(values), "attention_bias": tensors.has("attn_q.bias")}
 
 
 def _gemma3(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
     values = _hidden(keys, eps=_RMS)
-    size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    size = _head_size(values)
     own = {
         "head_dim": size,
         "query_pre_attn_scalar": size,
@@ -234,7 +249,7 @@ def _gemma3(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
 
 def _phi(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
     values = _hidden(keys, eps=_LAYER)
-    size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    size = _head_size(values)
     return {"model_type": "phi", **values, "partial_rotary_factor": keys.number("rope.dimension_count", size) / size, "hidden_act": "gelu_new"}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from scheduler import ASIDE_DEPTH, SIM_DEPTH
 from scheduler.drivers import THREADS, staging_nbytes
-from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, footprint
+from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task, WorkerKind, key_of
 from scheduler.planning import Pace, pace_of
 from scheduler.simulation import Duration
 from scheduler.storage import PerfStore, machine_fingerprint
@@ -212,7 +212,7 @@ class Durations:
 
 def durations(plan: StepPlan, target: MachineModel) -> Durations:
     """How long the tasks of a plan take on each kind of worker of a machine."""
-    keys = [(task.name, footprint(cast(Task, task))) for task in plan.tasks]
+    keys = [key_of(cast(Task, task)) for task in plan.tasks]
     examples: dict[tuple[str, int], RecordedTask] = dict(zip(keys, plan.tasks, strict=True))
     rates = target.rates
     seconds: dict[str, Sequence[float]] = {}

@@ -1,8 +1,9 @@
 """Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is one too.
 
-Opening a directory reads headers only. A tile is read from its byte range in the file at its first use, and again at a use after an eviction; no
-tensor is whole in memory. A value that is not finite is refused at that read, with the names of the tensor and the file. Matrices may be quantised
-(`io.block_ranges`); a model that holds blocks takes them as they are, and others as floats.
+Opening a directory reads headers only, and compares their sizes with the config's before anything is made of the latter. A tile is read from its byte
+range in the file at its first use, and again at a use after an eviction; no tensor is whole in memory. A value that is not finite is refused at that
+read, with the names of the tensor and the file. Matrices may be quantised (`io.block_ranges`); a model that holds blocks takes them as they are, and
+others as floats.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,7 +94,7 @@ def _class_in(directory: Path) -> str:
     """transformers' class that the config of a directory names, if it has a head; that of causal language models otherwise."""
     try:
         named = json.loads((directory / CONFIG).read_text())["architectures"][0]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         named = None
     return named if isinstance(named, str) and named.isidentifier() and ("For" in named or "LM" in named) else "AutoModelForCausalLM"
 
@@ -124,11 +126,12 @@ class ModelDirectory:
                 of its head, see `new`.
 
         Raises:
-            DataError: a file is missing, broken or a pickle, or index and files disagree.
+            DataError: a file is missing, broken or a pickle, index and files disagree, or the config asks for far more weights than there are.
             UsageError: the model family is unknown, or the config breaks a rule.
         """
         stored = read_config(path)
         ranges, formats = stored_ranges(path)
+        _check_size(path, stored, ranges, formats)
         return cls(path, stored if config is None else config, ranges, stored, formats)
 
     @property
@@ -264,6 +267,17 @@ class ModelDirectory:
 
     def _where(self, name: str) -> Path:
         return self.ranges[name].file.path
+
+
+def _check_size(path: Path, config: ModelConfig, ranges: Mapping[str, FileRange], formats: Mapping[str, BlockFormat]) -> None:
+    """Check that a config does not ask for more than files could hold; a head that they lack is no larger than what they have.
+
+    Raises:
+        DataError: it does.
+    """
+    held = sum(formats[name].columns(prod(each.shape)) if name in formats else prod(each.shape) for name, each in ranges.items())
+    if config.num_parameters > 2 * held:
+        raise DataError(f"the config of {path} asks for {config.num_parameters:,} weights, and its files hold {held:,}; copy both from one model")
 
 
 def weight_ranges(path: Path) -> dict[str, FileRange]:

@@ -9,6 +9,7 @@ from .running_batch import BatchShape, NextToken, RunningBatch, RunningText, Tex
 from .samples import HOW, sample_prompt, sample_text
 from .sampling import Sampling, choose
 from .scoring import perplexity
+from .spelling import Spelling
 
 __all__ = [
     "HOW",
@@ -25,6 +26,7 @@ __all__ = [
     "RunningBatch",
     "RunningText",
     "Sampling",
+    "Spelling",
     "TextIds",
     "TextRequest",
     "TokenScore",

@@ -1,7 +1,7 @@
 """Whether a machine has the memory for a running batch, and how many pages its cache may have: ``nntask serve`` refuses at once what would end later.
 
-What counts are both recorded steps with all pages in use. With a disk tier the cache may be larger than host memory; without one it has as many pages
-as fit, and texts wait until some are free.
+What counts are the steps with all pages in use: a token of every text, and a piece of a prompt whose probabilities are told. With a disk tier the
+cache may be larger than host memory; without one it has as many pages as fit, and texts wait until some are free.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
     target = this_machine(machine)
 
     def lacking(shape: BatchShape) -> Needs | None:
-        """What a step needs that the machine has not; None where both fit."""
-        found = (_needs(source, tiling, dtype, machine, shape, scores=scores) for scores in (True, False))
-        return next((needs for needs in found if not needs.fit(target)), None)
+        """What the step that needs most memory needs, of those that the machine has not enough for; None where all fit."""
+        found = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (shape.slots, PROMPT_ROWS))
+        return max((needs for needs in found if not needs.fit(target)), key=lambda needs: (needs.last(target), needs.task), default=None)
 
     if lacking(shape) is None:
         return shape
@@ -60,14 +60,14 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
     return replace(shape, num_pages=fits)
 
 
-def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, *, scores: bool) -> Needs:
-    """What a step needs: a token of every text with scores, or a piece of a prompt without."""
+def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, num_rows: int) -> Needs:
+    """What a step over rows with scores needs; without them it needs less."""
 
     def emit(model: LanguageModel, runtime: CapturingRuntime) -> TileTensor | None:
         model.eval()
         pages = pages_for(model, runtime, shape)
-        inputs = pages.inputs(shape.slots if scores else PROMPT_ROWS)
+        inputs = pages.inputs(num_rows)
         with runtime.record():
-            return emit_rows(model, pages.past(inputs, pages.num_tiles), inputs, scores=scores)
+            return emit_rows(model, pages.past(inputs, pages.num_tiles), inputs, scores=True)
 
     return needs_of_step(source, tiling, dtype, machine, emit)

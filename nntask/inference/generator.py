@@ -267,7 +267,7 @@ class _Steps:
             self._cache.grow(written.stop * self._cache.tile)
             self._cache.leave(written.start * self._cache.tile)
             sources = self._sources if forks else None
-            with no_grad(), self._runtime.record() as step:
+            with no_grad(), self._runtime.record(groups=True) as step:
                 output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written, sources, self._shared)).data
             self._recorded[forks] = _DecodingStep(step, output)
         return self._recorded[forks]

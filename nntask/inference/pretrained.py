@@ -222,7 +222,7 @@ class ModelSource:
         spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, _BLOCK) if self.is_quantised else tiling)
         spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
         if self.checkpoint is None:
-            directory = ModelDirectory.open(self.path)
+            directory = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
             found = build_model(spec, runtime, fill=False)
             found.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
             directory.attach(found.tensors())

@@ -334,7 +334,7 @@ class RunningBatch:
             self._inputs[num_rows] = self._pages.inputs(num_rows)
         inputs = self._inputs[num_rows]
         if work not in self._recorded:
-            with self.runtime.record() as step:
+            with self.runtime.record(groups=True) as step:
                 output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
             self._recorded[work] = step, output
         tokens, positions = np.zeros((2, num_rows, 1), np.int32)

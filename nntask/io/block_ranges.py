@@ -45,7 +45,7 @@ def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], pat
         named = json.loads(text)
         pairs = {str(name): str(kind) for name, kind in named.items()}
     except (ValueError, AttributeError, RecursionError):
-        raise DataError(f'{path} has a list of quantised tensors that does not read: {text[:80]}; write it as {{"name": "q8_0"}}') from None
+        raise DataError(f'{path} has a list of quantised tensors that does not read: {text[:80]!r}; write it as {{"name": "q8_0"}}') from None
     for name, kind in pairs.items():
         if kind not in BLOCK_FORMATS:
             raise DataError(f"{name} in {path} is quantised as {kind[:40]}, and only {' and '.join(BLOCK_FORMATS)} are read here; quantise it so")

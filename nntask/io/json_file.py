@@ -9,6 +9,8 @@ from typing import Any, Final
 from ..errors import DataError
 
 LARGEST_NBYTES: Final = 100 << 20
+_MOST_LEVELS: Final = 100
+"""Of lists and objects in each other; whoever shows or compares such a value recurses as deep."""
 
 
 def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
@@ -20,12 +22,14 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
         advice: remedy in the error message about a file that cannot be read.
 
     Raises:
-        DataError: the file cannot be read, is larger than 100 MiB, or is not JSON.
+        DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or nested more than 100 levels deep.
     """
     try:
         if file.stat().st_size > LARGEST_NBYTES:
             raise ValueError("it is larger than 100 MiB")
-        return json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
+        _check_levels(values)
+        return values
     except OSError as error:
         raise DataError(f"{what} {file} cannot be read: {error.strerror}; {advice}") from None
     except (ValueError, RecursionError) as error:
@@ -47,3 +51,17 @@ def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[st
     if not isinstance(values, dict):
         raise DataError(f"{what} {file} must be a JSON object, got {json.dumps(values)[:80]}; copy it again")
     return values
+
+
+def _check_levels(values: Any) -> None:
+    """Check that a value is not nested too deeply.
+
+    Raises:
+        ValueError: it is.
+    """
+    level = [values]
+    for _ in range(_MOST_LEVELS):
+        level = [each for some in level if isinstance(some, (dict, list)) for each in (some.values() if isinstance(some, dict) else some)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")

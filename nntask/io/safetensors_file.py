@@ -226,6 +226,8 @@ class TensorFile:
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            if not all(isinstance(each, str) for each in self.metadata.values()):
+                raise TypeError("__metadata__ must be an object of texts")
             self.entries = {name: self._entry(name, value, nbytes - 8 - length) for name, value in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise self._corrupt(f"its header does not read: {error}") from None

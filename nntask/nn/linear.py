@@ -13,7 +13,7 @@ from tiles.ops import attention as attention_ops
 from tiles.ops import elementwise, matmul
 from tiles.ops import random as random_ops
 
-from .autograd import Gradients, Tensor, accumulator_of, on_tape, only
+from .autograd import Gradients, Tensor, accumulator_of, on_tape, only, tape_enabled
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class LowRank:
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool = False, added: LowRank | None = None) -> Tensor:
     """x (.., K) @ w (K, N) + b (N,) [+ added] -> (.., N); with `transpose_w`, w is (N, K)."""
-    y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w)
+    is_next_token = not tape_enabled() and x.data.shape[-2] == 1
+    y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w, beside=is_next_token)
     through = _weight_backward(x, w, b, transpose_w=transpose_w)
     if added is not None:
         through = _low_rank_backward(x.data, added, _add_low_rank(x.data, added, y), through)

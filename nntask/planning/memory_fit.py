@@ -10,11 +10,12 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from scheduler import CapturingRuntime, Codelet
 from scheduler.machine import FILE, POLICIES, RecordedTask, StepPlan
-from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder, arrange, as_asked, choose_plan, last_tier_bytes, most_again, repetition
+from scheduler.planning import AUTO, NONE, SUBMISSION, Judge, PlannedOrder, arrange, as_asked, choose_plan, last_tier_bytes, most_again, repetition
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
@@ -26,6 +27,7 @@ from ..hardware.machine_model import MachineModel, pace_on, this_machine
 from ..hardware.machine_spec import check_budgets
 from ..hf.model_directory import ModelDirectory
 from .needs import Needs, shortage
+from .virtual_replay import replay_seconds
 
 MOST_TASKS: Final = 1_000_000
 """Steps of more tasks are refused: recording one takes minutes and gigabytes."""
@@ -221,15 +223,19 @@ def _tiles_of_positions(run: RunConfig) -> int:
 def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
     """As `Runtime.plan_step`, of a step that has been given what --recompute says."""
     try:
-        return order_on(plan, run.step.order, target, target.policy, AUTO if run.step.recompute == AUTO else NONE)
+        judge = partial(replay_seconds, target=target, how=run.machine.scheduling)
+        return order_on(plan, run.step.order, target, target.policy, AUTO if run.step.recompute == AUTO else NONE, judge)
     except ValueError as error:
         is_open = run.step.num_minibatches == 1 and not run.start.is_continued
         more = "; the others need a --minibatch below --batch" if is_open else ""
         raise UsageError(f"--order {run.step.order}: {error}{more}") from error
 
 
-def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE) -> PlannedOrder:
+def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE, judge: Judge | None = None) -> PlannedOrder:
     """As `Runtime.plan_step`, on a machine that need not exist, under a scheduling policy.
+
+    Args:
+        judge: as of `choose_plan`.
 
     Raises:
         ValueError: the step has no order of that name.
@@ -244,6 +250,7 @@ def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, reco
         computes_on_last=last in compute_nodes,
         num_devices=len(compute_nodes) if POLICIES[policy]().keeps_partitions and 0 not in compute_nodes else 1,
         pace=lambda planned: pace_on(planned, target),
+        judge=judge,
     )
 
 

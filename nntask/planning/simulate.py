@@ -1,7 +1,7 @@
 """``nntask plan``: what a training step needs and costs on a machine, from shapes alone: no data, no kernels, nothing written.
 
-What it needs is in `memory_fit`. What it costs: the core replays the captured step, in the order that a run would choose, in virtual time with the
-durations and links of `hardware.machine_model`.
+What it needs is in `memory_fit`. What it costs: the captured step is replayed in virtual time, in the order that a run would
+choose (`virtual_replay`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import scheduler
 from scheduler import SCRATCH, DataClass, W
 from scheduler.machine import StepPlan
 from scheduler.planning import PlannedOrder
-from scheduler.simulation import Simulation, simulate
+from scheduler.simulation import Simulation
 
 from ..adapters.lora import largest_rank
 from ..config.objective import image_shape
@@ -24,7 +24,7 @@ from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
-from ..hardware.machine_model import MachineModel, durations, this_machine
+from ..hardware.machine_model import MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.interface import ModelConfig
 from ..models.registry import family_of
@@ -44,12 +44,8 @@ from .memory_fit import (
 from .needs import Needs, shortage
 from .updater import plan_updater
 from .value_figures import order_figures
+from .virtual_replay import replay
 
-FEW_TASKS: Final = 3000
-"""Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
-within 2 % of the first."""
-FEW_TASKS_ON_DEVICES: Final = 12_000
-"""The same with devices. There replays differ: before the first one all data is in host memory, before the second it is where tasks left it."""
 IN_FLIGHT: Final = 2
 """Steps that training has under way."""
 MANY_TASKS: Final = 40_000
@@ -158,25 +154,8 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
     if not needs.fit(target):
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
-    how = run.machine.scheduling
-    is_short, has_devices = order.plan.needed_bytes() > target.memory, max(target.compute_nodes) > 0
-    once = is_short and len(order.plan.tasks) > (FEW_TASKS_ON_DEVICES if has_devices else FEW_TASKS)
     try:
-        found = simulate(
-            order.plan,
-            workers=target.workers,
-            nodes=target.nodes,
-            policy=target.policy,
-            duration=durations(order.plan, target).of,
-            transfer=target.models.transfer_seconds,
-            storage=target.storage,
-            channels=target.channels,
-            eviction=how.evict,
-            prefetch=how.prefetch,
-            replays=1 if once else 2,
-            ahead=not once,
-            aside=target.aside,
-        )
+        found = replay(order.plan, target, run.machine.scheduling)
     except scheduler.DoesNotFit as error:
         return None, str(error).partition("; raise the budget")[0], error.node
     nbytes, data_class = _largest_output(order.plan)

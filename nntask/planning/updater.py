@@ -62,7 +62,7 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
             refusal, seconds[updater] = refusal or error, None
             continue
         found[updater] = ChosenUpdater(at, this_machine(at.machine), step, order, {})
-        seconds[updater] = order.seconds or None
+        seconds[updater] = expected(order) or None
         if not order.forecasts:  # nothing moves
             break
     if not found:
@@ -87,7 +87,7 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
         step = capture(at, frozen_base=at.start.frozen_base)
         order = choose_order(step.plan, at, there.without(step.reading))
         fits = least_needs(step.plan, at, there, order, reading=step.reading).fit(there)
-        seconds[updater] = (order.seconds or None) if fits else None
+        seconds[updater] = (expected(order) or None) if fits else None
         if fits or not found:
             found[updater] = ChosenUpdater(at, there, step, order, {})
         if fits and not order.forecasts:
@@ -131,4 +131,9 @@ def _faster(found: Mapping[Updater, ChosenUpdater]) -> Updater:
     if len(found) == 1:
         return next(iter(found))
     device, cpu = found["device"].order, found["cpu"].order
-    return "cpu" if device.forecasts and cpu.seconds < GAIN * device.seconds else "device"
+    return "cpu" if device.forecasts and expected(cpu) < GAIN * expected(device) else "device"
+
+
+def expected(order: PlannedOrder) -> float:
+    """Seconds of a planned step, by forecast where nothing more exact is known; 0 where everything fits."""
+    return order.judged_seconds or order.seconds

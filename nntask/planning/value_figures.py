@@ -34,6 +34,7 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
         "values": list(_values(order, target)),
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},
+        "judged_seconds": order.judged_seconds or None,
     }
 
 

@@ -23,7 +23,7 @@ from typing import Final, cast
 
 import scheduler
 from scheduler import Accesses, Runtime, Trace
-from scheduler.machine import RecordedTask, StepPlan, Task, footprint
+from scheduler.machine import RecordedTask, StepPlan, Task, key_of
 
 from ..config.resolution import TILE_FLAGS, retiled
 from ..config.run_config import RunConfig
@@ -263,4 +263,4 @@ def _kernel_seconds(whole: StepPlan, trial: StepPlan, seconds: Sequence[float]) 
 
 def _kind(task: RecordedTask) -> tuple[str, int]:
     """What tasks of equal cost share."""
-    return task.name, footprint(cast(Task, task))
+    return key_of(cast(Task, task))

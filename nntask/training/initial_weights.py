@@ -119,6 +119,7 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
             f"drop --dtype, or use a whole model: nntask export {shlex.quote(str(checkpoint.path))} DIR --merge"
         )
     if frozen_base is None:
+        checkpoint.check_size()
         model = build_model(spec, runtime, fill=False)
     else:
         model = _beside(frozen_base, spec, runtime)

@@ -219,6 +219,7 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
         say(
             f"order: {order.name}, forecast{under} to move {order.moved_bytes / 1e9:.3g} GB and to take {order.seconds:.3g} s a step "
             f"(submission: {plain.total / 1e9:.3g} GB, {plain.seconds:.3g} s)"
+            + (f"; in virtual time it takes {order.judged_seconds:.3g} s" if order.judged_seconds else "")
             + ("; of equally fast ones it moves least" if run.step.order == AUTO and order.moves_least_of_equals else "")
         )
         if order.mix is not None and order.recompute != NONE:

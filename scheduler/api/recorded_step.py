@@ -207,8 +207,8 @@ class Replayer(Protocol):
 
     inbox: ReleaseInbox
 
-    def plan_step(self, plan: StepPlan, order: str, recompute: str) -> PlannedOrder:
-        """Plan the order of that name, and what is made again."""
+    def plan_step(self, plan: StepPlan, order: str, recompute: str, *, groups: bool) -> PlannedOrder:
+        """Plan the order of that name, what is made again, and perhaps what CPU workers run as one."""
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
         """Make one instance of a recorded step, and a twin of each handle that the step owns."""
@@ -270,10 +270,11 @@ class Step:
         self._kept: dict[HandleRecord, Handle] = {}
         self._num_tasks = 0
 
-    def complete(self, recorder: Recorder, order: str, recompute: str) -> None:
-        """Take over the captured tasks, and plan their execution in the order of that name, and what they make again."""
+    def complete(self, recorder: Recorder, order: str, recompute: str, *, groups: bool) -> None:
+        """Take over the captured tasks, and plan their execution in the order of that name, what they make again, and perhaps what CPU workers run
+        as one."""
         plan = recorder.finish()
-        self.order = self._runtime.plan_step(plan, order, recompute)
+        self.order = self._runtime.plan_step(plan, order, recompute, groups=groups)
         self._num_tasks = self.order.num_tasks
         self.plan = self.order.plan
         self._kept = recorder.kept

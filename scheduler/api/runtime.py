@@ -18,7 +18,7 @@ from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.memory.extents import rounded
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import RAM, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from ..core.records import RAM, DataClass, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
@@ -31,8 +31,10 @@ from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds
 from ..planning.choose_order import PlannedOrder, reach_of
 from ..planning.choose_recompute import choose_plan
+from ..planning.fused_tasks import ScratchView
+from ..planning.group_fusion import fuse_groups_if_they_fit
 from ..planning.recompute import NONE
-from ..planning.task_fusion import ScratchView, fuse_if_it_fits
+from ..planning.task_fusion import fuse_if_it_fits
 from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
@@ -283,12 +285,14 @@ class Runtime(RecordingRuntime):
             raise failure
 
     @contextmanager
-    def record(self, order: str = "auto", recompute: str = NONE) -> Iterator[Step]:
+    def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
             recompute: what is made again instead of kept, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
+            groups: whether CPU workers run groups of small tasks as one (`planning.task_groups`), where there is no other worker and memory for the
+                step twice. It changes no result.
 
         Raises:
             RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name, or
@@ -304,10 +308,10 @@ class Runtime(RecordingRuntime):
             self._combine_all()
         finally:
             self._recorder = None
-        step.complete(recorder, order, recompute)
+        step.complete(recorder, order, recompute, groups=groups)
 
-    def plan_step(self, plan: StepPlan, order: str, recompute: str) -> PlannedOrder:
-        """The planned order of a recorded step on this machine, and what it makes again.
+    def plan_step(self, plan: StepPlan, order: str, recompute: str, *, groups: bool) -> PlannedOrder:
+        """The planned order of a recorded step on this machine, what it makes again, and what runs as one.
 
         Raises:
             RecordingError: the step has no order of that name, or nothing to make again by such an operation.
@@ -328,14 +332,19 @@ class Runtime(RecordingRuntime):
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
-        if not self._graphs or self._executor.watch.callback is not None:  # a callback is called with single tasks
+        if self.trace is not None or self._executor.watch.callback is not None:  # these look at single tasks
             return found
+        if not self._graphs:
+            kinds = [worker.kind for worker in machine.workers]
+            if not groups or any(kind != "cpu" for kind in kinds):
+                return found
+            return fuse_groups_if_they_fit(found, len(kinds), reach.memory, self._inner_record)
         devices = [nodes.budget(NodeId(at)) for at, name in enumerate(nodes.names) if name.startswith("cuda")]
         return fuse_if_it_fits(found, devices, self._inner_record)
 
-    def _inner_record(self, nbytes: int, view: ScratchView) -> HandleRecord:
-        """A record for the scratch memory of a fused task."""
-        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, "inner data", "temporary", "scratch")
+    def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
+        """A record for the scratch memory of a fused task, or for data that several of them share."""
+        return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, f"inner {data_class}", "temporary", data_class)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
         """Seconds that no schedule of a step on this machine falls below, by name of the bound (`planning.bounds`).

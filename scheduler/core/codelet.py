@@ -26,6 +26,9 @@ Begin = Callable[..., None]
 """Begins what ends by itself, ``begin(done, *views, **constants)``, and only takes note: it is called under the runtime's lock and may not call back.
 Later, once, from any thread, ``done(None)`` or ``done(error)`` must be called. The views are its own until then."""
 
+Many = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], None]
+"""Starts several tasks of one codelet at once, from the views and the constants of each."""
+
 CostFunction = Callable[[Sequence[Any], Mapping[str, Any]], Cost]
 
 
@@ -56,6 +59,7 @@ class Codelet:
             such tasks are under way at a time, over data in host memory.
         cost: from the ``view`` objects of the task's handles (they know shapes) and its constants to the task's `Cost`.
         tail: the end of the computation, where a part of its results follows from the rest.
+        cuda_many: runs several tasks on a CUDA worker, bit by bit as `cuda` would one after another, where none writes what another one uses.
         cpu_only: whether CPU workers alone run it, over data in host memory, although simulated devices could.
     """
 
@@ -65,6 +69,7 @@ class Codelet:
     host: Begin | None = None
     cost: CostFunction | None = None
     tail: Tail | None = None
+    cuda_many: Many | None = None
     cpu_only: bool = False
 
     @property

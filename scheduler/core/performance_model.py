@@ -188,6 +188,13 @@ def footprint(task: Task) -> int:
     return zlib.crc32(";".join(terms).encode())
 
 
+def key_of(task: Task) -> tuple[str, int]:
+    """Codelet name and footprint of a task, which it keeps."""
+    if task.model_key is None:
+        task.model_key = (task.name, footprint(task))
+    return task.model_key
+
+
 def _cost(task: Task) -> tuple[float, float] | None:
     """(flops, bytes) of a task, if its codelet says."""
     cost = cast(_Codelet, task.codelet).cost if hasattr(task.codelet, "cost") else None
@@ -330,12 +337,10 @@ class Models:
 
     def record(self, task: Task, kind: WorkerKind, seconds: float) -> None:
         """Take note of how long a task ran. Under a microsecond for a task whose `model_key` is known, as in any replay but the first."""
-        key = task.model_key
-        if key is None:
-            key = task.model_key = (task.name, footprint(task))
-        series = self.history.series.get((key[0], key[1], kind))
+        key = (*key_of(task), kind)
+        series = self.history.series.get(key)
         if series is None:
-            self.history.add((key[0], key[1], kind), seconds)
+            self.history.add(key, seconds)
         else:
             series.add(seconds)
 
@@ -374,10 +379,7 @@ class Models:
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """What was measured, else a guess."""
-        name_and_footprint = task.model_key
-        if name_and_footprint is None:
-            name_and_footprint = task.model_key = (task.name, footprint(task))
-        key = (name_and_footprint[0], name_and_footprint[1], kind)
+        key = (*key_of(task), kind)
         seconds = self.history.estimate(key)
         if seconds is None:
             seconds = self._guesses.get(key)

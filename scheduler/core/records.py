@@ -32,12 +32,18 @@ TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "runnin
 RAM: Final = NodeId(0)
 """The node of host memory, where CPU workers compute and the program borrows data."""
 
+NEWEST: Final = -1
+"""In the place of a kernel's mark: which kernel of a device used some bytes last is not known; it may be the newest one."""
+
 FILE: Final = NodeId(1 << 16)
 """The node of the files that data comes from: read only, without budget or extents, and not among a machine's memory nodes. Above all of them,
 because data is read from there when it is nowhere else."""
 
 FILE_NAME: Final = "file"
 """What users call it."""
+
+MOST_SHOWN: Final = 40
+"""Accesses of a task that messages name."""
 
 ANY: Final = 1 << 60
 """A window that holds nothing back."""
@@ -60,6 +66,7 @@ class Replica:
         is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the extent in a file.
         is_ahead: whether it is the backing replica of a temporary that the planned order would not have made yet.
         since, last_use: the machine's event count when it was installed and at the last use.
+        kernel_mark: number of the mark behind the last kernel of the node's device that used the extent, set by its driver; else `NEWEST`.
     """
 
     handle: HandleRecord
@@ -73,6 +80,7 @@ class Replica:
     is_ahead: bool = False
     since: int = 0
     last_use: int = 0
+    kernel_mark: int = NEWEST
     view: object | None = None
 
 
@@ -191,8 +199,13 @@ class Task:
         return step.partition_nodes[self.partition] if step is not None and step.partition_nodes and self.partition >= 0 else None
 
     def __repr__(self) -> str:
-        data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in self.accesses)
-        return f"task {self.id} {self.name}({data})"
+        return f"task {self.id} {self.name}({data_of(self)})"
+
+
+def data_of(task: Task) -> str:
+    """The data of a task, for messages: of fused tasks, which may use that of a whole step, the beginning."""
+    shown = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses[:MOST_SHOWN])
+    return shown if len(task.accesses) <= MOST_SHOWN else f"{shown} and {len(task.accesses) - MOST_SHOWN} more"
 
 
 @dataclass(slots=True, eq=False)

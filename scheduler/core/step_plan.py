@@ -9,6 +9,7 @@ instance runs nothing and takes no memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -114,6 +115,12 @@ class StepPlan:
             use.last_writer = position
             if use.first_writer is None:
                 use.first_writer = position
+
+    def divided(self, partitions: Sequence[int]) -> StepPlan:
+        """The same step with partitions; what else it has is shared."""
+        found = copy(self)
+        found.partitions = list(partitions)
+        return found
 
     def foresee(self, leaves: Mapping[HandleRecord, Set[int]], returns: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
         """Note which handles are expected to leave the memory where tasks run, and before which of their uses; instances made later know it.

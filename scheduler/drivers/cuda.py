@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from ..core.errors import DeviceFailed
 from ..core.events import CopyTile, TaskFailed, TaskFinished
 from ..core.records import Task, Worker
-from ..storage.device import Arena, DeviceArena, marks_of
+from ..storage.device import Arena, DeviceArena, mark_of
 from . import cpu
 from .gpu import Ended, Event, Flow, Gpu, device_failed
 
@@ -89,9 +89,9 @@ class CudaThread(cpu.WorkerThread):
         except DeviceFailed:
             raise
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
-            flow.mark()
+            _note_mark(task, flow.mark())
             return TaskFailed(task, error)
-        flow.mark(task)
+        _note_mark(task, flow.mark(task))
         if watch.callback is not None:
             flow.wait()
             self.executor.show(self.worker, task, start, perf_counter_ns())
@@ -104,6 +104,12 @@ class CudaThread(cpu.WorkerThread):
             self.clone_ns += sum(clones)
             self.num_clones += len(clones)
             self.executor.ended(self.worker, ended)
+
+
+def _note_mark(task: Task, number: int) -> None:
+    """What the task has used is free for other streams behind that mark."""
+    for replica in task.replicas:
+        replica.kernel_mark = number
 
 
 class _PendingCopy(NamedTuple):
@@ -135,8 +141,9 @@ class CudaCopier(threading.Thread):
         self._events: list[Event] = []
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy, ordered after the kernels submitted so far; called under the executor's lock."""
-        self._mailbox.put((action, marks_of(self.arenas[action.source.node], self.arenas[action.target.node])))
+        """Ask for a copy, ordered after the kernels submitted so far that may use its bytes; called under the executor's lock."""
+        ends = ((replica, self.arenas[replica.node]) for replica in (action.source, action.target))
+        self._mailbox.put((action, [mark_of(replica, arena) for replica, arena in ends if isinstance(arena, DeviceArena)]))
 
     def run(self) -> None:
         """Copy until `stop`."""

@@ -42,7 +42,7 @@ from ..core.machine import Machine
 from ..core.memory.extents import MemoryNode
 from ..core.performance_model import Models
 from ..core.policies import POLICIES, Placement
-from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind, data_of
 from ..drivers.callbacks import Watch
 from ..drivers.disk import Source, readers_nbytes
 from ..drivers.gpu import Ended, Gpu
@@ -321,8 +321,8 @@ class Executor:
         if isinstance(error, DoesNotFit):
             self.refusal = self.refusal or error
         if not isinstance(error, SchedulerError):
-            data = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses)
-            named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data} raised {type(error).__name__}: {error}")
+            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # of fused tasks: which one
+            named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data_of(task)} raised {type(error).__name__}: {error}{notes}")
             named.__cause__ = error
             error = named
         if task.step is not None:

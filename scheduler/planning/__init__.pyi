@@ -4,12 +4,14 @@ from .choose_recompute import as_asked, choose_plan, most_again
 from .forecast import Pace
 from .orders import arrange, candidates, repetition
 from .recompute import BLOCK, NONE, Value, Values
+from .weighing import Judge
 
 __all__ = [
     "AUTO",
     "BLOCK",
     "NONE",
     "SUBMISSION",
+    "Judge",
     "Pace",
     "PlannedOrder",
     "Value",

@@ -52,6 +52,8 @@ class PlannedOrder:
         num_tasks: of the step, tasks that are fused counted one by one.
         recompute: what the step makes again, as it can be asked for; "none" for nothing.
         mix: how that was chosen, if a planner has.
+        last_bytes: what the last tier must hold (`last_tier_bytes`).
+        judged_seconds: of a step, as a more exact judge than forecasts has it (`weighing`); 0 where none was asked.
     """
 
     name: str
@@ -61,6 +63,8 @@ class PlannedOrder:
     num_tasks: int = 0
     recompute: str = "none"
     mix: Mix | None = None
+    last_bytes: int = 0
+    judged_seconds: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
@@ -181,6 +185,7 @@ def plan_order(
     num_devices: int = 1,
     pace: Callable[[StepPlan], Pace] | None = None,
     only: Sequence[str] = (),
+    is_draft: bool = False,
 ) -> PlannedOrder:
     """Choose the order of a step, and the device of each minibatch.
 
@@ -196,18 +201,19 @@ def plan_order(
         num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
         pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
         only: names of the orders that "auto" chooses from, as far as the step has them, or else the submission order; none for all.
+        is_draft: whether the plan need not be made: that of the outcome is the step as it was.
 
     Raises:
         ValueError: the step has no order of that name.
     """
     repeated = repetition(plan) if num_devices > 1 else None
     if repeated is not None:
-        plan = StepPlan(plan.tasks, plan.owned, partitions=devices_of_tasks(plan, repeated, num_devices), idle=plan.idle)
-    needed = device_bytes(plan, num_devices)
-    fits = not plan.has_aside and needed <= memory and last_tier_bytes(plan, computes=computes_on_last) <= last
+        plan = plan.divided(devices_of_tasks(plan, repeated, num_devices))
+    needed, last_bytes = device_bytes(plan, num_devices), last_tier_bytes(plan, computes=computes_on_last)
+    fits = not plan.has_aside and needed <= memory and last_bytes <= last
     if order in (AUTO, SUBMISSION) and fits:
         chosen = plan if ROOMY * needed <= memory else _permuted(plan, range(len(plan.tasks)), plan.partitions, num_devices)
-        return PlannedOrder(SUBMISSION, chosen, {}, num_tasks=len(plan.tasks))
+        return PlannedOrder(SUBMISSION, chosen, {}, num_tasks=len(plan.tasks), last_bytes=last_bytes)
     found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
     speed = None if pace is None else pace(plan)
     step = _Assessed(plan, memory, num_devices, speed, only_files=computes_on_last and reads_files(plan))
@@ -222,15 +228,15 @@ def plan_order(
         return last_tier_bytes(plan, computes=computes_on_last, ranks=ranks), step.forecast(found[name], devices_of(name))
 
     if order == AUTO:
-        forecasts, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last, () if only else (SUBMISSION,))
+        assessed, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last, () if only else (SUBMISSION,))
     else:
-        forecasts, considered = {name: assess(name)[1] for name in dict.fromkeys([SUBMISSION, order])}, [order]
-    order, moves_least = _best({name: forecasts[name] for name in considered})
-    chosen = _permuted(plan, found[order], devices_of(order), num_devices)
-    if not computes_on_last:  # the last tier has no tier below to write back to
+        assessed, considered = {name: assess(name) for name in dict.fromkeys([SUBMISSION, order])}, [order]
+    order, moves_least = _best({name: assessed[name][1] for name in considered})
+    chosen = plan if is_draft else _permuted(plan, found[order], devices_of(order), num_devices)
+    if not (computes_on_last or is_draft):  # the last tier has no tier below to write back to
         step.foresee(chosen, found[order], devices_of(order))
-    shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
-    return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks))
+    shown = {name: assessed[name][1] for name in dict.fromkeys([SUBMISSION, *considered]) if name in assessed}
+    return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks), last_bytes=assessed[order][0])
 
 
 def _best(forecasts: Mapping[str, Forecast]) -> tuple[str, bool]:
@@ -245,7 +251,7 @@ def _best(forecasts: Mapping[str, Forecast]) -> tuple[str, bool]:
 
 def _considered(
     pools: Iterable[Sequence[str]], assess: Callable[[str], tuple[int, Forecast]], last: int, always: Iterable[str]
-) -> tuple[dict[str, Forecast], list[str]]:
+) -> tuple[dict[str, tuple[int, Forecast]], list[str]]:
     """Assess orders that are wanted in any case, then one pool of orders after another, until a pool has an order whose data the last tier holds.
 
     Args:
@@ -253,8 +259,8 @@ def _considered(
         last: bytes of the last tier.
 
     Returns:
-        Forecasts of all assessed orders, and the names to choose from: the orders of the last pool whose data the tier holds; if no pool has any,
-        the one order that needs the fewest bytes of the tier.
+        What `assess` says of all assessed orders, and the names to choose from: the orders of the last pool whose data the tier holds; if no pool
+        has any, the one order that needs the fewest bytes of the tier.
     """
     assessed = {name: assess(name) for name in always}
     considered: list[str] = []
@@ -263,7 +269,7 @@ def _considered(
         considered = [name for name in names if assessed[name][0] <= last]
         if considered:
             break
-    return {name: forecast for name, (_, forecast) in assessed.items()}, considered or [min(assessed, key=lambda name: assessed[name][0])]
+    return assessed, considered or [min(assessed, key=lambda name: assessed[name][0])]
 
 
 def _some(plan: StepPlan, names: Sequence[str], repeated: Repetition | None) -> dict[str, list[int]]:

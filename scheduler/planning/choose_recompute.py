@@ -8,13 +8,13 @@ A *mix* makes the first K groups again, the last of them for the leading share o
 them. What it does not make again stays in memory or moves, as the planned order and eviction by next use have it. The search begins with no group,
 under all orders, and with all groups or all blocks, under those that are likely then. It goes to the best K in between by bisection, under the
 orders that were best at the ends, and tries shares there. Every candidate is a forecast of the whole step, so recomputation, orders, devices, files
-and the disk are weighed together.
+and the disk are weighed together. A judge has the last word among the best few, if there is one (`weighing`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -22,10 +22,11 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, last_tier_bytes, plan_order
-from .forecast import Pace
+from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, plan_order
+from .forecast import Forecast, Pace
 from .orders import repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
+from .weighing import CLOSE, Judge, Rival, Weighing
 
 LEAST_SHARE: Final = 0.01
 """Groups of a smaller share of the bytes of all are kept."""
@@ -33,14 +34,12 @@ MOST_CLONES: Final = 64
 """Groups with values that take more tasks to make again are kept, such as gradients: all of the backward pass before them is dead by then."""
 AWAY: Final = 4
 """A value counts as away for a while where other data of so many times its size is made in the meantime."""
-CLOSE: Final = 0.99
-"""A mix that is forecast to take more than this fraction of the seconds without any is not worth its flops."""
-FRICTION: Final = 0.2
-"""Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
-better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
 LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
 """Orders under which a step that makes all it can again is tried; the others are hardly ever the best of one."""
 SHARES: Final = (0.33, 0.67)
+"""Leading shares of the last group that are tried."""
+MANY_TASKS: Final = 20_000
+"""Steps of more tasks make all or nothing of a group again: weighing one mix of them takes a second for 20,000 tasks."""
 
 PaceOf = Callable[[StepPlan], Pace]
 
@@ -119,6 +118,7 @@ def choose_plan(
     computes_on_last: bool,
     num_devices: int = 1,
     pace: PaceOf | None = None,
+    judge: Judge | None = None,
 ) -> PlannedOrder:
     """Choose what a step makes again, and its order.
 
@@ -127,19 +127,19 @@ def choose_plan(
         order, memory, last, computes_on_last, num_devices, pace: as of `plan_order`.
         recompute: "none"; "block", to keep what the blocks of a model read from each other; names of operations, whose results are made again,
             separated by commas; or "auto", for the best mix where memory is short.
+        judge: of steps that are forecast to be about as fast as the best, if it is known to need little time; None for forecasts alone.
 
     Raises:
         ValueError: the step has no order of that name, or nothing that such an operation makes and that could be made again.
     """
     find = partial(plan_order, memory=memory, last=last, computes_on_last=computes_on_last, num_devices=num_devices, pace=pace)
-    if recompute != AUTO:
-        return replace(find(as_asked(plan, recompute), order), recompute=recompute)
-    found = find(plan, order)
-    if not found.forecasts or (plan.has_aside and device_bytes(found.plan, num_devices) <= memory):  # everything fits
+    asked = as_asked(plan, recompute)
+    found = replace(find(asked, order), recompute=NONE if recompute == AUTO else recompute)
+    if not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory):  # everything fits
         return found
-    weighing = _Weighing(plan, lambda chosen: last_tier_bytes(chosen.plan, computes=computes_on_last) <= last, pace)
-    if weighing.is_bound_by_tasks(found):
-        return found
+    weighing = Weighing(plan, last, pace, judge)
+    if recompute != AUTO or weighing.is_bound_by_tasks(found):
+        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, find)])
     return _Search(plan, found, order, find, weighing).best()
 
 
@@ -196,38 +196,6 @@ def _inside_blocks(values: Values) -> tuple[set[HandleRecord], set[HandleRecord]
     return again, kept
 
 
-class _Weighing:
-    """What planned steps are compared by.
-
-    Args:
-        plan: the step that makes nothing again.
-        fits: whether the last tier holds the data of a planned step.
-        pace: rates of the machine during a plan; without it steps are compared by the bytes that they move.
-    """
-
-    def __init__(self, plan: StepPlan, fits: Callable[[PlannedOrder], bool], pace: PaceOf | None) -> None:
-        self.fits, self.pace = fits, pace
-        self._least, self._slowness = 0.0, (0.0, 0.0)
-        if pace is not None:
-            rates = pace(plan)
-            self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
-
-    def is_bound_by_tasks(self, base: PlannedOrder) -> bool:
-        """Whether the step without any fits, and its tasks alone take about as long as it does."""
-        return self.pace is not None and self.fits(base) and self._least > CLOSE * self.cost(base)
-
-    def key(self, chosen: PlannedOrder) -> tuple[bool, float, int]:
-        """The smallest is the best."""
-        return not self.fits(chosen), self.cost(chosen), chosen.moved_bytes
-
-    def cost(self, chosen: PlannedOrder) -> float:
-        """Seconds, and some of what copies take; of a step that fits, what its tasks take."""
-        found = chosen.forecasts.get(chosen.name)
-        if found is not None:
-            return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])
-        return 0.0 if self.pace is None else sum(self.pace(chosen.plan).seconds.values())
-
-
 class _Search:
     """The search for the best mix of a step that does not fit.
 
@@ -236,13 +204,13 @@ class _Search:
         find: plans a step under an order, or the best of some.
     """
 
-    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, find: Callable[..., PlannedOrder], weighing: _Weighing) -> None:
+    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, find: Callable[..., PlannedOrder], weighing: Weighing) -> None:
         self._values, self._base, self._order, self._find, self._weighing = Values(plan), base, order, find, weighing
         self._seconds_without = base.seconds if weighing.fits(base) else inf
         self._groups = groups_of(self._values, weighing.pace if weighing.fits(base) else None)
         if weighing.pace is not None and not weighing.fits(base):  # sorted as `most_again` does, which knows no machine
             self._groups = _priced(self._values, self._groups, weighing.pace)
-        self._found: dict[str, PlannedOrder] = {NONE: replace(base, mix=self._mix(0))}
+        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, find)}
         self._keys: dict[str, tuple[bool, float, int]] = {NONE: weighing.key(base)}
 
     def best(self) -> PlannedOrder:
@@ -256,11 +224,13 @@ class _Search:
             self._look_between(most)
         name = min(self._keys, key=self._keys.__getitem__)
         is_worth_it = none[0] or self._keys[name][1] <= CLOSE * none[1]
-        return self._found[name] if is_worth_it else self._found[NONE]
+        best = self._rivals[name if is_worth_it else NONE]
+        planned = best.chosen if best.chosen is self._rivals[NONE].chosen else best.under(best.chosen.name)
+        return self._weighing.judged(planned, [*self._rivals.values()])
 
     def _look_between(self, most: int) -> None:
         """Try fewer groups, and smaller shares of the best number of them, under the orders that were the best at both ends."""
-        orders = [*_fastest(self._found[self._mix(most).name], 2), *_fastest(self._base, 1)]
+        orders = [*_fastest(self._rivals[self._mix(most).name].chosen, 2), *_fastest(self._base, 1)]
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
@@ -269,6 +239,8 @@ class _Search:
         self._try(self._mix(low), orders)
         tried = [count for count in range(1, most + 1) if self._mix(count).name in self._keys]
         count = min(tried, key=lambda count: self._keys[self._mix(count).name])
+        if len(self._values.plan.tasks) > MANY_TASKS:
+            return
         for each in range(count, min(count + 1, most) + 1):
             for share in SHARES:
                 self._try(self._mix(each, share), orders)
@@ -280,9 +252,10 @@ class _Search:
         """Plan the step with a mix under the best of some orders, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            found = self._find(mix.apply(self._values), self._order, only=only)
+            found = self._find(mix.apply(self._values), self._order, only=only, is_draft=True)
             plain = {SUBMISSION: self._base.forecasts[SUBMISSION]}  # what would run without a planner
-            self._found[mix.name] = replace(found, recompute=mix.name, mix=mix, forecasts={**plain, **found.forecasts})
+            chosen = replace(found, recompute=mix.name, mix=mix, forecasts={**plain, **found.forecasts})
+            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._find)
             self._keys[mix.name] = self._weighing.key(found)
         return self._keys[mix.name]
 
@@ -290,3 +263,20 @@ class _Search:
 def _fastest(chosen: PlannedOrder, count: int) -> list[str]:
     """The fastest orders of those that were assessed."""
     return sorted(chosen.forecasts, key=lambda name: chosen.forecasts[name].seconds)[:count]
+
+
+def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, find: Callable[..., PlannedOrder]) -> Rival:
+    """A planned step for the last choice.
+
+    Args:
+        step: the same step in submission order.
+        found: forecasts of the orders that it was planned from; none where everything fits.
+        order: that was asked for.
+        find: as of `_Search`.
+    """
+
+    def under(name: str) -> PlannedOrder:
+        only = [name] if order == AUTO else ()
+        return replace(find(step(), order, only=only), recompute=chosen.recompute, mix=chosen.mix, forecasts=chosen.forecasts)
+
+    return Rival(chosen, found if order == AUTO else {name: each for name, each in found.items() if name == order}, under)

@@ -2,193 +2,185 @@
 
 The machine spends as long on a task as a GPU computes on a small one, and a kernel start from Python has its own overhead. Where a step fits the
 memory of its devices nothing has to be decided between its tasks: neighbours in the planned order are fused, data that lives and dies inside a
-fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. The kernels of a fused task
-are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph. The price: traces show fused tasks, and
-the inner data of a fused task is allocated for its whole duration.
+fused task becomes one piece of scratch memory, and edges, budgets and lifetimes hold for fused tasks as for any others. Where memory is plenty, all
+tasks up to the first that updates data of the program are one task, and all from there on another: so a kernel that fails in a forward or backward
+pass loses none of that data. Elsewhere as many are fused as use a half, a quarter or an eighth of the memory.
+
+The kernels of a fused task are recorded as a CUDA graph when it runs the second time on the same addresses; later runs start the graph. Neighbours
+of one kind that do not touch each other's results start together, where their codelet knows how (`Codelet.cuda_many`). The price: inner data of a
+fused task is allocated for its whole duration, and nobody can look between its tasks: who watches or traces single tasks gets single tasks.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
-from ..core.codelet import Codelet, Cost
-from ..core.records import RW, SCRATCH, HandleRecord, Mode, R
+from ..core.codelet import Codelet
+from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from ..drivers.cuda import captured
-from ..storage.device import DeviceMemory
 from .choose_order import PlannedOrder
+from .fused_tasks import Make, ScratchView, join, merged
 
-MOST_TASKS: Final = 32
-"""Most tasks that are fused to one."""
-MOST_GRAPHS: Final = 16
-"""Most graphs of one fused task: one for each set of addresses, two sets for each GPU where addresses stay; the oldest graph is dropped."""
-
-
-class _Member(NamedTuple):
-    codelet: Codelet
-    arguments: tuple[int, ...]
-    constants: Mapping[str, Any]
+LOOK_BACK: Final = 8
+"""Starts between two tasks that start together, at most: what one of them reads is kept for the other."""
+SHARES: Final = (1, 2, 4, 8)
+"""A fused task may use this fraction of a device's memory: the largest with which the step leaves enough free."""
+_SPARE: Final = 6
+"""One in so many bytes of a device's memory stays free of fused tasks: that much is kept clean or free by early write-backs."""
 
 
-class ScratchView:
-    """The view of a fused task's inner data: the address where that data begins."""
-
-    def __call__(self, memory: DeviceMemory, offset: int) -> DeviceMemory:
-        """The memory at `offset` bytes from the beginning of a device's memory."""
-        return DeviceMemory(memory.address + offset)
-
-
-class FusedKernels:
-    """The kernels of fused tasks, as one kernel.
-
-    Args:
-        members: the fused tasks, each with the positions of its arguments: first those of the fused task, behind them the inner data.
-        inner: view of each piece of inner data, and its offset in the last argument; bytes.
-    """
-
-    def __init__(self, members: Sequence[_Member], inner: Sequence[tuple[Any, int]]) -> None:
-        self._members = members
-        self._inner = inner
-        self._graphs: dict[tuple[int, ...], Any] = {}
-
-    def __call__(self, *views: Any) -> None:
-        """Start the kernels: one by one the first time on these addresses, as a graph from the second time on."""
-        key = tuple([view.address for view in views])
-        start = self._graphs.get(key, self)
-        if start is self:  # the first run on these addresses
-            if len(self._graphs) >= MOST_GRAPHS:
-                self._graphs = dict(list(self._graphs.items())[1:])
-            self._graphs[key] = None
-            self._run(views)
-            return
-        if start is None:
-            start = self._graphs[key] = captured(lambda: self._run(views)) or False
-        if start:
-            try:
-                start()
-                return
-            except RuntimeError:  # no kernel has begun: starting them one by one works, or raises the cause
-                self._graphs[key] = False
-        self._run(views)
-
-    def cost(self, views: Sequence[Any], constants: Mapping[str, Any]) -> Cost:
-        """Floating-point operations and bytes of all fused tasks together."""
-        views = [*(views[:-1] if self._inner else views), *(view for view, _ in self._inner)]
-        flops = nbytes = 0.0
-        for codelet, arguments, own in self._members:
-            if codelet.cost is not None:
-                found = codelet.cost([views[position] for position in arguments], own)
-                flops, nbytes = flops + found.flops, nbytes + found.nbytes
-        return Cost(flops, nbytes)
-
-    def _run(self, views: Sequence[Any]) -> None:
-        if self._inner:
-            *views, scratch = views
-            views += [view(scratch, offset) for view, offset in self._inner]
-        for codelet, arguments, constants in self._members:
-            assert codelet.cuda is not None
-            codelet.cuda(*[views[position] for position in arguments], **constants)
-
-
-def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Callable[[int, ScratchView], HandleRecord]) -> PlannedOrder:
+def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> PlannedOrder:
     """A step in its planned order with its tasks fused, if it fits its devices and leaves bytes for inner data; else the order as it was.
 
     Args:
         budgets: bytes of each device.
         make: as in `fuse`.
     """
-    budget = min(budgets)
-    scratch = (budget - found.plan.needed_bytes() // len(budgets)) // 4
-    if found.forecasts or scratch <= 0:
+    if found.forecasts:
         return found
-    return replace(found, plan=fuse(found.plan, scratch, budget // 4, make))
+    plan, budget, num_devices = found.plan, min(budgets), len(budgets)
+    # two fused tasks have their inner data at once where they can be ready at once: of two minibatches, of two replays that change nothing
+    num_sets = 2 if plan.partitions or not any(_updates(plan)) else 1
+    for share in SHARES:
+        fused = fuse(plan, budget // share, make)
+        needed = max(fused.needed_bytes() // num_devices, fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
+        if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE):
+            return replace(found, plan=fused)
+    return found
 
 
-def fuse(plan: StepPlan, scratch: int, budget: int, make: Callable[[int, ScratchView], HandleRecord]) -> StepPlan:
+def fuse(plan: StepPlan, most: int, make: Make) -> StepPlan:
     """The same step with neighbouring tasks fused.
 
     Args:
-        scratch: most bytes of the inner data of a fused task.
-        budget: most bytes of all data of a fused task.
-        make: creates the record of a piece of scratch memory from its bytes and its view.
+        most: bytes of all data of a fused task.
+        make: creates the records of pieces of memory for data of several handles.
     """
-    tasks: list[RecordedTask] = []
-    devices: list[int] = []
-    owned = dict(plan.owned)
-    first = 0
-    while first < len(plan.tasks):
-        end = _end_of(plan, first, scratch, budget)
-        tasks.append(plan.tasks[first] if end == first + 1 else _join(plan, first, end, make, owned))
-        devices.append(plan.partitions[first] if plan.partitions else -1)
-        first = end
-    return StepPlan(tasks, owned, window=plan.window, partitions=devices if plan.partitions else (), idle=plan.idle)
+    updates, ends = _updates(plan), [0]
+    while ends[-1] < len(plan.tasks):
+        ends.append(_end_of(plan, ends[-1], most, updates))
+    bundles = _bundles(plan, ends, make)
+    owned = {**plan.owned, **{bundle: False for bundle, _ in bundles.values()}}
+    tasks = [plan.tasks[first] if end == first + 1 else _join(plan, first, end, bundles, make, owned) for first, end in pairwise(ends)]
+    devices = [plan.partitions[first] for first in ends[:-1]] if plan.partitions else ()
+    return StepPlan(tasks, owned, window=plan.window, partitions=devices, idle=plan.idle)
 
 
-def _end_of(plan: StepPlan, first: int, scratch: int, budget: int) -> int:
+def _bundles(plan: StepPlan, ends: Sequence[int], make: Make) -> dict[HandleRecord, tuple[HandleRecord, int]]:
+    """Data that the same fused tasks use in the same way, as gradients between the backward pass and the update, becomes data of one handle.
+
+    Args:
+        ends: where the tasks begin that are fused to one, and the end of the last ones.
+
+    Returns:
+        For each handle that goes, the one that holds its data, and the offset there; bytes.
+    """
+    alike: dict[tuple[Any, ...], list[HandleRecord]] = {}
+    for handle, is_output in plan.owned.items():
+        if is_output or handle not in plan.uses:
+            continue
+        modes: dict[int, Mode] = {}
+        for position, mode in zip(plan.uses[handle].positions, plan.uses[handle].modes, strict=True):
+            number = bisect_right(ends, position)
+            modes[number] = merged(modes.get(number), mode)
+        if len(modes) > 1 and SCRATCH not in modes.values() and all(ends[number] - ends[number - 1] > 1 for number in modes):
+            alike.setdefault((handle.data_class, *modes.items()), []).append(handle)
+    bundles: dict[HandleRecord, tuple[HandleRecord, int]] = {}
+    for handles in alike.values():
+        if len(handles) > 1:
+            bundle = make(sum(handle.size for handle in handles), ScratchView(), handles[0].data_class)
+            offsets = accumulate((handle.size for handle in handles), initial=0)
+            bundles.update((handle, (bundle, offset)) for handle, offset in zip(handles, offsets, strict=False))
+    return bundles
+
+
+def _updates(plan: StepPlan) -> list[bool]:
+    """Of each task, whether it writes data that outlives the step."""
+    return [any(mode in (W, RW) and handle not in plan.owned for handle, mode in task.accesses) for task in plan.tasks]
+
+
+def _largest_inner(plan: StepPlan) -> int:
+    """Bytes of the largest piece of inner data of a step with fused tasks."""
+    return max((handle.size for handle in plan.uses if isinstance(handle.view, ScratchView)), default=0)
+
+
+def _end_of(plan: StepPlan, first: int, most: int, updates: Sequence[bool]) -> int:
     """One past the last task that is fused with the task at `first`."""
-    handles: set[HandleRecord] = set()
-    inner = total = 0
-    for position in range(first, min(first + MOST_TASKS, len(plan.tasks))):
+    begin = plan.tasks[first]
+    found: set[HandleRecord] = set()
+    live = inner = outer = 0  # bytes of the step's data that these tasks make: now, and most at once; bytes of what they find
+    for position in range(first, len(plan.tasks)):
         task = plan.tasks[position]
-        new = [handle for handle, _ in task.accesses if handle not in handles]
-        handles.update(new)
-        total += sum(handle.size for handle in new)
-        inner += sum(handle.size for handle in new if plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position)
+        handles = {handle: None for handle, _ in task.accesses}
+        for handle in handles:
+            if handle not in found:
+                is_made = plan.owned.get(handle) is False and plan.uses[handle].positions[0] == position
+                live, outer = (live + handle.size, outer) if is_made else (live, outer + handle.size)
+        found.update(handles)
+        inner = max(inner, live)
         is_alike = task.kinds == ("cuda",) and task.pin is None and (not plan.partitions or plan.partitions[position] == plan.partitions[first])
-        if not is_alike or inner > scratch or total > budget:
+        is_alike = is_alike and task.priority == begin.priority and (updates[first] or not updates[position])
+        if not is_alike or inner + outer > most:
             return max(position, first + 1)
-    return min(first + MOST_TASKS, len(plan.tasks))
-
-
-def _join(plan: StepPlan, first: int, end: int, make: Callable[[int, ScratchView], HandleRecord], owned: dict[HandleRecord, bool]) -> RecordedTask:
-    """Tasks [first, end) as one fused task; its scratch memory is added to `owned`."""
-    modes: dict[HandleRecord, Mode] = {}
-    inner: dict[HandleRecord, None] = {}
-    joined = plan.tasks[first:end]
-    for handle, mode in (access for task in joined for access in task.accesses):
-        before = modes.get(handle)
-        if before is None:
+        for handle in handles:
             uses = plan.uses[handle].positions
-            if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
-                modes[handle] = SCRATCH
-                inner[handle] = None
-            else:
-                modes[handle] = mode
-        elif before == R and mode != R:
-            modes[handle] = RW
-    accesses: list[tuple[HandleRecord, Mode]] = [(handle, mode) for handle, mode in modes.items() if handle not in inner]
-    offsets, nbytes = _packed([(handle.size, plan.uses[handle].positions[0], plan.uses[handle].positions[-1]) for handle in inner])
-    arguments = {handle: position for position, handle in enumerate([*(handle for handle, _ in accesses), *inner])}
-    if inner:
-        scratch = make(nbytes, ScratchView())
-        owned[scratch] = False
-        accesses.append((scratch, SCRATCH))
-    members = []
-    for task in joined:
+            if plan.owned.get(handle) is False and uses[-1] == position and uses[0] >= first:
+                live -= handle.size
+    return len(plan.tasks)
+
+
+class _Group(NamedTuple):
+    """Tasks that start together, by their positions, and the data that they use and write; scratch is each task's own."""
+
+    codelet: object
+    positions: list[int]
+    uses: set[HandleRecord]
+    writes: set[HandleRecord]
+
+
+def _together(tasks: Sequence[RecordedTask], first: int, end: int) -> list[list[int]]:
+    """The positions of tasks [first, end) that start together, in the order of their starts.
+
+    A task joins an earlier one of its codelet, if that is not far, neither writes what the other uses, and none between them is in its way.
+    """
+    groups: list[_Group] = []
+    for position in range(first, end):
+        task = tasks[position]
         assert isinstance(task.codelet, Codelet)
-        members.append(_Member(task.codelet, tuple(arguments[handle] for handle, _ in task.accesses), task.constants))
-    whole = FusedKernels(members, [(handle.view, offset) for handle, offset in zip(inner, offsets, strict=True)])
-    name = f"{joined[0].name} and {len(joined) - 1} more"
-    return RecordedTask(Codelet(name, cuda=whole, cost=whole.cost), name, ("cuda",), tuple(accesses), {}, joined[0].priority)
-
-
-def _packed(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets for pieces of (size, first use, last use), sorted by first use, such that no two live pieces overlap; and the bytes of all. First
-    fit."""
-    offsets: list[int] = []
-    alive: list[tuple[int, int, int]] = []  # (offset, end, last use), sorted
-    most = 0
-    for size, begin, last in spans:
-        alive = [piece for piece in alive if piece[2] >= begin]
-        offset = 0
-        for start, stop, _ in alive:
-            if start - offset >= size:
+        uses = {handle for handle, mode in task.accesses if mode != SCRATCH}
+        writes = {handle for handle, mode in task.accesses if mode in (W, RW)}
+        joined = None
+        for group in reversed(groups[-LOOK_BACK:]) if task.codelet.cuda_many is not None else ():
+            if group.uses & writes or group.writes & uses:
                 break
-            offset = stop
-        insort(alive, (offset, offset + size, last))
-        offsets.append(offset)
-        most = max(most, offset + size)
-    return offsets, most
+            if group.codelet is task.codelet:
+                joined = group
+                break
+        if joined is None:
+            groups.append(_Group(task.codelet, [position], uses, writes))
+        else:
+            joined.positions.append(position)
+            joined.uses.update(uses)
+            joined.writes.update(writes)
+    return [group.positions for group in groups]
+
+
+def _join(
+    plan: StepPlan,
+    first: int,
+    end: int,
+    bundles: Mapping[HandleRecord, tuple[HandleRecord, int]],
+    make: Make,
+    owned: dict[HandleRecord, bool],
+) -> RecordedTask:
+    """Tasks [first, end) as one fused task; its scratch memory is added to `owned`."""
+    inside = set[HandleRecord]()
+    for handle in {handle for task in plan.tasks[first:end] for handle, _ in task.accesses}:
+        uses = plan.uses[handle].positions
+        if plan.owned.get(handle) is False and uses[0] >= first and uses[-1] < end:
+            inside.add(handle)
+    return join(plan, _together(plan.tasks, first, end), inside, make, owned, bundles)

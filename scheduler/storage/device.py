@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..core.records import NEWEST, Replica
 from ..drivers.gpu import Flow, Gpu, Stream, device_failed
 from .arena import HostArena
 
@@ -147,6 +148,14 @@ class DeviceArena:
 
 
 Arena = HostArena | DeviceArena
+
+
+def mark_of(replica: Replica, arena: DeviceArena) -> tuple[Flow, int]:
+    """The mark of a GPU behind the last kernel that may have used a replica's extent; until the flow is past it, no other stream may use these bytes.
+
+    What is about to be done with them is known to the machine, so no kernel that uses them comes between this call and that.
+    """
+    return arena.flow, arena.flow.number if replica.kernel_mark == NEWEST else replica.kernel_mark
 
 
 def marks_of(*arenas: Arena) -> Sequence[tuple[Flow, int]]:

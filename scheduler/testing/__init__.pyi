@@ -1,4 +1,4 @@
-from .cuda import FakeCuda, KernelParameter
+from .cuda import FakeCuda, KernelParameter, KernelPointer
 from .driver import FakeDriver, FakeStep, collect_inside, fresh_machine
 from .gpu import FakeEvent, FakeGpu, FakeStream
 from .hazards import Access
@@ -13,6 +13,7 @@ __all__ = [
     "FakeStep",
     "FakeStream",
     "KernelParameter",
+    "KernelPointer",
     "Run",
     "Wrong",
     "collect_inside",

@@ -20,20 +20,34 @@ from .cuda_calls import BAD_HANDLE, INVALID, MOST_SHARED, QueueOfWork
 from .cuda_streams import CudaStreams
 from .hazards import Access
 
-_FREE_SHARED, _MOST_THREADS, _MOST_ASIDE = 48 << 10, 1024, 65535
+_FREE_SHARED, _MOST_THREADS, _MOST_ASIDE, _MOST_PARAMETERS = 48 << 10, 1024, 65535, 4096
 _OUT_OF_MEMORY, _NOT_FOUND = 2, 500
+
+
+class KernelPointer(NamedTuple):
+    """An address in one of a kernel's parameters.
+
+    Args:
+        offset: of the address in the parameter, bytes.
+        alignment: of what it points to, as the kernel reads it.
+        is_written: whether the kernel may write there.
+    """
+
+    offset: int
+    alignment: int
+    is_written: bool
 
 
 class KernelParameter(NamedTuple):
     """One of a kernel's parameters.
 
     Args:
-        alignment: of what a pointer points to, as the kernel reads it; 0 if it is no pointer.
-        is_written: whether it may write there.
+        nbytes: rounded up to eight.
+        pointers: the addresses in it; those that are 0 are not there.
     """
 
-    alignment: int
-    is_written: bool
+    nbytes: int
+    pointers: Sequence[KernelPointer]
 
 
 class Kernels(Protocol):
@@ -43,10 +57,7 @@ class Kernels(Protocol):
         """The kernels in it."""
 
     def run(self, image: bytes, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: bytes) -> None:
-        """Run a kernel whose parameters are eight bytes or more each, as `launchKernel` has found them."""
-
-    def size_of(self, image: bytes, kernel: str, position: int) -> int:
-        """Bytes of a parameter, rounded up to eight."""
+        """Run a kernel whose parameters lie one after another, as `launchKernel` has found them."""
 
 
 @dataclass(eq=False)
@@ -223,6 +234,9 @@ class FakeCuda(CudaStreams):
             raise self.refuse(text, BAD_HANDLE)
         if not arguments or extra:
             raise self.refuse("arguments are given by their addresses")
+        nbytes = sum(parameter.nbytes for parameter in found.parameters)
+        if nbytes > _MOST_PARAMETERS:
+            raise self.refuse(f"arguments are at most {_MOST_PARAMETERS:,} bytes, and {found.name} has {nbytes:,}")
         packed, accesses = self._arguments(found, arguments)
         self.num_launches += 1
         run, image, name = self.kernels.run, found.image, found.name
@@ -233,15 +247,16 @@ class FakeCuda(CudaStreams):
         accesses, packed = [], b""
         slots = (ctypes.c_uint64 * len(function.parameters)).from_address(arguments)
         for position, (parameter, slot) in enumerate(zip(function.parameters, slots, strict=True)):
-            value = ctypes.string_at(slot, self.kernels.size_of(function.image, function.name, position))
+            value = ctypes.string_at(slot, parameter.nbytes)
             packed += value
-            address = int.from_bytes(value[:8], "little")
-            if not parameter.alignment or not address:
-                continue
             name = f"argument {position} of {function.name}"
-            if address % parameter.alignment:
-                raise self.refuse(f"{name} is read in units of {parameter.alignment} bytes and begins at {address:#x}", 716)
-            if self.memory_at(address, 1, name) is None:
-                raise self.refuse(f"{name} points to no memory of a device", 700)
-            accesses.append(Access(address, 1, parameter.is_written))
+            for pointer in parameter.pointers:
+                address = int.from_bytes(value[pointer.offset : pointer.offset + 8], "little")
+                if not address:
+                    continue
+                if address % pointer.alignment:
+                    raise self.refuse(f"{name} is read in units of {pointer.alignment} bytes and begins at {address:#x}", 716)
+                if self.memory_at(address, 1, name) is None:
+                    raise self.refuse(f"{name} points to no memory of a device", 700)
+                accesses.append(Access(address, 1, pointer.is_written))
         return packed, accesses

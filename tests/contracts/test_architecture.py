@@ -15,7 +15,7 @@ FLOORS = ("wrappers", "nntask", "tiles", "scheduler")
 """From the top floor down."""
 MODULES = sorted(path for package in FLOORS for path in (ROOT / package).rglob("*.py"))
 CORE = sorted((ROOT / "scheduler" / "core").rglob("*.py"))
-PURE = {"__future__", "bisect", "collections", "dataclasses", "heapq", "itertools", "math", "typing", "zlib"}
+PURE = {"__future__", "bisect", "collections", "copy", "dataclasses", "heapq", "itertools", "math", "typing", "zlib"}
 """What the core may import of the standard library; nothing of it knows threads, time, chance or the outside."""
 INDEPENDENT = ("dependencies", "memory.coherence", "memory.extents", "performance_model")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def on(gpus: list[Emulator], nbytes: int = 1 << 26, ram: int = 1 << 27, **more: 
 def test_losses_are_those_of_the_cpu(gpus: list[Emulator], dropout: float) -> None:
     """Within rounding, dropout masks included."""
     np.testing.assert_allclose(losses(on(gpus[:1]), dropout), losses(Runtime(1, ram=1 << 27), dropout), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(BF16, marks=pytest.mark.long)])
+def test_whole_passes_are_the_bits_of_single_tasks(gpus: list[Emulator], dtype: Any) -> None:
+    """As graphs from the third replay of an instance on, although the numbers of the optimizer and the masks change with every step."""
+    training = replace(TRAINING, steps=5)
+    single = training.losses(on(gpus[:1], graphs=False), 0.2, dtype=dtype)
+    before = gpus[0].num_graphs
+    assert training.losses(on(gpus[:1]), 0.2, dtype=dtype) == single
+    assert gpus[0].num_graphs - before >= 2
 
 
 @pytest.mark.long

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import struct
 import tracemalloc
 from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ from support.transformers_oracle import CONFIGS, hf_model
 from nntask.errors import NntaskError, StorageError
 from nntask.gguf import open_gguf
 from nntask.gguf.architectures import ARCHITECTURES
+from nntask.gguf.config_keys import config_from
 from nntask.gguf.model_file import GgufModel
 from nntask.gguf.new_file import new_gguf
 from nntask.gguf.tensor_ranges import Heads
 from nntask.io.gguf_file import TENSOR_TYPES, GgufFile
+from nntask.models.registry import config_from_dict
 from wrappers.cli import main
 
 U32, STRING, ARRAY, U64, F32 = 4, 8, 9, 10, 6
@@ -222,6 +226,30 @@ def changed(source: Path, target: Path, key: str, value: Any) -> None:
         for name, each in file.tensors.items():
             out.seek(made[name].offset)
             out.write(raw[each.offset : each.offset + each.nbytes])
+
+
+SIZES = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 128, "attention.head_count": 4}
+SIZES |= {"attention.head_count_kv": 2, "attention.key_length": 16, "rope.dimension_count": 16, "attention.sliding_window": 8}
+NUMBERS: tuple[Any, ...] = (0, -1, 1.5, float("nan"), (1 << 31) - 1, HUGE, None)
+
+
+@pytest.mark.parametrize("factors", [None, np.ones(8, np.float32)], ids=["", "rotary factors"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_wrong_pairs_of_sizes(name: str, factors: np.ndarray[Any, Any] | None) -> None:
+    """Any two sizes of any architecture that are nonsense together: a config, or a refusal; and no memory."""
+    sizes = SIZES | {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5}
+    plain = {"general.architecture": name, **{f"{name}.{key}": value for key, value in sizes.items()}}
+    shapes = {"token_embd.weight": (300, 64), "blk.0.ffn_up.weight": (128, 64), "blk.0.attn_q.weight": (64, 64)}
+    tracemalloc.start()
+    try:
+        for (one, other), first, second in product(combinations(SIZES, 2), NUMBERS, NUMBERS):
+            changed = {f"{name}.{one}": first, f"{name}.{other}": second}
+            metadata = {key: value for key, value in {**plain, **changed}.items() if value is not None}
+            with contextlib.suppress(NntaskError):
+                config_from_dict(config_from(metadata, shapes, "a.gguf", rotary_factors=factors, ties=False))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_wrong_values_of_keys(

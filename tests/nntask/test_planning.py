@@ -323,7 +323,7 @@ def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.Monk
     def full(*_: Any, **__: Any) -> Any:
         raise NoRoom("adam needs 5 B at once on node gpu:0; raise the budget", "gpu:0")
 
-    monkeypatch.setattr(planning, "simulate", full)
+    monkeypatch.setattr(planning, "replay", full)
     asked = settings(ncpu=None, ram="")
     refused = plan_run(asked, CONFIG, imaginary_machine("2x4MiB@150TF", asked.resources))
     assert refused["advice"] == ["--devices 2x4.4MiB@150TF"]
@@ -371,8 +371,8 @@ def test_the_forecast_is_of_the_disk_where_ram_is_short(devices: str) -> None:
         return plan_run(asked, large, imaginary_machine(devices, asked.resources))
 
     alone, roomy, short = plan("1GiB", ""), plan("1GiB", "scratch:1GiB"), plan("32MiB", "scratch:1GiB")
-    for key in ("order", "forecast_seconds", "forecast_bytes"):
-        assert roomy[key] == alone[key]
+    for key in ("forecast_seconds", "forecast_bytes"):
+        assert roomy[key]["submission"] == alone[key]["submission"]
     assert short["moved_bytes_per_step"]["disk->gpu:0"] > 0
     assert short["seconds_per_step"] > 4 * roomy["seconds_per_step"]
     assert short["seconds_per_step"] / 2.5 <= short["forecast_seconds"][short["order"]] <= 1.5 * short["seconds_per_step"]

@@ -15,6 +15,7 @@ from support.late_gpu import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, Place, gpus,
 from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
 from scheduler.api.inline_runtime import InlineRuntime
 from scheduler.core.errors import DeviceFailed, DoesNotFit, TaskError
+from scheduler.core.memory.extents import ExtentAllocator
 from scheduler.core.records import Task, TaskId
 from scheduler.drivers import cuda
 from scheduler.drivers.cuda import CudaCopier
@@ -70,15 +71,18 @@ def test_results_are_those_of_a_program_without_devices(seed: int, kind: str, tm
     assert stats["peak_bytes"]["cuda:0"] <= 9 * 8 * COUNT
 
 
-@pytest.mark.parametrize("bug", ["copies wait for no kernel", "a copy is over when it is asked for"])
+@pytest.mark.parametrize("bug", ["copies wait for no kernel", "what is given back is free at once", "a copy is over when it is asked for"])
 def test_a_missing_wait_is_found(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each of two planted bugs changes the results of one program or another."""
+    """Each of three planted bugs changes the results of one program or another."""
 
     def too_early(self: CudaCopier, copy: Any) -> None:
         self.done(copy.action, 0, 1)
 
     if bug == "copies wait for no kernel":
         monkeypatch.setattr(Flow, "hold", lambda *_: None)
+    elif bug == "what is given back is free at once":
+        free = ExtentAllocator.free
+        monkeypatch.setattr(ExtentAllocator, "free", lambda self, offset, size, kernel_mark: free(self, offset, size, 0))
     else:
         monkeypatch.setattr(CudaCopier, "_finish", too_early)
     wrong = 0

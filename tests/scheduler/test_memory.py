@@ -103,6 +103,34 @@ def test_a_ledger_that_lost_a_replica_is_noticed() -> None:
         node.validate()
 
 
+def test_an_offset_that_somebody_may_want_again_is_left() -> None:
+    """What finds its own taken gets untouched memory, while there is much of it; what has had none gets what was given back."""
+    extents = ExtentAllocator(16 * PAGE, keeps_offsets=True)
+    first, second = (extents.allocate(PAGE) or 0 for _ in range(2))
+    extents.free(first, PAGE)
+    extents.free(second, PAGE)
+    assert extents.allocate(PAGE, wanted=0) == 0
+    other = extents.allocate(PAGE, wanted=0)
+    assert other not in (first, second)
+    assert [extents.allocate(PAGE, wanted=first), extents.allocate(PAGE, wanted=second)] == [first, second]
+    extents.free(first, PAGE)
+    assert extents.allocate(PAGE) == first
+    while extents.high - extents.low > 4 * PAGE:
+        extents.allocate(2 * PAGE)
+    extents.free(second, PAGE)
+    assert extents.allocate(PAGE, wanted=first) == second
+
+
+def test_an_offset_is_found_in_what_was_merged() -> None:
+    """Where offsets are kept, an extent is cut out of the larger one that its own has become a part of."""
+    extents = ExtentAllocator(16 * PAGE, keeps_offsets=True)
+    offsets = [extents.allocate(PAGE) or 0 for _ in range(4)]
+    for offset in offsets:
+        extents.free(offset, PAGE)
+    assert extents.all_free() == [(0, 16 * PAGE)]
+    assert [extents.allocate(PAGE, wanted=offset) for offset in offsets[1:3]] == offsets[1:3]
+
+
 def fresh_like(node: MemoryNode, taken: list[Replica]) -> ExtentAllocator:
     """An allocator of the same layout, which a refused claim may spoil."""
     twin = ExtentAllocator(node.budget)

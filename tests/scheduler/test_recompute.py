@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 from support.toy_steps import PAGE, PlanBuilder, toy_step
@@ -15,6 +16,7 @@ from scheduler.planning import AUTO, BLOCK, NONE, as_asked, choose_plan, last_ti
 from scheduler.planning.choose_recompute import all_groups, groups_of
 from scheduler.planning.forecast import Pace
 from scheduler.planning.recompute import Values, recomputed
+from scheduler.planning.weighing import FINALISTS, NEAR
 
 
 def tasks_of(plan: StepPlan) -> list[str]:
@@ -242,3 +244,28 @@ def test_moving_is_preferred_where_links_are_fast() -> None:
     fast = {"memory": plan.needed_bytes() // 3, "last": 1 << 40, "computes_on_last": False}
     found = choose_plan(plan, AUTO, AUTO, **fast, pace=lambda plan: replace(pace(plan), read=1e15, write=1e15))
     assert (found.recompute, len(found.plan.tasks)) == (NONE, len(plan.tasks))
+
+
+def test_a_judge_has_the_last_word() -> None:
+    """Among steps that are forecast to be about as fast; one that refuses all of them, or a step that fits, leaves the choice to forecasts."""
+    plan = wide_step()
+    short: dict[str, Any] = {"memory": plan.needed_bytes() // 2, "last": 1 << 40, "computes_on_last": False, "pace": pace}
+    plain = choose_plan(plan, AUTO, AUTO, **short)
+    seen: list[StepPlan] = []
+
+    def likes_the_last(planned: StepPlan) -> float:
+        seen.append(planned)
+        return 100.0 - len(seen)
+
+    found = choose_plan(plan, AUTO, AUTO, **short, judge=likes_the_last)
+    assert 2 <= len(seen) <= FINALISTS
+    assert tasks_of(seen[0]) == tasks_of(plain.plan)
+    assert (found.plan, found.judged_seconds) == (seen[-1], 100.0 - len(seen))
+    assert found.seconds <= NEAR * plain.seconds
+    again = choose_plan(plan, found.name, found.recompute, **short)  # as a run asks for what was chosen
+    assert tasks_of(again.plan) == tasks_of(found.plan)
+    refused = choose_plan(plan, AUTO, AUTO, **short, judge=lambda planned: inf)
+    assert (refused.name, refused.recompute, refused.judged_seconds) == (plain.name, plain.recompute, 0)
+    given = choose_plan(plan, plain.name, NONE, **short, judge=pytest.fail)
+    assert (given.name, given.recompute) == (plain.name, NONE)
+    assert not choose_plan(plan, AUTO, AUTO, **{**short, "memory": 1 << 40}, judge=pytest.fail).forecasts

@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from support.kernel_declarations import declared_in
 
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
@@ -24,33 +24,7 @@ COMPILER = shutil.which("g++")
 _running = threading.Lock()
 """Of a kernel: a library has one set of threads, whoever loads it."""
 
-STRUCTS = {"Pair": 104, "Runs": 1032, "Place": 64}
-"""Bytes of the structs that kernels take, rounded up to eight."""
 EMULATION = Path(__file__).with_name("emulation.hpp")
-
-
-class Declared(NamedTuple):
-    """A parameter of a kernel, as its source declares it."""
-
-    kind: str
-    is_pointer: bool
-    is_constant: bool
-
-
-@cache
-def declared_in(text: str, element: str) -> dict[str, list[Declared]]:
-    """The parameters of each kernel of a source."""
-    text = text.replace("\\\n", " ")
-    found = {}
-    for name, parameters in re.findall(r"KERNEL\s+([\w#]+)\s*\(([^)]*)\)", text):
-        declared = []
-        for parameter in parameters.split(","):
-            words = parameter.replace("*", " * ").split()
-            kind = " ".join(word for word in words[:-1] if word not in ("const", "*"))
-            declared.append(Declared(element if kind == "T" else kind, "*" in words, "const" in words))
-        for size in re.findall(r"^FLASH\((\d+)\)", text, re.MULTILINE) if "##D" in name else ("",):
-            found[name.replace("##D", size)] = declared
-    return found
 
 
 def check_arguments(source: str, element: str, kernel: str, arguments: Arguments) -> None:
@@ -60,10 +34,11 @@ def check_arguments(source: str, element: str, kernel: str, arguments: Arguments
         AssertionError: there are more or fewer, or one is of another kind.
     """
     packed = re.findall(r"\d+s|f4x|[Qqd]", arguments._struct.format)
-    wanted = []
-    for kind, is_pointer, _ in declared_in(source_text(source), element)[kernel]:
-        formats = {"float": "f4x", "double": "d", "u32": "Q", "u64": "Q", "int": "q", "long long": "q"}
-        wanted.append("Q" if is_pointer else formats.get(kind) or f"{STRUCTS[kind]}s")
+    formats = {"float": "f4x", "double": "d", "u32": "Q", "u64": "Q", "int": "q", "long long": "q"}
+    wanted = [
+        "Q" if one.is_pointer else formats.get(one.kind, f"{one.parameter.nbytes}s")
+        for one in declared_in(source, source_text(source), element)[kernel]
+    ]
     assert packed == wanted, f"{kernel} declares {wanted}, and is started with {packed}"
 
 

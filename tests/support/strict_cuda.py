@@ -20,8 +20,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.cuda_emulator import STRUCTS, CompiledSources, Declared, declared_in
+from support.cuda_emulator import CompiledSources
 from support.gpu_training import Training
+from support.kernel_declarations import declared_in
 from support.strict_nccl import StrictNccl
 
 from nntask.hardware import gpus
@@ -34,12 +35,9 @@ from scheduler.testing.cuda_calls import CUDARuntimeError
 from tiles.kernels.cuda import device, products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-_SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
 ILLEGAL_ADDRESS = 700
 _TYPES = {0: np.dtype(np.float32), 14: BF16}
 """cudaDataType."""
-_READ_BY = {"flash": 8}
-"""Sources that read elements in larger units; bytes."""
 
 
 class SourceKernels:
@@ -53,32 +51,22 @@ class SourceKernels:
         self._sources = CompiledSources(folder)
 
     @staticmethod
-    def _declared(image: bytes) -> dict[str, list[Declared]]:
-        _, element, text = image.decode().split("\0")
-        return declared_in(text, element)
+    def _declared(image: bytes) -> dict[str, list[KernelParameter]]:
+        source, element, text = image.decode().split("\0")
+        return {name: [one.parameter for one in declared] for name, declared in declared_in(source, text, element).items()}
 
     def parameters(self, image: bytes) -> Mapping[str, Sequence[KernelParameter]]:
-        """Alignment and direction of each parameter, from the text."""
-        least = _READ_BY.get(image.decode().partition("\0")[0], 1)
-
-        def parameter(kind: str, is_pointer: bool, is_constant: bool) -> KernelParameter:
-            return KernelParameter(max(_SIZES[kind], least if kind == "bf16" else 1) if is_pointer else 0, not is_constant)
-
-        return {name: [parameter(*one) for one in declared] for name, declared in self._declared(image).items()}
-
-    def size_of(self, image: bytes, kernel: str, position: int) -> int:
-        """Of a slot of `launch.Arguments`."""
-        kind, is_pointer, _ = self._declared(image)[kernel][position]
-        return 8 if is_pointer else STRUCTS.get(kind, 8)
+        """Sizes and addresses of each parameter, from the text."""
+        return self._declared(image)
 
     def run(self, image: bytes, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: bytes) -> None:
         """Run it on the CPU."""
         source, element, _ = image.decode().split("\0")
         memory = ctypes.create_string_buffer(arguments, len(arguments))
         places, at = [], ctypes.addressof(memory)
-        for position in range(len(self._declared(image)[kernel])):
+        for parameter in self._declared(image)[kernel]:
             places.append(at)
-            at += self.size_of(image, kernel, position)
+            at += parameter.nbytes
         pointers = (ctypes.c_uint64 * len(places))(*places)
         self._sources.run(source, element, kernel, (*grid, threads, shared, 0), ctypes.addressof(pointers))
 

@@ -14,7 +14,8 @@ from support.deadline import DEADLINE
 
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cpu.elementwise import convert
-from tiles.kernels.cpu.numba import exp_loops, loops
+from tiles.kernels.cpu.numba import compiler_memory, exp_loops, loops
+from tiles.kernels.cpu.numba.compiled import EXACT, compiled
 from tiles.kernels.reference.elementwise import erf as reference_erf
 from tiles.kernels.registry import BF16
 
@@ -40,6 +41,16 @@ def test_erf_has_the_bits_of_python() -> None:
         want = reference_erf(x)
     exp_loops.erf_of_all(x)
     np.testing.assert_array_equal(x, want)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which pages are of a file alone")
+def test_memory_of_the_compiler_is_given_back() -> None:
+    """Pages of LLVM go, and loops compile and run as before."""
+    x = np.ones((1, 8), np.float32)
+    loops.rms_norm(x, x[0], x.copy(), np.empty(1, np.float32), np.float32(0))
+    assert compiler_memory.give_back() > 1 << 20
+    fresh = compiled(EXACT)(lambda a, b: a + 2 * b)
+    assert fresh(1.0, 2.0) == 5.0
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC001FF, 0xFFC00001])

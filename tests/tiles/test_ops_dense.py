@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from scheduler import Handle, InlineRuntime, TaskRuntime
+from scheduler import CapturingRuntime, Handle, InlineRuntime, TaskRuntime
 from tiles import TileTensor
 from tiles.ops import elementwise, matmul, norm
 
@@ -27,6 +27,31 @@ def tensor(runtime: TaskRuntime, shape: tuple[int, ...], tile: tuple[int, ...], 
 def tile(request: pytest.FixtureRequest) -> tuple[int, int, int, int]:
     """Tile extents (b, t, k, n)."""
     return request.param
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("k", [-1, 5, 3])
+def test_products_side_by_side(k: int, transpose: bool) -> None:
+    """Into one tile the products of a chain are tasks that wait for none of the others, and are added in its order. Several tiles keep chains."""
+    step, rng = CapturingRuntime(), np.random.default_rng(0)
+    x, w, bias = rng.standard_normal((B, 1, K)), rng.standard_normal((N, K) if transpose else (K, N)), rng.standard_normal(N)
+
+    def given(runtime: TaskRuntime, n: int) -> list[TileTensor]:
+        matrix = tensor(runtime, w.shape, (n, k) if transpose else (k, n), w)
+        return [tensor(runtime, (B, 1, K), (-1, -1, k), x), matrix, tensor(runtime, (N,), (n,), bias)]
+
+    for n in (-1, 5):
+        y = matmul.linear(*given(InlineRuntime(), n), transpose_w=transpose, beside=True)
+        np.testing.assert_allclose(y.read(), x @ (w.T if transpose else w) + bias, atol=1e-12)
+    operands = given(step, -1)
+    with step.record():
+        matmul.linear(*operands, transpose_w=transpose, beside=True)
+    plan = step.plan
+    products = [at for at, task in enumerate(plan.tasks) if task.name in ("linear_bias", "matmul")]
+    count = -(-K // k) if k > 0 else 1
+    assert len(products) == count
+    assert all(set(products).isdisjoint(plan.predecessors[at]) for at in products)
+    assert [task.name for task in plan.tasks].count("add") == count - 1
 
 
 @pytest.fixture(params=[1, 3])

@@ -75,6 +75,18 @@ def test_few_rows_and_many(block_format: BlockFormat) -> None:
 
 
 @formats
+@pytest.mark.parametrize("columns", [32, 96, 2080])
+def test_a_row_of_any_number_of_blocks(block_format: BlockFormat, columns: int) -> None:
+    """One block, an odd number and many, in rows that are no multiple of anything."""
+    rng, runtime = np.random.default_rng(2), InlineRuntime()
+    values, x = rng.standard_normal((37, columns)).astype(np.float32), rng.standard_normal((1, 1, columns)).astype(np.float32)
+    w = quantised(runtime, values, (-1, -1), block_format, np.float32)
+    y = matmul.linear(tensor(runtime, x, (-1, -1, -1)), w, transpose_w=True).read()
+    want = x.astype(np.float64) @ w.read().astype(np.float64).T
+    assert abs(y - want).max() <= 2e-6 * abs(want).max()
+
+
+@formats
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_lookup(block_format: BlockFormat, dtype: type) -> None:
     """Rows of a quantised table, also from a later one on."""

@@ -243,3 +243,20 @@ def test_the_chat_page_stops(browser: Any, tmp_path: Path) -> None:
         assert said(browser)[1].startswith("once")
         assert errors(browser) == []
         browser.get("about:blank")
+
+
+def test_new_forgets_the_answer_that_grows(browser: Any, tmp_path: Path) -> None:
+    """New while an answer comes: it ends, and the next conversation begins with what is said next."""
+    from selenium.webdriver.support.ui import WebDriverWait
+    from support.served import CONFIG, served, write_served_model
+
+    long = write_served_model(tmp_path / "small", replace(CONFIG, n_positions=16384))
+    with served(long, "--slots", "1") as server:
+        browser.get(server.url)
+        say(browser, "once", tokens="16000")
+        WebDriverWait(browser, SECONDS).until(lambda it: len(said(it)) == 2 and len(said(it)[1]) > 20)
+        browser.find_element("id", "fresh").click()
+        WebDriverWait(browser, SECONDS).until(lambda it: button(it) == "Send")
+        assert said(browser) == []
+        assert browser.execute_script("return messages") == []
+        browser.get("about:blank")

@@ -161,12 +161,12 @@ def test_a_text_grows_by_what_its_newest_tokens_add():
     text = _Text(1, prompt, [], TextIds(tokenizer, (), None, frozenset(), 257, adds_special=False))
     pieces = []
     for token in tokenizer.encode([more])[0]:
-        text.new.append(int(token))
+        text.add([int(token)])
         pieces.append(text.news())
     assert "".join(pieces) == prompt + more
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert tokenizer.most <= 12
-    text.new.append(0xF0)
+    text.add([0xF0])
     assert text.news() == ""
     text.is_complete = True
     assert text.news() == "\N{REPLACEMENT CHARACTER}"
@@ -180,7 +180,7 @@ def test_words_that_carry_their_space_keep_it_behind_a_token_that_shows_nothing(
     text = _Text(1, "a", [], TextIds(BpeTokenizer(inner), (), None, frozenset(), 3, adds_special=False))
     pieces = [text.news()]
     for token in (2, 0, 0, 1, 2):
-        text.new.append(token)
+        text.add([token])
         pieces.append(text.news())
     assert pieces == ["a", " b", "", "", " a", " b"]
 

@@ -202,7 +202,10 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "unknown model": ({**GOOD, "model": "gpt-4"}, 404, "the model here is 'small'"),
     "unknown field": ({**GOOD, "temprature": 1}, 400, "is no field"),
     "not offered": ({**GOOD, "suffix": "b"}, 400, "suffix is not offered"),
-    "more texts than may wait": ({**GOOD, "n": 100}, 429, "try again later"),
+    "half a surrogate pair in a name": (b'{"model": "small", "prompt": "a", "\\ud800": 1}', 400, "is no field"),
+    "a name twice": (b'{"model": "small", "prompt": "a", "max_tokens": 1, "max_tokens": 1}', 400, "a name twice"),
+    "more texts than may ever wait": ({**GOOD, "n": 100}, 400, "at most 8 texts, got 100"),
+    "a hundred thousand texts": ({**GOOD, "prompt": ["a"] * 1000, "n": 100}, 400, "at most 8 texts, got 100000"),
     "many words that stop": ({**GOOD, "stop": ["x"] * 17}, 400, "stop must be"),
     "a bias of no token": ({**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias must be"),
     "best of more": ({**GOOD, "best_of": 3}, 400, "best_of must be n"),
@@ -224,6 +227,16 @@ def test_bad_requests(name: str, server: Served) -> None:
         assert http.post("/v1/completions", json=GOOD).status_code == 200
 
 
+def test_values_of_any_depth(server: Served) -> None:
+    """Whether a value is nested too deeply to be read, or just not so: refused in OpenAI's shape."""
+    with server.http() as http:
+        for depth in range(700, 1000):
+            body = b'{"model": "small", "prompt": "a", "temperature": ' + b"[" * depth + b"]" * depth + b"}"
+            found = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            assert found.status_code == 400, depth
+            assert found.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
@@ -231,6 +244,7 @@ def test_bad_requests(name: str, server: Served) -> None:
         ([{"role": "user"}], "messages[0] must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "reads nothing else"),
         ([{"role": "user", "content": "a" * 193}], "at most 193 tokens together"),
+        ([{"role": "user", "content": "a", "tool_calls": [{"id": "b"}]}], "there is no tool_calls here"),
     ],
 )
 def test_bad_conversations(messages: Any, words: str, client: openai.OpenAI) -> None:

@@ -48,6 +48,21 @@ def test_a_signal_lets_streams_end(number: int, model: Path, alone: Alone) -> No
         assert server.process.communicate()[1] == ""
 
 
+def test_the_second_signal_waits_for_nobody(model: Path) -> None:
+    """Not for a client that takes its time to send, nor for one that reads nothing."""
+    import socket
+
+    with served(model, "--receive-seconds", "3600", "--grace-seconds", "3600") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), DEADLINE) as slow:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: 50\r\n"
+            slow.sendall(f"{head}expect: 100-continue\r\n\r\n".encode())
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 100")
+            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(DEADLINE) == 0
+
+
 def test_texts_beyond_their_grace_are_told(model: Path) -> None:
     """After the time for them, streams end with an error and whole answers are one; the exit code is 0."""
     with served(model, "--grace-seconds", "0") as server, server.client() as client:
@@ -104,6 +119,20 @@ def test_a_cache_beyond_memory(model: Path, alone: Alone, tmp_path: Path) -> Non
         assert server.end()[0] == 0
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_the_least_memory_is_enough_for_every_request(
+    has_disk: bool, model: Path, alone: Alone, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a refusal names will do, and then no request needs more, one for probabilities of a prompt included."""
+    flags = ("--slots", "1", *(("--disk", f"{folder / 'disk'}:64MiB") if has_disk else ()))
+    _, message = refuse(capsys, ["serve", str(model), "--ram", "40KiB", *flags])
+    least = message.partition("--ram (now 40KiB) to at least ")[2].split()[0].rstrip(",")
+    with served(model, "--ram", least, *flags) as server, server.client() as client:
+        found = client.completions.create(model="small", prompt="a" * 150, temperature=0, max_tokens=2, echo=True, logprobs=2)
+        assert found.choices[0].text == "a" * 150 + alone.text("a" * 150, 2)
+        assert server.end()[0] == 0
+
+
 def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
     """Pages for one long text: several come one after the other, and none fails."""
     with served(model, "--cache-tokens", "192") as server, server.client() as client:
@@ -114,9 +143,10 @@ def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
 
 
 def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> None:
-    """Its refusal is the client's; a name for the model; a key from the environment."""
+    """Its refusal is the client's, and what nobody expects of it an error in the same shape; a name for the model; a key from the environment."""
     template = tmp_path / "t.jinja"
-    template.write_text("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages[0].content }}")
+    bug = "{% if messages[0].role == 'bug' %}{{ 'a' * 10**18 }}{% endif %}"
+    template.write_text("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}" + bug + "{{ messages[0].content }}")
     script = "import os\nos.environ['NNTASK_API_KEY'] = 'a-key'"
     with served(model, "--chat-template", str(template), "--name", "org/other", script=script) as server, server.client() as client:
         message: Any = {"role": "user", "content": "a"}
@@ -124,6 +154,8 @@ def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> Non
         assert client.chat.completions.create(model="org/other", messages=[message], max_tokens=2).choices[0].message.content
         with pytest.raises(openai.BadRequestError, match="one at a time"):
             client.chat.completions.create(model="org/other", messages=[message, message])
+        with pytest.raises(openai.InternalServerError, match="the server has made a mistake"):
+            client.chat.completions.create(model="org/other", messages=[{**message, "role": "bug"}])
         with server.client("none") as other, pytest.raises(openai.AuthenticationError):
             other.models.list()
 

@@ -7,6 +7,7 @@ from .cpu.onednn.library import bf16_products, has_bf16_products
 from .cuda.array import DeviceArray
 from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
+from .cuda.hollow import HollowGpu
 from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
@@ -22,6 +23,7 @@ __all__ = [
     "Buckets",
     "CudaDevice",
     "DeviceArray",
+    "HollowGpu",
     "KernelBuildError",
     "Pair",
     "StreamPointer",

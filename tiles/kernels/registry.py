@@ -63,12 +63,16 @@ class Activation(NamedTuple):
     backward: Kernel | None
 
 
+Many = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], None]
+"""Runs several tasks of one operation at once, from the tiles and the constants of each."""
+
 BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
 _kernels: dict[tuple[str, Backend], Kernel] = {}
 _activations: dict[str, Activation] = {}
 _native: dict[str, Native] = {}
 _flops: dict[str, FlopCount] = {}
+_many: dict[Kernel, Many] = {}
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
@@ -157,6 +161,22 @@ def _bounded(kernel: Kernel) -> Kernel:
             np.setbufsize(before)
 
     return run
+
+
+def register_many(kernel: Kernel) -> Callable[[Many], Many]:
+    """Register a function that runs several tasks of a "cuda" kernel with few starts, bit by bit as the kernel would one after another; none of them
+    writes what another one uses."""
+
+    def enter(many: Many) -> Many:
+        _many[kernel] = many
+        return many
+
+    return enter
+
+
+def registered_many(kernel: Kernel | None) -> Many | None:
+    """What runs several tasks of a "cuda" kernel at once, if there is something."""
+    return None if kernel is None else _many.get(kernel)
 
 
 def registered(op: str, backend: Backend) -> Kernel | None:

@@ -1,4 +1,5 @@
-"""Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading.
+"""Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading. `linear` can also
+make the products of a chain side by side and add them in the chain's order.
 
 Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,). The weight of `linear`, `linear_gelu`
 and `linear_backward_input` may be quantised.
@@ -22,13 +23,34 @@ from . import elementwise
 from .grid import chained, leading, same_axis, with_last
 
 
-def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, transpose_w: bool = False) -> TileTensor:
-    """y = x @ op(w) + bias  # (..., K) @ (K, N) -> (..., N)."""
+def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, transpose_w: bool = False, beside: bool = False) -> TileTensor:
+    """y = x @ op(w) + bias  # (..., K) @ (K, N) -> (..., N).
+
+    Args:
+        beside: make the products of a chain side by side, each in memory of its own, where y is one tile. It is for few rows: else one worker alone
+            would read the whole matrix.
+    """
     y = _linear_output(x, w, bias, transpose_w)
+    if beside and prod(y.grid) == 1:
+        _sum_beside(x, w, bias, y, transpose_w)
+        return y
     for row, n in itertools.product(leading(x), range(y.grid[-1])):
         for k in range(x.grid[-1]):
-            _linear_task(x, w, bias, y, row, n, k, transpose_w)
+            _linear_task(x, w, bias, y, row, n, k, transpose_w, adds=k > 0)
     return y
+
+
+def _sum_beside(x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, transpose_w: bool) -> None:
+    """y, of one tile, as the sum of products that wait for no other. No sum overwrites its terms, so that several workers may make it."""
+    (row,) = leading(x)
+    count = x.grid[-1]
+    products = [y.like(name="product") for _ in range(count)] if count > 1 else [y]
+    for k, product in enumerate(products):
+        _linear_task(x, w, bias, product, row, 0, k, transpose_w, adds=False)
+    total = products[0]
+    for k, product in enumerate(products[1:], 2):
+        before, total = total, y if k == count else y.like(name="sum")
+        emit(x.runtime, "add", [(before[*row, 0], R), (product[*row, 0], R), (total[*row, 0], W)])
 
 
 def add_linear(x: TileTensor, w: TileTensor, y: TileTensor, *, transpose_w: bool = False) -> None:
@@ -58,7 +80,7 @@ def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str
     last = x.grid[-1] - 1
     for row, n in itertools.product(leading(x), range(y.grid[-1])):
         for k in range(last):
-            _linear_task(x, w, bias, pre, row, n, k, transpose_w)
+            _linear_task(x, w, bias, pre, row, n, k, transpose_w, adds=k > 0)
         accesses: list[Access] = [(x[*row, last], R), (w[(n, last) if transpose_w else (last, n)], R)]
         if bias is not None and last == 0:
             accesses.append((bias[n,], R))
@@ -76,21 +98,22 @@ def _linear_output(x: TileTensor, w: TileTensor, bias: TileTensor | None, transp
 
 
 def _linear_task(
-    x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, row: tuple[int, ...], n: int, k: int, transpose_w: bool
+    x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, row: tuple[int, ...], n: int, k: int, transpose_w: bool, *, adds: bool
 ) -> None:
+    """One product; the first has the bias, and one that `adds` is added to y."""
     operands: list[Access] = [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R)]
     if isinstance(w, QuantisedTensor):
         with_bias: list[Access] = [(bias[n,], R)] if k == 0 and bias is not None else []
-        _quantised_task(w, [*operands, *with_bias, (y[*row, n], chained(k))], k, transpose_w)
+        _quantised_task(w, [*operands, *with_bias, (y[*row, n], chained(adds))], transpose_w, adds=adds)
         return
     if k == 0 and bias is not None:
         emit(x.runtime, "linear_bias", [*operands, (bias[n,], R), (y[*row, n], W)], trans_b=transpose_w)
         return
-    constants: dict[str, Any] = {"trans_a": False, "trans_b": transpose_w, "alpha": 1.0, "accumulate": k > 0}
-    emit(x.runtime, "matmul", [*operands, (y[*row, n], chained(k))], **constants)
+    constants: dict[str, Any] = {"trans_a": False, "trans_b": transpose_w, "alpha": 1.0, "accumulate": adds}
+    emit(x.runtime, "matmul", [*operands, (y[*row, n], chained(adds))], **constants)
 
 
-def _quantised_task(w: QuantisedTensor, accesses: list[Access], k: int, transpose_w: bool) -> None:
+def _quantised_task(w: QuantisedTensor, accesses: list[Access], transpose_w: bool, *, adds: bool) -> None:
     """One product with a quantised tile; `accesses` are x, w, [bias,] y. What is stored is (N, K), or its transpose."""
     views: list[Any] = [handle.view for handle, _ in accesses]
     trans_b, itemsize = transpose_w != w.is_turned, 8 if views[0].dtype == np.float64 else 4
@@ -99,7 +122,7 @@ def _quantised_task(w: QuantisedTensor, accesses: list[Access], k: int, transpos
         nbytes = max(nbytes, views[1].shape[0] * w.block_format.columns(views[1].shape[1]) * views[0].dtype.itemsize)
     if nbytes:
         accesses = [*accesses, (scratch(w.runtime, nbytes), SCRATCH)]
-    constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": trans_b, "has_bias": len(views) > 3, "accumulate": k > 0}
+    constants: dict[str, Any] = {"block_format": w.block_format.name, "trans_b": trans_b, "has_bias": len(views) > 3, "accumulate": adds}
     emit(w.runtime, "quantised_linear", accesses, **constants)
 
 

@@ -1,7 +1,7 @@
 """The routes: what a request must be before anybody works on it, and the work handed on.
 
-A request is looked at in this order: the host that it names, its key, its size and how long it takes to arrive, its form, the model, its fields, the
-length of its texts, and at last whether there is a place in the queue. Nothing that a client sends ends the server.
+A request is looked at in this order: the host that it names, its key, its size and how long it takes to arrive, its form, its fields, the model, how
+many texts it asks for and how long they may become, and at last whether there is a place in the queue. Nothing that a client sends ends the server.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import schema
 from .answers import Form
 from .engine import TextEngine
 from .errors import ApiError
-from .jobs import ChatPrompts, Desk, Progress, encoded, job_of
+from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, job_of
 from .metrics import Metrics
 from .page import page
 
@@ -75,6 +75,7 @@ class Application:
     def __init__(self, service: Service, engine: TextEngine, desk: Desk, metrics: Metrics) -> None:
         self._service, self._engine, self._desk, self._metrics = service, engine, desk, metrics
         self.is_ending = False
+        self._rendering = asyncio.Lock()
         routes = [
             self._route("/v1/completions", self._texts, "POST"),
             self._route("/v1/chat/completions", self._texts, "POST"),
@@ -84,7 +85,7 @@ class Application:
             self._route("/health", self._health, "GET", is_open=True),
             self._route("/", self._page, "GET", is_open=True),
         ]
-        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _as_error})
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _as_error, Exception: _as_bug})
 
     def _route(self, path: str, handler: Handler, method: str, *, is_open: bool = False) -> Route:
         """A route whose refusals have OpenAI's shape."""
@@ -147,10 +148,9 @@ class Application:
         body = schema.parsed(await self._body(request))
         asked = (schema.chat if is_chat else schema.completion)(body)
         self._check_model(asked.model)
-        if is_chat:
-            prompts = self._encoded(asked)
-        else:
-            prompts = await asyncio.to_thread(encoded, asked, service.ids, None)
+        if (count := asked.num_texts) > self._engine.most_open:
+            raise ApiError(400, f"a request may ask for at most {self._engine.most_open} texts, got {count}; ask for fewer at a time", param="n")
+        prompts = await self._encoded(asked)
         assert self._engine.batch is not None  # it has been opened
         job = job_of(asked, prompts, service.ids, self._engine.batch)
         form = Form(
@@ -169,10 +169,11 @@ class Application:
         with held:
             return JSONResponse(await _unless_left(request, progress.until_complete(queue)))
 
-    def _encoded(self, asked: schema.Asked) -> Any:
-        """The prompt of a conversation; templates are rendered one at a time."""
+    async def _encoded(self, asked: schema.Asked) -> list[Prompt]:
+        """The prompts of a request, made beside the event loop; the template renders one conversation at a time."""
         try:
-            return encoded(asked, self._service.ids, self._service.template)
+            async with self._rendering if asked.messages else contextlib.nullcontext():
+                return await asyncio.to_thread(encoded, asked, self._service.ids, self._service.template)
         except DataError as error:
             raise ApiError(400, str(error).replace("mend or remove the line", "change the messages"), param="messages") from None
 
@@ -246,3 +247,8 @@ async def _as_error(request: Request, error: Exception) -> Response:
     what = "no such path" if error.status_code == 404 else f"{request.method} is not for this path"
     found = ApiError(error.status_code, f"{what}, {request.url.path[:80]!r}; there are /v1/models, /v1/completions and /v1/chat/completions")
     return JSONResponse(found.body(), error.status_code, error.headers)
+
+
+async def _as_bug(request: Request, error: Exception) -> Response:
+    """What nobody expected; its traceback is written to stderr."""
+    return JSONResponse(ApiError(500, "the server has made a mistake, which stands in its log; tell who runs it").body(), 500)

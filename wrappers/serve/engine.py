@@ -35,7 +35,6 @@ class Job:
 
     texts: Sequence[TextRequest]
     stops: Sequence[str] = ()
-    is_cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class TextEngine:
     Args:
         open_batch: called on the engine's thread; the batch lives inside the context.
         decode: ids -> text.
-        most_open: texts that may run and wait.
+        most_open: texts that may run and wait; a job has no more.
         deliver: called on the engine's thread with what has happened; must not block.
         on_failure: called on the engine's thread when it has failed, after everybody has been told.
 
@@ -106,7 +105,7 @@ class TextEngine:
         self.failure: BaseException | None = None
         self.num_said = self.num_read = 0
         self._open_batch, self._decode, self._deliver, self._on_failure = open_batch, decode, deliver, on_failure
-        self._most_open, self._num_open, self._lock, self._is_closed = most_open, 0, threading.Lock(), False
+        self.most_open, self._num_open, self._lock, self._is_closed = most_open, 0, threading.Lock(), False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: Future[None] = Future()
         self._waiting: deque[tuple[Job, int]] = deque()
@@ -143,7 +142,7 @@ class TextEngine:
         with self._lock:
             if self._is_closed:
                 raise ApiError(503, ENDING, code="shutting_down")
-            if self._num_open + len(job.texts) > self._most_open:
+            if self._num_open + len(job.texts) > self.most_open:
                 raise Busy
             self._num_open += len(job.texts)
             self._inbox.put(lambda: self._waiting.extend((job, index) for index in range(len(job.texts))))
@@ -193,7 +192,8 @@ class TextEngine:
         self._join_waiting(batch, news)
         if self._running and not self._is_ending:
             for text, each in batch.step():
-                news.extend(self._heard(batch, text, each))
+                if text in self._running:  # else its job has ended with another of its texts
+                    news.extend(self._heard(batch, text, each))
         if news:
             self._deliver(news)
 
@@ -243,7 +243,6 @@ class TextEngine:
 
     def _drop(self, job: Job) -> None:
         """Let go of what a job has left."""
-        job.is_cancelled = True
         assert self.batch is not None  # it has been opened
         for text in [text for text, running in self._running.items() if running.job is job]:
             self.batch.leave(text)

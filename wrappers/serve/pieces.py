@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-_HALF: Final = "\N{REPLACEMENT CHARACTER}"
+from nntask.inference import Spelling
+
 _CONTEXT: Final = 8
 """Ids in front of a text that decide how its first ones are spelled."""
 
@@ -23,32 +24,20 @@ class TextPieces:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._decode, self._stops = decode, stops
-        self._ids = list(prompt[-_CONTEXT:])
-        self._from, self._shown = 0, len(self._ids)  # ids before _shown are spelled; those from _from on are the context of the next
+        self._spelling, self._stops = Spelling(decode, prompt[-_CONTEXT:]), stops
         self._held = ""
         self.is_stopped = False
 
     def add(self, token: int) -> str:
         """The characters that are certain with one more token, beyond those of earlier calls."""
-        self._ids.append(token)
-        return self._certain(self._spelled(is_last=False))
+        self._spelling.ids.append(token)
+        return self._certain(self._spelling.news())
 
     def end(self) -> str:
         """The characters that were held back, when no token follows."""
-        found = self._certain(self._spelled(is_last=True))
+        found = self._certain(self._spelling.news(is_last=True))
         rest, self._held = self._held, ""
         return found if self.is_stopped else found + rest
-
-    def _spelled(self, *, is_last: bool) -> str:
-        """The characters of ids that are not spelled yet; an incomplete character waits for its remaining bytes."""
-        text = self._decode(self._ids[self._from :])
-        if text.endswith(_HALF) and not is_last:
-            return ""
-        found = text[len(self._decode(self._ids[self._from : self._shown])) :]
-        if found:  # else the same context is still needed
-            self._from, self._shown = self._shown, len(self._ids)
-        return found
 
     def _certain(self, text: str) -> str:
         """What is no piece of a stop word."""

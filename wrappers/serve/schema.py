@@ -1,7 +1,7 @@
 """Requests as OpenAI's clients write them: a table of fields for each kind, with what is allowed and what stands for nothing.
 
-A field that is not offered is refused unless it asks for nothing, one that has no effect is accepted, and one that nobody knows is refused: a request
-is never answered as if it had said less.
+A field that is not offered is refused unless it asks for nothing, one that has no effect is accepted, and one that nobody knows, or that is there
+twice, is refused: a request is never answered as if it had said less.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _LONGEST_STOP: Final = 1000
 _LEAST_TOP_P: Final = 1e-9
 _EFFECTLESS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "verbosity")
 _NOT_OFFERED: Final = ("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction", "suffix")
+_OF_MESSAGES: Final = ("role", "content", "name", "refusal", "annotations")
+"""Fields of messages, the last three without effect."""
 _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
@@ -40,7 +42,10 @@ _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def refused(name: str, rule: str, value: Any) -> ApiError:
     """The refusal of a value."""
-    shown = json.dumps(value, ensure_ascii=True)
+    try:
+        shown = json.dumps(value, ensure_ascii=True)
+    except RecursionError:
+        shown = f"a {type(value).__name__} of very many levels"
     return ApiError(400, f"{name} must be {rule}, got {shown if len(shown) <= 80 else shown[:77] + '...'}; change it", param=name)
 
 
@@ -136,6 +141,8 @@ def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
             content = "".join(each["text"] for each in content)
         if not isinstance(content, str) or not isinstance(message.get("role"), str):
             raise refused(where, 'an object with "role" and "content"', message)
+        if more := [key for key, each in message.items() if each and key not in _OF_MESSAGES]:
+            raise refused(where, f"of {', '.join(_OF_MESSAGES)}; there is no {ascii(more[0])[1:-1][:40]} here", message)
         found.append({"role": _encodable(where, message["role"]), "content": _encodable(where, content)})
     return tuple(found)
 
@@ -198,6 +205,11 @@ class Asked:
     stream: bool
     tells_usage: bool
 
+    @property
+    def num_texts(self) -> int:
+        """Texts that are asked for."""
+        return max(1, len(self.prompts)) * self.n
+
 
 def parsed(body: bytes) -> dict[str, Any]:
     """The object of a request's body.
@@ -209,8 +221,14 @@ def parsed(body: bytes) -> dict[str, Any]:
     def refuse(word: str) -> Any:
         raise ValueError(f"{word} is no number of JSON")
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("an object has a name twice")
+        return found
+
     try:
-        found = json.loads(body.decode(), parse_constant=refuse)
+        found = json.loads(body.decode(), parse_constant=refuse, object_pairs_hook=once)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body must be text in UTF-8, and is not at byte {error.start}; encode it so") from None
     except (ValueError, RecursionError) as error:
@@ -288,7 +306,8 @@ def _checked(body: Mapping[str, Any], table: Mapping[str, tuple[Check, Any]], ne
             if value is not None and value not in _NOTHING.get(name, ()):
                 raise ApiError(400, f"{name} is not offered here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
         elif name not in _EFFECTLESS:
-            raise ApiError(400, f"{name!r:.80} is no field of this request; there are {', '.join(sorted(table))}", param=name[:80])
+            known = ", ".join(sorted(table))
+            raise ApiError(400, f"{name!a:.80} is no field of this request; there are {known}", param=ascii(name)[1:-1][:80])
     if any(isinstance(value, float) and not math.isfinite(value) for value in found.values()):
         raise ApiError(400, "numbers must be finite; change them")
     return found

@@ -1,7 +1,7 @@
 """The process of a server: a socket, the loop, signals, and the end.
 
 The first SIGTERM or SIGINT stops listening, refuses new texts, and lets those that run end within a time; what is left is told that the server shuts
-down. The second ends it at once. Either way the exit code is 0; of an engine that has failed it is that of its error.
+down. The second ends it at once, whoever still sends or reads. Either way the exit code is 0; of an engine that has failed it is that of its error.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from .jobs import Desk
 
 _MARGIN_SECONDS: Final = 5
 """For clients to read what they are told at the end."""
+_LAST_SECONDS: Final = 1
+"""The same, after the second signal."""
 
 
 class _Protocol(H11Protocol):
@@ -89,12 +91,19 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
+        loop = asyncio.get_running_loop()
         if self.should_exit:
             self._end()
+            loop.call_later(_LAST_SECONDS, self._leave)
             return
         self.should_exit = True
         self._first()
-        asyncio.get_running_loop().call_later(self._grace, self._end)
+        loop.call_later(self._grace, self._end)
+
+    def _leave(self) -> None:
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def listening(host: str, port: int) -> socket.socket:

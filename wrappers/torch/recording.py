@@ -18,7 +18,7 @@ from nntask.hardware import MachineSpec, this_machine
 from nntask.optim import Optimizer
 from nntask.planning import shortage, thriftiest_needs
 from scheduler import Handle, Runtime, Step
-from scheduler.planning import NONE, as_asked
+from scheduler.planning import AUTO, NONE, as_asked
 from tiles import TileTensor
 
 from .batches import check_batch, shapes_of, signature_of
@@ -164,7 +164,8 @@ class StepRecorder:
         emission = StepTasks(passes, self._state, minibatches)
         runtime = self._state.runtime
         assert isinstance(runtime, Runtime)  # a dry state is never recorded for replays
-        with runtime.record(**(self._planned if is_training else {})) as step:
+        order, recompute = self._planned.values() if is_training else (AUTO, NONE)
+        with runtime.record(order, recompute) as step:
             kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
         return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
 

@@ -235,4 +235,4 @@ class Admission:
 
 def num_inputs(task: Task) -> int:
     """Accesses of a task that read."""
-    return sum(mode == R or mode == RW for _, mode in task.accesses)
+    return len([mode for _, mode in task.accesses if mode == R or mode == RW])

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ..errors import InvalidEvent
 from ..events import Action, MoveTile
-from ..records import SCRATCH, HandleRecord, NodeId, Replica, Task
+from ..records import NEWEST, SCRATCH, HandleRecord, NodeId, Replica, Task
 from . import coherence
 from .replicas import Replicas
 
@@ -90,6 +90,7 @@ class Compaction:
             if replica.state != "reserved":
                 actions.append(MoveTile(node_id, offset, replica.offset, replica.handle.nbytes))
             replica.view = None
+            replica.kernel_mark = NEWEST
         for replica in node.starts.values():
             if not replica.is_backing:
                 candidates.add(replica)

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from typing import Final
 
 from ..errors import InvalidEvent
-from ..records import DATA_CLASSES, DataClass, Replica
+from ..records import DATA_CLASSES, NEWEST, DataClass, Replica
 
 PAGE: Final = 4096
 """Extents are multiples of this many bytes, so that disk I/O and big pages stay possible."""
@@ -36,7 +36,9 @@ def rounded(nbytes: int) -> int:
 
 
 UNTOUCHED: Final = 4
-"""Where offsets are kept: one in so many bytes of the memory stays untouched as long as old extents do."""
+"""Where offsets are kept: one in so many bytes of the memory stays untouched as long as old extents do,"""
+LITTLE: Final = 1024
+"""unless an extent is so many times smaller than what is untouched."""
 
 
 class ExtentAllocator:
@@ -48,9 +50,12 @@ class ExtentAllocator:
         capacity: bytes; rounded down to whole pages.
         keeps_offsets: whether untouched memory, while much of it is left, is preferred to extents that would have to be cut or merged: then what
             comes and goes in the same sizes finds its old offsets again. For memory that is taken whole from the start.
+
+    Attributes:
+        kernel_mark: that of the extent handed out last (`Replica.kernel_mark`), with which it was given back; `NEWEST` if it is not the same extent.
     """
 
-    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "keeps_offsets", "low", "used")
+    __slots__ = ("_bins", "_by_size", "_ends", "_starts", "binned", "capacity", "high", "keeps_offsets", "kernel_mark", "low", "used")
 
     def __init__(self, capacity: int, *, keeps_offsets: bool = False) -> None:
         self.capacity = capacity // PAGE * PAGE
@@ -59,7 +64,8 @@ class ExtentAllocator:
         self.high = self.capacity
         self.used = 0
         self.binned = 0
-        self._bins: dict[int, dict[int, None]] = {}  # of each size the offsets, in the order in which they were given back
+        self._bins: dict[int, dict[int, int]] = {}  # of each size the offsets, in the order in which they were given back, and their kernel marks
+        self.kernel_mark = NEWEST
         self._starts: dict[int, int] = {}  # offset -> size of each free extent outside the gap
         self._ends: dict[int, int] = {}  # end -> offset of each of them
         self._by_size: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])  # (size, offset) of those below and above the gap, sorted
@@ -68,19 +74,26 @@ class ExtentAllocator:
         """Offset of a new extent of `size` bytes (a multiple of PAGE), or None when no hole is large enough.
 
         Args:
-            wanted: the offset that it has if an extent of just that size is free there.
+            wanted: the offset that it has if an extent of just that size is free there, or, where offsets are kept, any around it. Where these are
+                kept and it is not free, the extent is none that somebody else may want again, as long as there is untouched memory.
         """
         bin_ = self._bins.get(size)
-        if bin_:
+        is_untouched = self.keeps_offsets and self.high - self.low > min(max(size, self.capacity // UNTOUCHED), LITTLE * size)
+        if bin_ and (wanted in bin_ or wanted < 0 or not is_untouched):
             self.binned -= size
             self.used += size
             if wanted in bin_:
-                del bin_[wanted]
+                self.kernel_mark = bin_.pop(wanted)
                 return wanted
-            return bin_.popitem()[0]
+            last, self.kernel_mark = bin_.popitem()
+            return last
+        self.kernel_mark = NEWEST
+        if wanted >= 0 and self.keeps_offsets and self._cut_out(wanted, size):
+            self.used += size
+            return wanted
         above = size * LARGE >= self.capacity
-        offset = None
-        if self.keeps_offsets and self.high - self.low > max(size, self.capacity // UNTOUCHED):
+        offset: int | None = None
+        if is_untouched:
             offset = self._from_gap(size, above)
         if offset is None:
             offset = self._best_fit(size, above)
@@ -102,8 +115,14 @@ class ExtentAllocator:
             InvalidEvent: some of it is not.
         """
         self._flush()
-        end = offset + size
+        self.kernel_mark = NEWEST
+        if not self._cut_out(offset, size):
+            raise InvalidEvent(f"the extent of {size} B at byte {offset} was claimed, but it is not free")
         self.used += size
+
+    def _cut_out(self, offset: int, size: int) -> bool:
+        """Take [offset, offset + size) out of the free extent or the gap around it, if there is one; what lies in bins is not looked at."""
+        end = offset + size
         if offset >= self.low and end <= self.high:
             low, high = self.low, self.high
             if offset - low <= high - end:  # the smaller rest leaves the gap
@@ -114,26 +133,26 @@ class ExtentAllocator:
                 self.high = offset
                 if high > end:
                     self._insert(end, high - end)
-            return
+            return True
         start = max((start for start in self._starts if start <= offset), default=-1)
         if start < 0 or start + self._starts[start] < end:
-            self.used -= size
-            raise InvalidEvent(f"the extent of {size} B at byte {offset} was claimed, but it is not free")
+            return False
         hole = self._remove(start)
         if offset > start:
             self._insert(start, offset - start)
         if start + hole > end:
             self._insert(end, start + hole - end)
+        return True
 
-    def free(self, offset: int, size: int) -> None:
-        """Give back an extent, with the size it was taken with."""
+    def free(self, offset: int, size: int, kernel_mark: int = NEWEST) -> None:
+        """Give back an extent, with the size it was taken with, and what may be known of the last kernel that used it."""
         self.used -= size
         self.binned += size
         bin_ = self._bins.get(size)
         if bin_ is None:
-            self._bins[size] = {offset: None}
+            self._bins[size] = {offset: kernel_mark}
         else:
-            bin_[offset] = None
+            bin_[offset] = kernel_mark
 
     def compact(self, nbytes: int) -> None:
         """The extents in use now fill [0, nbytes): everything above is the gap."""
@@ -316,7 +335,7 @@ class MemoryNode:
         size = handle.size
         del self.starts[offset]
         del self.ends[offset + size]
-        self.extents.free(offset, size)
+        self.extents.free(offset, size, replica.kernel_mark)
         self.by_class[handle.data_class] -= size
 
     def pack(self) -> list[tuple[Replica, int]]:

@@ -301,7 +301,8 @@ class Lookahead:
         """Start fetching data that is used `distance` planned tasks from now, into free memory or over what is used later; or return False."""
         replicas, node_id = self.replicas, self.node
         node = replicas.nodes[node_id]
-        offset = node.take(handle.size, handle.data_class)
+        keeps = node.extents.keeps_offsets
+        offset = node.take(handle.size, handle.data_class, handle.preferred_offset if keeps else -1)
         if offset is None:
             plan = replicas.candidates[node_id].plan_droppable([handle.size], replicas.foresight.order + distance)
             if plan is None:
@@ -309,6 +310,8 @@ class Lookahead:
             (offset,), victims = plan
             replicas.evict(victims, actions)
             node.take_at(offset, handle.size, handle.data_class)
+        if keeps:
+            handle.preferred_offset = offset
         node.mark()
         actions.append(replicas.copies.start(source, replicas.install(handle, node_id, offset)))
         return True
@@ -326,7 +329,8 @@ class Lookahead:
         if node.taken - self._looked_at >= goal // LOOKS:
             self._looked_at = node.taken
             self._wanted = goal - (node.budget - node.used)
-            self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
+            if self._wanted > 0:
+                self._wanted -= replicas.candidates[self.node].clean_nbytes(self._wanted)
         if self._wanted > 0:
             for replica in replicas.candidates[self.node].dirty(WRITES - num_writing):
                 if self._wanted > 0:

@@ -265,7 +265,7 @@ class Replicas:
 
     def install(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
         """A new replica over an extent just taken."""
-        replica = Replica(handle, node_id, offset, since=self.foresight.clock)
+        replica = Replica(handle, node_id, offset, since=self.foresight.clock, kernel_mark=self.nodes[node_id].extents.kernel_mark)
         if private:
             replica.state = "scratch"
         else:
@@ -338,7 +338,9 @@ class Replicas:
         """The task is about to write: drop every other replica of what it writes, and empty its backing replica."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
-                for other in [other for other in handle.replicas.values() if other is not replica]:
+                for other in tuple(handle.replicas.values()):
+                    if other is replica:
+                        continue
                     if other.node != self.last:  # a file is out of date from now on
                         if other.node != FILE:
                             self._miss(other)

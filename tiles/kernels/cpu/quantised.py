@@ -10,7 +10,8 @@ from the cache, 0.63 ms from memory); R = 4 0.54 / 0.58 / 0.46 ms, R = 8 1.2 / 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from math import prod
 from typing import Any, Final
 
@@ -66,10 +67,16 @@ def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_
     if scratch:
         _by_panels(x, w, y, scratch[0], BLOCK_FORMATS[block_format], trans_b, accumulate)
         return
+    _multiply(block_format)(x, w, y, accumulate)
+
+
+@cache
+def _multiply(block_format: str) -> Callable[[Array, Array, Array, bool], None]:
+    """The loop for products of few rows."""
     from .numba import block_loops
 
-    multiply = block_loops.multiply_q8_0 if block_format == "q8_0" else block_loops.multiply_q4_0
-    multiply(x, w, y, accumulate)
+    found: Callable[[Array, Array, Array, bool], None] = block_loops.multiply_q8_0 if block_format == "q8_0" else block_loops.multiply_q4_0
+    return found
 
 
 def _by_panels(x: Array, w: Array, y: Array, scratch: Array, block_format: BlockFormat, trans_b: bool, accumulate: bool) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product as grid_of
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from ..registry import BUILT_IN_ACTIVATIONS, register
+from ..registry import BUILT_IN_ACTIVATIONS, register, register_many
 from .array import DeviceArray
-from .launch import KernelSource, device
+from .launch import THREADS, KernelSource, device
+from .many import Task, blocks_for, by_type, filled, table
 
 _source = KernelSource("elementwise")
-_FLOAT = np.dtype(np.float32)
+_FLOAT: Final = np.dtype(np.float32)
+_COLUMNS: Final = table("x", "total", numbers=("widths", "accumulate"))
+_BIASED: Final = table("y", "bias", numbers=("widths",))
 
 
 @register("accumulate", "cuda")
@@ -155,8 +159,18 @@ def rotary_angles_at(frequencies: DeviceArray, positions: DeviceArray, cos: Devi
 @register("column_sums", "cuda")
 def column_sums(dy: DeviceArray, db: DeviceArray, *, accumulate: bool) -> None:
     """db (+)= sum of dy over rows  # (..., N) -> (N,)."""
-    matrix = dy.rows()
-    _source.by_column("column_sums", matrix, matrix, db, np.int32(matrix.shape[0]), np.int32(matrix.shape[1]), np.int32(accumulate))
+    column_sums_many([((dy, db), {"accumulate": accumulate})])
+
+
+@register_many(column_sums)
+def column_sums_many(tasks: Sequence[Task]) -> None:
+    """The same of several tiles."""
+    for alike in by_type(tasks):
+        widths = [tiles[0].shape[-1] for tiles, _ in alike]
+        blocks = [-(-width // 32) for width in widths]
+        flags = [constants["accumulate"] for _, constants in alike]
+        given = filled(_COLUMNS, [tiles for tiles, _ in alike], blocks, widths=widths, accumulate=flags)
+        _source.start("column_sums", alike[0][0][0].dtype, given, grid=(sum(blocks), 1, 1), shared=4 * THREADS)
 
 
 @register("select_rows", "cuda")
@@ -197,13 +211,24 @@ def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:
 @register("linear_bias", "cuda")
 def linear_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray, y: DeviceArray, *, trans_b: bool) -> None:
     """y = x @ op(w) + bias  # (R, K) @ (K, N) + (N,) -> (R, N)."""
-    matmul(x, w, y, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=False)
-    add_bias(y, bias)
+    linear_bias_many([((x, w, bias, y), {"trans_b": trans_b})])
 
 
-def add_bias(y: DeviceArray, bias: DeviceArray) -> None:
-    """y += bias  # (R, N) + (N,)."""
-    _source.each("add_bias", y.dtype, y.size, y, bias, np.int32(y.shape[-1]))
+@register_many(linear_bias)
+def linear_bias_many(tasks: Sequence[Task]) -> None:
+    """The same of several products, with all biases in one start."""
+    for (x, w, _, y), constants in tasks:
+        matmul(x, w, y, trans_a=False, trans_b=constants["trans_b"], alpha=1.0, accumulate=False)
+    add_biases([(y, bias) for (_, _, bias, y), _ in tasks])
+
+
+def add_biases(pairs: Sequence[tuple[DeviceArray, DeviceArray]]) -> None:
+    """y += bias, of each pair  # (R, N) + (N,)."""
+    for alike in by_type([(pair, {}) for pair in pairs if pair[0].size]):
+        rows = [tiles for tiles, _ in alike]
+        blocks = [blocks_for(y.size) for y, _ in rows]
+        given = filled(_BIASED, rows, blocks, widths=[y.shape[-1] for y, _ in rows])
+        _source.start("add_bias", rows[0][0].dtype, given, grid=(sum(blocks), 1, 1))
 
 
 @register("linear_activation", "cuda")

@@ -20,14 +20,14 @@ from ..registry import BF16
 from .array import DeviceArray
 
 SOURCES: Final = Path(__file__).parent / "source"
-NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "flash", "pages")
+NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "pages")
 ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
-_MOST_BLOCKS: Final = 4096
+MOST_BLOCKS: Final = 4096
 MOST_BLOCKS_ASIDE: Final = 65535
 """Most blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
-PARTIALS_NBYTES: Final = 8 * _MOST_BLOCKS
-"""Memory of a device for the partial sums of one kernel at a time."""
+PARTIALS_NBYTES: Final = 8 << 16
+"""Memory of a device for the partial sums of one kernel at a time: a number of 8 bytes for each of 1024 blocks of 64 tiles."""
 
 Argument = DeviceArray | np.generic | None
 
@@ -179,7 +179,7 @@ class KernelSource:
 
     def each(self, kernel: str, element: np.dtype[Any], count: int, *arguments: Argument) -> None:
         """Start a kernel that goes over `count` numbers, its last argument."""
-        blocks = min(_MOST_BLOCKS, -(-count // THREADS))
+        blocks = min(MOST_BLOCKS, -(-count // THREADS))
         if blocks:
             self.start(kernel, element, *arguments, np.int64(count), grid=(blocks, 1, 1))
 

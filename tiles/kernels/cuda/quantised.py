@@ -12,7 +12,7 @@ import numpy as np
 from ...block_format import BLOCK_FORMATS
 from ..registry import register
 from .array import DeviceArray
-from .elementwise import add_bias
+from .elementwise import add_biases
 from .launch import KernelSource, device, threads_for
 
 _source: Final = KernelSource("quantised")
@@ -33,7 +33,7 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
     decode_blocks(w, weights, block_format=block_format)
     device().gemm(x, weights, y, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
     if bias is not None:
-        add_bias(y, bias)
+        add_biases([(y, bias)])
 
 
 @register("decode_blocks", "cuda")

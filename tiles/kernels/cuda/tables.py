@@ -1,4 +1,4 @@
-"""Lookup, the loss of a linear head, optimizers, sums over whole tiles and random numbers on a device.
+"""Lookup, the loss of a linear head and random numbers on a device.
 
 Ids outside the vocabulary are found where they enter the program, not here: a device cannot raise.
 """
@@ -22,7 +22,6 @@ _FLOAT: Final = np.dtype(np.float32)
 COLUMNS: Final = 1024
 """Logits per row that exist at a time, as on the CPU, whose scratch is declared."""
 _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
-_MOST_PARTIALS: Final = 1024
 
 
 @register("embedding", "cuda")
@@ -92,70 +91,6 @@ def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, f
             device().gemm(p, w[start:end], dx, trans_a=False, trans_b=False, alpha=1.0, accumulate=onto, stride_a=stride)
         for x, dw in zip(xs, given.dws, strict=bool(given.dws)):
             device().gemm(p, x, dw[start:end], trans_a=True, trans_b=False, alpha=1.0, accumulate=accumulate, stride_a=stride)
-
-
-@register("adam", "cuda")
-def adam(
-    param: DeviceArray,
-    grad: DeviceArray,
-    m: DeviceArray,
-    v: DeviceArray,
-    hyper: DeviceArray,
-    *rest: DeviceArray,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    max_norm: float,
-    clip: bool,
-    master: bool,
-) -> None:
-    """Adam or AdamW; `rest` is [norm,] [master,] [scratch]."""
-    optional = list(rest)
-    norm = optional.pop(0) if clip else None
-    weights = optional.pop(0) if master else None
-    numbers: tuple[Any, ...] = (*map(np.float64, (beta1, beta2, eps, weight_decay, max_norm)), np.int32(decoupled))
-    _source.each("adam", param.dtype, param.size, param, grad, m, v, hyper, norm, weights, *numbers)
-
-
-@register("sgd", "cuda")
-def sgd(
-    param: DeviceArray,
-    grad: DeviceArray,
-    hyper: DeviceArray,
-    *rest: DeviceArray,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    max_norm: float,
-    clip: bool,
-    master: bool,
-) -> None:
-    """SGD; `rest` is [buffer if momentum,] [norm,] [master,] [scratch]."""
-    optional = list(rest)
-    buffer = optional.pop(0) if momentum else None
-    norm = optional.pop(0) if clip else None
-    weights = optional.pop(0) if master else None
-    numbers: tuple[Any, ...] = (*map(np.float64, (momentum, weight_decay, max_norm)), np.int32(nesterov))
-    _source.each("sgd", param.dtype, param.size, param, grad, hyper, buffer, norm, weights, *numbers)
-
-
-@register("sum_squares", "cuda")
-def sum_squares(x: DeviceArray, out: DeviceArray) -> None:
-    """out[0] = sum of squares of x in fp64."""
-    blocks = max(1, min(_MOST_PARTIALS, -(-x.size // (16 * THREADS))))
-    partials = device().partials.at(np.float64, blocks)
-    _source.start("squares", x.dtype, x, partials, np.int64(x.size), grid=(blocks, 1, 1), shared=8 * THREADS)
-    _source.start("add_doubles", _FLOAT, partials, out, np.int32(blocks), grid=(1, 1, 1), threads=1)
-
-
-@register("sum_scalars", "cuda")
-def sum_scalars(*arrays: DeviceArray) -> None:
-    """The last argument's element = sum of all others, in order."""
-    *addends, out = arrays
-    for number, addend in enumerate(addends):
-        _source.start("add_scalar", _FLOAT, addend, out, np.int32(number == 0), grid=(1, 1, 1), threads=1)
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:

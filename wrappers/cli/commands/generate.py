@@ -1,4 +1,4 @@
-"""``nntask generate``: texts from a run, a checkpoint or a model directory.
+"""``nntask generate``: texts from a run, a checkpoint, a model directory or a GGUF file.
 
 A single text is printed as it grows. The texts of --prompt-file are printed in the order of the file, each under a line ``--- N`` with the number of
 its line; the first incomplete text is printed as it grows. With --json each complete text is printed as a JSON object on one line.
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _OF_FILLED: Final = frozenset({"prompt", "prompt_file", "dtype", "tokenizer_path", "json"})
 """Settings of texts whose masks are filled; the others are of texts that grow."""
-_HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,34 +220,30 @@ class _Text:
     """One text as it grows."""
 
     def __init__(self, number: int, prompt: str, begin: list[int], ids: TextIds) -> None:
+        from nntask.inference import Spelling
+
         self.number, self.prompt = number, prompt
         self.new: list[int] = []
         self.is_complete = False
         self._tokenizer, self._begin, self._num_given = ids.tokenizer, [int(i) for i in ids.tokenizer.encode([prompt])[0]], len(begin)
         if ids.encodes_rows:  # the text is an answer and does not begin with the prompt
             self._begin, self._num_given = [], 1
-        self._from = self._shown = 0  # ids before _shown are printed; those from _from on are the context that decides how the next ids are spelled
+        self._spelling = Spelling(ids.tokenizer.decode)
+        self._spelling.ids.extend(self._begin)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take tokens that follow."""
+        self.new.extend(tokens)
+        self._spelling.ids.extend(tokens)
 
     @property
     def text(self) -> str:
         """The whole text, the prompt included."""
-        return self._tokenizer.decode(self._tail(0))
-
-    def _tail(self, first: int) -> list[int]:
-        """The ids of the text from number `first` on."""
-        count = len(self._begin)
-        return [*self._begin[first:], *self.new[max(first - count, 0) :]]
+        return self._tokenizer.decode([*self._begin, *self.new])
 
     def news(self) -> str:
         """The characters since the last call; an incomplete character waits for its remaining bytes, unless the text is complete."""
-        tail = self._tail(self._from)
-        text = self._tokenizer.decode(tail)
-        if text.endswith(_HALF) and not self.is_complete:
-            return ""
-        found = text[len(self._tokenizer.decode(tail[: self._shown - self._from])) :]
-        if found:  # else the same context is still needed
-            self._from, self._shown = self._shown, self._from + len(tail)
-        return found
+        return self._spelling.news(is_last=self.is_complete)
 
     def end(self, context: int, count: int) -> str:
         """The reason why the text is complete: "context", "length" or "stop"."""
@@ -274,7 +269,7 @@ def _write(generator: Generator, ids: TextIds, prompts: Sequence[str], begins: S
                 if token is None:
                     text.is_complete = True
                 else:
-                    text.new.append(token)
+                    text.add([token])
             printer.show()
     for text in texts:
         text.is_complete = True
@@ -290,7 +285,7 @@ def _search(
     how = BeamSearch(asked.num_beams, asked.length_penalty, asked.early_stopping)
     found = generator.beams(begins, asked.max_new_tokens, how, vocab_size=ids.vocab_size, stop=ids.stop, penalties=penalties)
     for text, (best, *_) in zip(texts, found, strict=True):
-        text.new.extend(best.tokens)
+        text.add(best.tokens)
 
 
 class _Printer:

@@ -1,4 +1,4 @@
-"""``nntask perplexity``: the perplexity of a text under a run, a checkpoint or a model directory."""
+"""``nntask perplexity``: the perplexity of a text under a run, a checkpoint, a model directory or a GGUF file."""
 
 from __future__ import annotations
 

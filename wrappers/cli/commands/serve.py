@@ -1,4 +1,4 @@
-"""``nntask serve``: a run, a checkpoint or a model directory over HTTP, as OpenAI's clients speak it."""
+"""``nntask serve``: a run, a checkpoint, a model directory or a GGUF file over HTTP, as OpenAI's clients speak it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Answer OpenAI's clients with a trained model. MODEL is a run directory, one of its checkpoints, or a model directory of transformers."""
+    """Answer OpenAI's clients with a trained model. MODEL is a run directory, one of its checkpoints, a model directory of
+    transformers, or a GGUF file."""
 
     server: ServerSettings = field(default_factory=ServerSettings)
     machine: MachineSettings = field(default_factory=MachineSettings)

@@ -1,8 +1,9 @@
 """How loops over fp32 arrays are compiled: by Numba, at their first call, for this machine's vector width, and kept on disk.
 
-The only module that imports Numba. `loops` and `exp_loops` import it, and kernels import those when they first run, so commands that run no kernel
-never pay for it (0.5 s). What was compiled lies beside the source (`__pycache__`, or Numba's cache of the user where that cannot be written), so
-a machine compiles once. Loops release the GIL, allocate nothing, and give the same bits for the same shapes: no threads, no order but their own.
+Beside `compiler_memory` and `block_loops` the only module that imports Numba. `loops` and `exp_loops` import it, and kernels import those when they
+first run, so commands that run no kernel never pay for it (0.5 s). What was compiled lies beside the source (`__pycache__`, or Numba's cache of the
+user where that cannot be written), so a machine compiles once. Loops release the GIL, allocate nothing, and give the same bits for the same shapes:
+no threads, no order but their own.
 
 What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common name,
 and of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the losses of the
@@ -23,6 +24,8 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from . import compiler_memory
+
 Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +35,8 @@ EXACT: Final = {"contract", "nsz"}
 """Rounding tricks survive; a product and a sum may still be one instruction."""
 
 f32 = np.float32
+
+compiler_memory.begin()
 
 
 def _larger(context: Any, a: Any, b: Any) -> Any:

@@ -1,6 +1,7 @@
 // Elementwise operations, and those that add up rows of one or all sequences.
 
 #include "common.cuh"
+#include "many.cuh"
 
 #define GELU_SCALE 0.7978845608028654f
 #define GELU_CUBIC 0.044715f
@@ -98,8 +99,19 @@ KERNEL bias_activation(T *pre, const T *bias, T *y, int kind, int width, long lo
 }
 EXPORT(bias_activation)
 
-KERNEL add_bias(T *y, const T *bias, int width, long long count) {
-    EACH(i, count) y[i] = narrow<T>(widen(y[i]) + widen(bias[i % width]));
+struct Biased {
+    T *y[MOST_TILES];
+    const T *bias[MOST_TILES];
+    long long counts[MOST_TILES];
+    int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES];
+};
+
+KERNEL add_bias(Biased given) {
+    TILE_OF_BLOCK(tile, given);
+    T *y = given.y[tile];
+    const T *bias = given.bias[tile];
+    int width = given.widths[tile];
+    EACH_OF(i, given, tile) y[i] = narrow<T>(widen(y[i]) + widen(bias[i % width]));
 }
 EXPORT(add_bias)
 
@@ -182,10 +194,20 @@ KERNEL rotary_angles_at(const float *frequencies, const int *positions, float *c
 }
 EXPORT(rotary_angles_at)
 
+struct Columns {
+    const T *x[MOST_TILES];
+    float *total[MOST_TILES];
+    long long counts[MOST_TILES];
+    int num_tiles, begins[MOST_TILES + 1], widths[MOST_TILES], accumulate[MOST_TILES];
+};
+
 // Sum of columns: a block has 32 columns and 8 lanes of rows, lane l takes rows l, l + 8, ...; lanes are added in order.  // (R, N) -> (N,)
-KERNEL column_sums(const T *x, float *total, int num_rows, int width, int accumulate) {
+KERNEL column_sums(Columns given) {
     SHARED(float, buffer);
-    int column = blockIdx.x * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
+    TILE_OF_BLOCK(tile, given);
+    const T *x = given.x[tile];
+    int width = given.widths[tile], num_rows = (int)(given.counts[tile] / width);
+    int column = (blockIdx.x - given.begins[tile]) * 32 + threadIdx.x % 32, lane = threadIdx.x / 32;
     float sum = 0.0f;
     if (column < width)
         for (int r = lane; r < num_rows; r += 8) sum += widen(x[(long long)r * width + column]);
@@ -193,7 +215,8 @@ KERNEL column_sums(const T *x, float *total, int num_rows, int width, int accumu
     __syncthreads();
     if (lane == 0 && column < width) {
         for (int l = 1; l < 8; l++) sum += buffer[l * 32 + threadIdx.x];
-        total[column] = accumulate ? total[column] + sum : sum;
+        float *total = given.total[tile] + column;
+        *total = given.accumulate[tile] ? *total + sum : sum;
     }
 }
 EXPORT(column_sums)

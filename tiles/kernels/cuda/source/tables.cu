@@ -1,4 +1,4 @@
-// Table lookup, the loss of a linear head, tokens of sequences, optimizers, sums over whole tiles, random numbers.
+// Table lookup, the loss of a linear head, tokens of sequences, random numbers.
 
 #include "common.cuh"
 
@@ -163,79 +163,6 @@ KERNEL swap_tokens(const T *x, T *y, int length, int width) {
         if (c + r < width && t + column < length) y[start + (long long)(c + r) * length + t + column] = square[column * 33 + r];
 }
 EXPORT(swap_tokens)
-
-// Sum of squares in double, part by part: `parts` has one number a block, and one block adds them up in a second launch
-KERNEL squares(const T *x, double *parts, long long count) {
-    SHARED(double, sums);
-    double sum = 0.0;
-    EACH(i, count) sum += (double)widen(x[i]) * (double)widen(x[i]);
-    sums[threadIdx.x] = sum;
-    __syncthreads();
-    for (int half = blockDim.x / 2; half > 0; half /= 2) {
-        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) parts[blockIdx.x] = sums[0];
-}
-EXPORT(squares)
-
-// out = the sum of one number more, in order
-KERNEL add_scalar(const double *part, double *out, int first) { out[0] = (first ? 0.0 : out[0]) + part[0]; }
-EXPORT(add_scalar)
-
-KERNEL add_doubles(const double *parts, double *out, int count) {
-    double sum = 0.0;
-    for (int i = 0; i < count; i++) sum += parts[i];
-    out[0] = sum;
-}
-EXPORT(add_doubles)
-
-// min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_; NaN stays NaN, so that divergence is seen
-__device__ inline float clip_factor(const double *norm, double max_norm) {
-    if (!norm) return 1.0f;
-    double found = max_norm / (sqrt(norm[0]) + 1e-6);
-    return (float)(found < 1.0 || found != found ? found : 1.0);
-}
-
-// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); hyper is (lr, 1 - beta1^t, 1 - beta2^t, 0)
-KERNEL adam(
-    T *param, const float *grad, float *m, float *v, const double *hyper, const double *norm, float *master, double beta1, double beta2, double eps,
-    double weight_decay, double max_norm, int decoupled, long long count) {
-    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
-    float keep = (float)(1.0 - hyper[0] * weight_decay), step = (float)(hyper[0] / hyper[1]), root = (float)sqrt(hyper[2]);
-    EACH(i, count) {
-        float p = master ? master[i] : widen(param[i]), g = grad[i] * factor;
-        if (decoupled)
-            p *= keep;
-        else
-            g += (float)weight_decay * p;
-        float first = b1 * m[i] + (float)(1.0 - beta1) * g, second = b2 * v[i] + (float)(1.0 - beta2) * g * g;
-        m[i] = first;
-        v[i] = second;
-        p -= step * first / (sqrtf(second) / root + (float)eps);
-        if (master) master[i] = p;
-        param[i] = narrow<T>(p);
-    }
-}
-EXPORT(adam)
-
-// SGD as torch.optim.SGD: dampening 0, the buffer starting at zero
-KERNEL sgd(
-    T *param, const float *grad, const double *hyper, float *buffer, const double *norm, float *master, double momentum, double weight_decay,
-    double max_norm, int nesterov, long long count) {
-    float factor = clip_factor(norm, max_norm);
-    EACH(i, count) {
-        float p = master ? master[i] : widen(param[i]), g = grad[i] * factor + (float)weight_decay * p;
-        if (buffer) {
-            buffer[i] = (float)momentum * buffer[i] + g;
-            g = nesterov ? g + (float)momentum * buffer[i] : buffer[i];
-        }
-        p -= (float)hyper[0] * g;
-        if (master) master[i] = p;
-        param[i] = narrow<T>(p);
-    }
-}
-EXPORT(sgd)
 
 // Global row-major index of element i of a tile: up to 4 axes, given as products and origins; axis 0 varies slowest
 struct Place {

@@ -1,0 +1,127 @@
+"""What planned steps are compared by: their forecasts, and of the best few a more exact judge, such as virtual time.
+
+A forecast costs a planner a fifth of a second for 10,000 tasks, so that it can weigh dozens of steps; it takes all workers as one and all links as
+two. Steps that it finds about equally fast may differ by 6 % when the machine's own rules decide what is fetched and written when (GPT-2 medium in
+a half of its need behind 12 GB/s, under two orders). A judge runs these rules, and takes ten times as long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Final, NamedTuple
+
+from ..core.step_plan import StepPlan
+from .choose_order import PlannedOrder
+from .forecast import Forecast, Pace
+
+Judge = Callable[[StepPlan], float]
+"""Seconds of a step in its planned order; infinite where it would not fit."""
+
+CLOSE: Final = 0.99
+"""A mix that is forecast to take more than this fraction of the seconds without any is not worth its flops."""
+FRICTION: Final = 0.2
+"""Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
+better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
+FINALISTS: Final = 5
+"""Planned steps that are judged, at most."""
+FINAL_ORDERS: Final = 3
+"""Orders of one of them, at most."""
+NEAR: Final = 1.1
+"""A step that is forecast to take longer than the best by more than this factor is not judged."""
+MOST_JUDGED: Final = 10_000
+"""Steps of more tasks are chosen by forecasts alone: judging one of them takes more than ten seconds."""
+
+
+class Rival(NamedTuple):
+    """A step with one mix, planned under the best of some orders.
+
+    Attributes:
+        orders: forecasts of those orders; none where everything fits.
+        under: plans it under one of them.
+    """
+
+    chosen: PlannedOrder
+    orders: Mapping[str, Forecast]
+    under: Callable[[str], PlannedOrder]
+
+
+class Weighing:
+    """What planned steps are compared by.
+
+    Args:
+        plan: the step that makes nothing again.
+        last: bytes of the last tier.
+        pace: rates of the machine during a plan; without it steps are compared by the bytes that they move.
+        judge: of the best few; None for none.
+    """
+
+    def __init__(self, plan: StepPlan, last: int, pace: Callable[[StepPlan], Pace] | None, judge: Judge | None = None) -> None:
+        self.pace = pace
+        self._last = last
+        self._judge = judge if len(plan.tasks) <= MOST_JUDGED else None
+        self._least, self._slowness = 0.0, (0.0, 0.0)
+        if pace is not None:
+            rates = pace(plan)
+            self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
+
+    def fits(self, chosen: PlannedOrder) -> bool:
+        """Whether the last tier holds the data of a planned step."""
+        return chosen.last_bytes <= self._last
+
+    def is_bound_by_tasks(self, base: PlannedOrder) -> bool:
+        """Whether the step without any fits, and its tasks alone take about as long as it does."""
+        return self.pace is not None and self.fits(base) and self._least > CLOSE * self.cost(base)
+
+    def key(self, chosen: PlannedOrder) -> tuple[bool, float, int]:
+        """The smallest is the best."""
+        return not self.fits(chosen), self.cost(chosen), chosen.moved_bytes
+
+    def cost(self, chosen: PlannedOrder) -> float:
+        """Seconds, and some of what copies take; of a step that fits, what its tasks take."""
+        found = chosen.forecasts.get(chosen.name)
+        if found is not None:
+            return self._cost(found)
+        return 0.0 if self.pace is None else sum(self.pace(chosen.plan).seconds.values())
+
+    def _cost(self, found: Forecast) -> float:
+        return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])
+
+    def judged(self, best: PlannedOrder, rivals: Sequence[Rival]) -> PlannedOrder:
+        """The fastest of the best few steps; the best by forecasts where nobody judges, or there is no other.
+
+        Args:
+            best: by forecasts.
+            rivals: it and others.
+        """
+        if self._judge is None or not best.forecasts:
+            return best
+        finalists = list(self._finalists(best, rivals))
+        if len(finalists) == 1:
+            return best
+        seconds = [self._judge(each.plan) for each in finalists]
+        least = min(seconds)
+        return best if least == inf else replace(finalists[seconds.index(least)], judged_seconds=least, moves_least_of_equals=False)
+
+    def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> Iterator[PlannedOrder]:
+        """The best, and others that are forecast to be about as fast."""
+        yield best
+        rows = sorted((cost, at, name) for at, rival in enumerate(rivals) for name, cost in self._costs(rival).items())
+        num_left, num_orders = FINALISTS - 1, Counter[int]()
+        for cost, at, name in rows:
+            if cost > NEAR * self.cost(best) or not num_left:
+                return
+            is_best = (rivals[at].chosen.recompute, name) == (best.recompute, best.name)
+            if is_best or num_orders[at] == FINAL_ORDERS:
+                continue
+            num_orders[at] += 1
+            planned = rivals[at].under(name)
+            if self.fits(planned):
+                num_left -= 1
+                yield planned
+
+    def _costs(self, rival: Rival) -> dict[str, float]:
+        """Of each order of a step, what it costs."""
+        return {name: self._cost(found) for name, found in rival.orders.items()} or {rival.chosen.name: self.cost(rival.chosen)}

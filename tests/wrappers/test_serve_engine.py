@@ -1,0 +1,53 @@
+"""The engine of `nntask serve` by itself: what a text that fails does to its job and to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import numpy as np
+from support.deadline import DEADLINE
+from support.small_texts import COARSE, SMALL
+
+from nntask.inference import RunningBatch, TextRequest
+from nntask.inference.running_batch import BatchShape
+from nntask.models.gpt2 import GPT2
+from scheduler import Runtime
+from wrappers.serve.engine import Job, News, Piece, TextEngine
+from wrappers.serve.errors import ApiError
+
+ILL = 60
+
+
+@contextmanager
+def ill_batch() -> Iterator[RunningBatch]:
+    """A batch of a model whose scores are not finite behind one token."""
+    with Runtime(cpu_workers=1, ram=1 << 26) as runtime:
+        model = GPT2(SMALL, COARSE, runtime, seed=4)
+        rows = model.embed.weight.data.read()
+        rows[ILL] = np.inf
+        model.embed.weight.data.write(rows)
+        yield RunningBatch(model, runtime, BatchShape.of(3, 48), vocab_size=ILL)
+
+
+def test_texts_of_a_job_that_fail_together_are_told_once() -> None:
+    """Two texts of one job diverge in the same step: the job is told so once, another job is written to its end, and the engine goes on."""
+    news: SimpleQueue[News] = SimpleQueue()
+    failures: list[None] = []
+    engine = TextEngine(ill_batch, lambda ids: "x" * len(ids), 4, news.put, lambda: failures.append(None))
+    engine.start()
+    ill, well = Job([TextRequest((ILL,), 4), TextRequest((ILL,), 4)]), Job([TextRequest((1, 2), 4)])
+    engine.submit(well)
+    engine.submit(ill)
+    told: list[tuple[Job, Piece | ApiError]] = []
+    while not any(job is well and isinstance(each, ApiError) for job, each in told) and not any(
+        isinstance(each, Piece) and each.end is not None for _, each in told
+    ):
+        told += news.get(timeout=DEADLINE)
+    engine.end()
+    engine.join()
+    errors = [(job, each.code) for job, each in told if isinstance(each, ApiError)]
+    assert errors == [(ill, "diverged")]
+    assert "".join(each.text for job, each in told if job is well and isinstance(each, Piece)) == "xxxx"
+    assert (engine.failure, failures, engine.num_open) == (None, [], 0)
