@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/first_card.py                          # every stage, into build/first-card
     python benchmarks/gpu/first_card.py --stage kernels streams  # some; --list says what each does
+    python benchmarks/gpu/first_card.py --within 560             # as much as there is time for
     python benchmarks/gpu/first_card.py --rehearse               # without a card, over the strict libraries of tests/support
     python benchmarks/gpu/first_card.py --rehearse --fail-every 3
     python benchmarks/gpu/first_card.py --pack build/wheels      # fetch what an interpreter without a network may lack
@@ -109,6 +110,7 @@ class Session:
         fail_every: each so-manieth command fails; 0 for none.
         env: of the commands.
         seconds: of a stage.
+        until: when all must have ended, by `time.monotonic`.
     """
 
     out: Path
@@ -116,11 +118,12 @@ class Session:
     fail_every: int = 0
     env: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     seconds: float = STAGE_SECONDS
+    until: float = float("inf")
     num_commands: int = 0
 
     def stage(self, name: str) -> None:
         """Run the commands of a stage, one after another."""
-        end = time.monotonic() + self.seconds
+        end = min(time.monotonic() + self.seconds, self.until)
         self.log(name).unlink(missing_ok=True)
         for command in STAGES[name]:
             self.command(name, command, end)
@@ -298,6 +301,7 @@ def main() -> int:
     parser.add_argument("--stage", nargs="*", choices=tuple(STAGES), default=tuple(STAGES))
     parser.add_argument("--out", type=Path, default=common.ROOT / "build" / "first-card")
     parser.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="of a stage")
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds of all stages together")
     parser.add_argument("--rehearse", action="store_true", help="emulate the card")
     parser.add_argument("--fail-every", type=int, default=0, help="let each so-manieth command fail")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels for packages that are missing")
@@ -320,7 +324,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as site:
         paths = [str(common.ROOT), str(common.ROOT / "tests"), *([site] if asked.wheels and unpacked(asked.wheels, site) else [])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])]), "OMP_NUM_THREADS": "1"}
-        session = Session(asked.out, asked.rehearse, asked.fail_every, env, asked.seconds)
+        session = Session(asked.out, asked.rehearse, asked.fail_every, env, asked.seconds, time.monotonic() + asked.within)
         for stage in asked.stage:
             started = time.monotonic()
             session.stage(stage)

@@ -153,6 +153,7 @@ def machine(here: Here) -> Iterator[Check]:
     yield "missing", lambda: [name for name, version in common.versions(*NEEDED).items() if version == "absent"]
     fields = "name,driver_version,memory.total,memory.free,pcie.link.gen.current,pcie.link.width.current,clocks.max.sm,power.limit,compute_mode"
     yield "nvidia-smi", lambda: command("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
+    yield "cards", lambda: command("nvidia-smi", "-L")
     yield "python", lambda: {"python": sys.version, "commit": common.commit(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES", "all")}
 
 

@@ -20,7 +20,7 @@ from .cuda_calls import BAD_HANDLE, INVALID, MOST_SHARED, QueueOfWork
 from .cuda_streams import CudaStreams
 from .hazards import Access
 
-_FREE_SHARED, _MOST_THREADS, _MOST_ASIDE = 48 << 10, 1024, 65535
+_FREE_SHARED, _MOST_THREADS, _MOST_ASIDE, _MOST_PARAMETERS = 48 << 10, 1024, 65535, 4096
 _OUT_OF_MEMORY, _NOT_FOUND = 2, 500
 
 
@@ -234,6 +234,9 @@ class FakeCuda(CudaStreams):
             raise self.refuse(text, BAD_HANDLE)
         if not arguments or extra:
             raise self.refuse("arguments are given by their addresses")
+        nbytes = sum(parameter.nbytes for parameter in found.parameters)
+        if nbytes > _MOST_PARAMETERS:
+            raise self.refuse(f"arguments are at most {_MOST_PARAMETERS:,} bytes, and {found.name} has {nbytes:,}")
         packed, accesses = self._arguments(found, arguments)
         self.num_launches += 1
         run, image, name = self.kernels.run, found.image, found.name

@@ -40,7 +40,7 @@ def test_a_command_that_fails_is_told_and_goes_on_behind(fault: str, first_card:
     (failed,) = (line for line in lines if line.get("status") == "failed")
     if fault in ("kill", "garbage"):
         assert failed["check"] == "processor"
-        assert found == ["packages", "missing", "nvidia-smi", "python"]
+        assert found == ["packages", "missing", "nvidia-smi", "cards", "python"]
         assert lines[-1]["status"] == "ended"
     else:
         assert found == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.kernel_declarations import declared_in
 
 from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
+from tiles.kernels.cuda.compiling import source_text
 from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, StreamPointer, use
 
 COMPILER = shutil.which("g++")
@@ -22,6 +25,21 @@ _running = threading.Lock()
 """Of a kernel: a library has one set of threads, whoever loads it."""
 
 EMULATION = Path(__file__).with_name("emulation.hpp")
+
+
+def check_arguments(source: str, element: str, kernel: str, arguments: Arguments) -> None:
+    """Compare how arguments are packed with what a kernel declares.
+
+    Raises:
+        AssertionError: there are more or fewer, or one is of another kind.
+    """
+    packed = re.findall(r"\d+s|f4x|[Qqd]", arguments._struct.format)
+    formats = {"float": "f4x", "double": "d", "u32": "Q", "u64": "Q", "int": "q", "long long": "q"}
+    wanted = [
+        "Q" if one.is_pointer else formats.get(one.kind, f"{one.parameter.nbytes}s")
+        for one in declared_in(source, source_text(source), element)[kernel]
+    ]
+    assert packed == wanted, f"{kernel} declares {wanted}, and is started with {packed}"
 
 
 class CompiledSources:
@@ -86,6 +104,7 @@ class Emulator(FakeGpu):
         return on_device(self._partials)
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
+        check_arguments(source, element, kernel, arguments)
         self._sources.library(source, element)
         dimensions, kept = (*grid, threads, shared, int(self.backwards)), arguments.copy()
         self.later(lambda: self._sources.run(source, element, kernel, dimensions, kept.address))

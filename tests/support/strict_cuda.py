@@ -9,12 +9,10 @@ device of a handle. `scheduler.testing.FakeCuda` does the same for runtime and d
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +22,7 @@ import numpy as np
 import pytest
 from support.cuda_emulator import CompiledSources
 from support.gpu_training import Training
+from support.kernel_declarations import declared_in
 from support.strict_nccl import StrictNccl
 
 from nntask.hardware import gpus
@@ -31,62 +30,14 @@ from nntask.hardware.gpus import CudaCards
 from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler.drivers import cuda_cupy
-from scheduler.testing import Access, FakeCuda, KernelParameter, KernelPointer
+from scheduler.testing import Access, FakeCuda, KernelParameter
 from scheduler.testing.cuda_calls import CUDARuntimeError
 from tiles.kernels.cuda import device, products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-_SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
 ILLEGAL_ADDRESS = 700
 _TYPES = {0: np.dtype(np.float32), 14: BF16}
 """cudaDataType."""
-_READ_BY = {"flash": 8}
-"""Sources that read elements in larger units; bytes."""
-
-
-class _Kinds:
-    """Types of a source: of elements, and structs.
-
-    Args:
-        element: what T is.
-        least: bytes that elements in half precision are read in.
-    """
-
-    def __init__(self, text: str, element: str, least: int) -> None:
-        self._sizes = {**_SIZES, "T": _SIZES[element]}
-        self._units = {**self._sizes, **{name: max(self._sizes[name], least) for name in ("bf16", "T") if self._sizes[name] == _SIZES["bf16"]}}
-        constants = {name: int(value) for name, value in re.findall(r"#define\s+(\w+)\s+(\d+)\s", text)}
-        self._structs: dict[str, KernelParameter] = {}
-        for name, body in re.findall(r"struct\s+(\w+)\s*\{([^{}]*)\};", text):
-            if name not in self._sizes:
-                self._structs[name] = self._struct([line.strip() for line in body.split(";") if line.strip()], constants)
-
-    def parameter(self, declared: str) -> KernelParameter:
-        """One of a kernel's parameters, as it is declared."""
-        kind, is_constant = self._kind(declared)
-        if "*" in declared:
-            return KernelParameter(8, [KernelPointer(0, self._units[kind], not is_constant)])
-        return self._structs.get(kind) or KernelParameter(8, [])
-
-    def _kind(self, declared: str) -> tuple[str, bool]:
-        """The type, and whether it is constant, of what is declared first."""
-        words = declared.partition("[")[0].replace("*", " ").partition(",")[0].split()
-        return " ".join(word for word in words[:-1] if word != "const"), "const" in words
-
-    def _struct(self, lines: Sequence[str], constants: Mapping[str, int]) -> KernelParameter:
-        """A struct of these lines, such as ``const T *x[MOST], *y``."""
-        at, pointers = 0, []
-        for line in lines:
-            kind, is_constant = self._kind(line)
-            for field in line.split(","):
-                extent = re.search(r"\[([^]]*)\]", field)
-                count = 1 if extent is None else sum(constants[term] if term in constants else int(term) for term in extent[1].split(" + "))
-                size = 8 if "*" in field else self._sizes[kind]
-                at = -(-at // size) * size
-                if "*" in field:
-                    pointers += [KernelPointer(at + 8 * number, self._units[kind], not is_constant) for number in range(count)]
-                at += size * count
-        return KernelParameter(-(-at // 8) * 8, pointers)
 
 
 class SourceKernels:
@@ -100,18 +51,9 @@ class SourceKernels:
         self._sources = CompiledSources(folder)
 
     @staticmethod
-    @cache
     def _declared(image: bytes) -> dict[str, list[KernelParameter]]:
-        """The parameters of each kernel, from the text."""
         source, element, text = image.decode().split("\0")
-        text = re.sub(r"//[^\n]*", "", text.replace("\\\n", " "))
-        kinds = _Kinds(text, element, _READ_BY.get(source, 1))
-        found = {}
-        for name, parameters in re.findall(r"KERNEL\s+([\w#]+)\s*\(([^)]*)\)", text):
-            declared = [kinds.parameter(one) for one in parameters.split(",")]
-            for size in re.findall(r"^FLASH\((\d+)\)", text, re.MULTILINE) if "##D" in name else ("",):
-                found[name.replace("##D", size)] = declared
-        return found
+        return {name: [one.parameter for one in declared] for name, declared in declared_in(source, text, element).items()}
 
     def parameters(self, image: bytes) -> Mapping[str, Sequence[KernelParameter]]:
         """Sizes and addresses of each parameter, from the text."""

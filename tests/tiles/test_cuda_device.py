@@ -158,6 +158,16 @@ def test_arguments_lie_where_a_launch_looks_for_them() -> None:
     assert ctypes.string_at(struct_at, 8) == pair.tobytes()
 
 
+@needs_compiler
+@pytest.mark.parametrize("wrong", [np.float64(2.0), np.int32(2), None])
+def test_arguments_are_those_that_a_kernel_declares(wrong: Any, cuda_libraries: Path) -> None:
+    """A number of another kind, or none, would be read as something else."""
+    gpu, x = Emulator(cuda_libraries), on_device(np.ones(4, np.float32))
+    gpu.enter(gpu.stream())
+    with pytest.raises(AssertionError, match="scale declares"):
+        launch.KernelSource("elementwise").each("scale", x.dtype, 4, x, x, wrong)
+
+
 class Compiler:
     """Answers like CuPy's NVRTC."""
 
