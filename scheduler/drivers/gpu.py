@@ -3,9 +3,9 @@
 A `Gpu` provides memory and streams; CuPy implements it, and `testing.FakeGpu` in tests. Work on a stream is carried out in order, concurrently with
 other streams. A `Flow` is the stream of kernels of one GPU. A task counts as finished as soon as its kernels are on the flow, since later kernels
 come after them there; the host does not wait for a kernel before it submits the next. A copy on another stream that uses the same memory first lets
-its stream wait, on the device, until the flow is past a *mark*: that behind the last kernel that used the same bytes (`Replica.kernel_mark`), or, where
-that is not known, the newest one at the moment the machine decides on the copy, because every earlier kernel is in front of it. A copy itself is
-reported only once it has ended, so host memory, other devices and files never hold half-written data.
+its stream wait, on the device, until the flow is past a *mark*: that behind the last kernel that used the same bytes (`Replica.kernel_mark`), or,
+where that is not known, the newest one at the moment the machine decides on the copy, because every earlier kernel is in front of it. A copy itself
+is reported only once it has ended, so host memory, other devices and files never hold half-written data.
 """
 
 from __future__ import annotations
