@@ -44,14 +44,16 @@ def test_losses_are_those_of_the_cpu(gpus: list[Emulator], dropout: float) -> No
     np.testing.assert_allclose(losses(on(gpus[:1]), dropout), losses(Runtime(1, ram=1 << 27), dropout), rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(BF16, marks=pytest.mark.long)])
-def test_whole_passes_are_the_bits_of_single_tasks(gpus: list[Emulator], dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(np.float32, 1), pytest.param(np.float32, 2, marks=pytest.mark.long), pytest.param(BF16, 1, marks=pytest.mark.long)]
+)
+def test_whole_passes_are_the_bits_of_single_tasks(gpus: list[Emulator], dtype: Any, count: int) -> None:
     """As graphs from the third replay of an instance on, although the numbers of the optimizer and the masks change with every step."""
     training = replace(TRAINING, steps=5)
     single = training.losses(on(gpus[:1], graphs=False), 0.2, dtype=dtype)
     before = gpus[0].num_graphs
-    assert training.losses(on(gpus[:1]), 0.2, dtype=dtype) == single
-    assert gpus[0].num_graphs - before >= 2
+    assert training.losses(on(gpus[:count]), 0.2, dtype=dtype) == single
+    assert count > 1 or gpus[0].num_graphs - before >= 2  # on two devices tasks may meet other addresses every time
 
 
 @pytest.mark.long
