@@ -71,6 +71,7 @@ expect "serves what it has trained, and SIGTERM ends it with 0" inside sh -c '
   nntask serve run --port 8000 >log & pid=$!
   until grep -q "^listening on" log; do kill -0 $pid || exit 1; sleep 0.2; done
   /opt/nntask/bin/python -c "import json, urllib.request as r; body = json.dumps({\"model\": \"run\", \"prompt\": \"a\", \"max_tokens\": 4}).encode()
-print(r.urlopen(r.Request(\"http://127.0.0.1:8000/v1/completions\", body, {\"content-type\": \"application/json\"})).read())" &&
+print(r.urlopen(r.Request(\"http://127.0.0.1:8000/v1/completions\", body, {\"content-type\": \"application/json\"})).read())
+assert b\"<title>run\" in r.urlopen(\"http://127.0.0.1:8000/\").read()" &&
   kill -TERM $pid; wait $pid; test $? = 0'
 echo "the container trains and serves"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
-from ..io.json_file import read_object
+from ..io.json_file import LARGEST_NBYTES, read_object
 
 END_OF_TEXT: Final = "<|endoftext|>"
 GENERATION: Final = "generation_config.json"
@@ -96,6 +96,8 @@ def _is_json(file: Path) -> bool:
 
 def _text(file: Path) -> str:
     try:
+        if file.stat().st_size > LARGEST_NBYTES:
+            raise DataError(f"{file} has {file.stat().st_size:,} bytes, and a file beside a tokenizer at most {LARGEST_NBYTES:,}; copy it again")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}; copy it again") from None

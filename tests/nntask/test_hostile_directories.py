@@ -101,6 +101,22 @@ def test_a_config_of_more_weights_than_there_are(tmp_path: Path) -> None:
     ModelDirectory.open(tmp_path / "model")
 
 
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"])
+def test_files_of_gigabytes_beside_a_tokenizer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Are not read."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    with (tmp_path / "model" / name).open("wb") as out:
+        out.truncate(4 << 30)
+    assert main(argv_of("generate")) == 4
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert name in err
+
+
 def test_a_tokenizer_file_of_a_gigabyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Is not read; one that is nested deeply is refused."""
     monkeypatch.chdir(tmp_path)

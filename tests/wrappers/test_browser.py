@@ -207,6 +207,9 @@ def test_the_chat_page_talks(browser: Any, tmp_path: Path) -> None:
     with served(write_served_model(tmp_path / "small"), script=script) as server, server.client() as client:
         browser.get_log("browser")
         browser.get(server.url)
+        browser.set_window_size(360, 640)
+        assert browser.find_element("tag name", "h1").size["height"] < 40  # one line on a telephone, too
+        browser.set_window_size(1280, 900)
         say(browser, "hello", key="wrong", temperature="0", tokens="20")
         WebDriverWait(browser, SECONDS).until(lambda it: any("the key is missing or wrong" in text for text in said(it)))
         assert all("401" in each for each in errors(browser))  # what the browser itself notes of a refusal

@@ -16,6 +16,8 @@ from support.commands import refuse
 from support.deadline import DEADLINE
 from support.served import Alone, served, write_served_model
 
+from wrappers.cli import main
+
 LONG: dict[str, Any] = {"model": "small", "prompt": "a", "temperature": 0, "max_tokens": 190}
 
 
@@ -131,6 +133,17 @@ def test_the_least_memory_is_enough_for_every_request(
         found = client.completions.create(model="small", prompt="a" * 150, temperature=0, max_tokens=2, echo=True, logprobs=2)
         assert found.choices[0].text == "a" * 150 + alone.text("a" * 150, 2)
         assert server.end()[0] == 0
+
+
+def test_a_quantised_gguf_file_is_served(model: Path, tmp_path: Path) -> None:
+    """With its tokenizer; the texts are those of generation."""
+    file = tmp_path / "small.gguf"
+    assert main(["quantize", str(model), str(file), "--type", "q4_0", "--embeddings"]) == 0
+    of_file = Alone(file)
+    with served(file) as server, server.client() as client:
+        found = client.completions.create(model="small.gguf", prompt=["once upon", "a"], temperature=0, max_tokens=20)
+        assert [each.text for each in found.choices] == [of_file.text("once upon", 20), of_file.text("a", 20)]
+    of_file.close()
 
 
 def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
