@@ -11,8 +11,6 @@ import importlib.util
 import os
 import re
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Final
 
@@ -134,6 +132,9 @@ def check_hub(what: str, advice: str) -> None:
 
 def _probe(host: str) -> str:
     """The reason why a host does not answer; "" when it answers. A thread asks, because the look-up of a host name takes no deadline."""
+    import urllib.error  # 3 MB, which hardly anybody needs
+    import urllib.request
+
     answers: list[str] = []
 
     def ask() -> None:
