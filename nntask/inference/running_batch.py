@@ -254,17 +254,19 @@ class RunningBatch:
         Raises:
             Exception: what the runtime raises when a task or a memory fails; the batch is of no use afterwards.
         """
-        if self._unread:
-            self._read(self._unread[0])
-        texts = [text for text in self.texts if text.is_read]
-        found = [(text, self._continued(text, scores)) for text, scores in zip(texts, self._scores(texts), strict=True)] if texts else []
+        found: list[tuple[RunningText, NextToken | Diverged]] = []
+        if self._unread and (error := self._read(text := self._unread[0])) is not None:
+            found.append((text, error))
+            self.leave(text)
+        if texts := [text for text in self.texts if text.is_read]:
+            found += [(text, self._continued(text, scores)) for text, scores in zip(texts, self._scores(texts), strict=True)]
         for text, each in found:
             if isinstance(each, Diverged) or each.end is not None:
                 self.leave(text)
         return found
 
-    def _read(self, text: RunningText) -> None:
-        """The next piece of a prompt; the row of a position is always the same."""
+    def _read(self, text: RunningText) -> Diverged | None:
+        """The next piece of a prompt; the row of a position is always the same. Returns what is wrong with its scores, if they are asked for."""
         start, prompt = text.num_cached, text.request.prompt
         end = min((start // PROMPT_ROWS + 1) * PROMPT_ROWS, len(prompt) - 1)
         self._take_pages(text, end)
@@ -272,6 +274,10 @@ class RunningBatch:
         work: Work = "scored prompt" if text.request.scores_prompt else "prompt"
         scores = self._run(work, PROMPT_ROWS, rows, [prompt[start:end], at], [text.pages] * len(rows))
         if scores is not None:
+            try:
+                check_finite(scores[rows, : self.vocab_size].ravel())
+            except Diverged as error:
+                return error
             text.prompt_scores += [
                 _told(scores[row, : self.vocab_size], prompt[position + 1], text.request.num_top or 0) for row, position in zip(rows, at, strict=True)
             ]
@@ -280,6 +286,7 @@ class RunningBatch:
         text.num_cached = end
         if text.is_read:
             self._unread.remove(text)
+        return None
 
     def _scores(self, texts: Sequence[RunningText]) -> Scores:
         """Scores of what follows each text  # -> (len(texts), V)."""

@@ -76,7 +76,8 @@ def _drawn(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) ->
     ids = best_ids(scores, how.top_k)
     if how.top_p < 1:
         ids = ids[np.argsort(-scores[ids], kind="stable")]
-    weights = np.exp((scores[ids] - scores[ids].max()) / how.temperature)
+    with np.errstate(over="ignore"):  # at a temperature near 0 all but the best are at minus infinity
+        weights = np.exp((scores[ids] - scores[ids].max()) / how.temperature)
     mass = np.cumsum(weights / weights.sum())
     if how.top_p < 1:
         mass = mass[: int(np.searchsorted(mass, how.top_p)) + 1]

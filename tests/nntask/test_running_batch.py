@@ -191,6 +191,20 @@ def test_texts_end():
         assert batch.texts == [well] or isinstance(found[well], Diverged)  # a tied head scores everything with that row
 
 
+def test_a_text_ends_whose_prompt_has_scores_that_are_not_finite():
+    """Where they are asked for, before anything is made of them."""
+    with Runtime(cpu_workers=2, ram=1 << 26) as runtime:
+        model = GPT2(SMALL, COARSE, runtime, seed=4)
+        rows = model.embed.weight.data.read()
+        rows[60] = np.nan
+        model.embed.weight.data.write(rows)
+        batch = RunningBatch(model, runtime, BatchShape.of(2, 48))
+        ill = batch.join(TextRequest((60, 3, 5), 2, num_top=0, scores_prompt=True))
+        ((text, found),) = batch.step()
+        assert (text, ill.prompt_scores, batch.texts) == (ill, [], [])
+        assert isinstance(found, Diverged)
+
+
 def test_penalties_of_what_was_said():
     """Presence once, frequency for each time, a bias by id; the scores themselves stay."""
     scores = np.zeros(5, np.float32)

@@ -34,6 +34,12 @@ def test_top_k_keeps_the_lowest_ids_of_equal_scores():
     assert {choose(scores, Sampling(top_k=3), draw) for draw in np.arange(0, 1, 1e-2)} == {0, 1, 3}
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_temperature_near_zero_takes_the_best_without_a_warning():
+    """Scores over it overflow to minus infinity, which has no weight."""
+    assert {choose(LOGITS, Sampling(temperature=5e-324), draw) for draw in (0.0, 0.5, 0.999)} == {1}
+
+
 @pytest.mark.parametrize("how", [Sampling(temperature=0), Sampling(), Sampling(top_k=2)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_scores_that_are_not_finite_are_refused(how, bad):
