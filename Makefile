@@ -95,6 +95,7 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/trace_cost.py
+	$(BIN)/python benchmarks/gpu/host.py
 	$(BIN)/python benchmarks/table.py
 
 docs: $(VENV)/installed-docs
