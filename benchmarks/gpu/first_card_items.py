@@ -120,11 +120,10 @@ def opened(rehearse: bool) -> Iterator[Here]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         here = Here(rehearse, Work(Path(folder), 0.0))
         if rehearse:
+            from support.cuda_emulator import build_folder
             from support.strict_cuda import rehearsed
 
-            libraries = common.ROOT / "build" / "emulated"
-            libraries.mkdir(parents=True, exist_ok=True)
-            here.cuda, here.rehearsed = stack.enter_context(rehearsed(libraries, Path(folder) / "code"))
+            here.cuda, here.rehearsed = stack.enter_context(rehearsed(build_folder(common.ROOT / "build" / "emulated"), Path(folder) / "code"))
         yield here
 
 
@@ -411,6 +410,7 @@ def _beyond(here: Here, size: str, batch: int, minibatch: int) -> Iterator[Check
     def run(name: str, share: float) -> dict[str, Any]:
         flags = f"{here.sizes(batch, minibatch)} --dtype=bf16 --recompute=block"
         if name != "whole":
+            assert kept, "the run with all memory has failed, so there is nothing to compare with"
             nbytes = max(int(kept["peak_bytes"]["cuda:0"] * share), 1 << 17 if here.rehearse else 1 << 30)
             flags += f" --gpu-memory={nbytes}B"
         found = here.work.train(here.config(size), flags, here.steps(6))

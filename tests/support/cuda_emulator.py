@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ def check_arguments(source: str, element: str, kernel: str, arguments: Arguments
         for one in declared_in(source, source_text(source), element)[kernel]
     ]
     assert packed == wanted, f"{kernel} declares {wanted}, and is started with {packed}"
+
+
+def build_folder(base: Path) -> Path:
+    """A folder in `base` for libraries of the sources as they are now."""
+    digest = sha256(b"\0".join(path.read_bytes() for path in (*sorted(SOURCES.iterdir()), EMULATION) if path.is_file())).hexdigest()
+    folder = base / digest[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 class CompiledSources:
