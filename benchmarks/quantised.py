@@ -84,7 +84,8 @@ def run(directory: Path, workers: int) -> dict[str, float]:
     config: Any = source.config
     prompt = [[int(i) for i in np.random.default_rng(0).integers(0, config.vocab_size, PROMPT)]]
     with Runtime(cpu_workers=workers) as runtime:
-        generator = Generator(source.build(runtime, generation_tiling(config)), runtime, config.n_positions)
+        tiling = generation_tiling(config, is_quantised=source.is_quantised)
+        generator = Generator(source.build(runtime, tiling), runtime, config.n_positions)
         list(generator.stream(prompt, WARMUP, greedy))
         begin = perf_counter()
         count = sum(1 for _ in generator.stream(prompt, NEW, greedy))
