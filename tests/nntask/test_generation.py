@@ -9,7 +9,7 @@ import torch
 from support import gpt2_oracle, llama_oracle
 from support.small_texts import CUT, LLAMA, SMALL, everywhere, prompts_of
 
-from nntask import no_grad
+from nntask import PRESETS, no_grad
 from nntask.errors import UsageError
 from nntask.inference.generator import Generator
 from nntask.inference.sampling import Sampling
@@ -175,3 +175,11 @@ def test_generation_tiles_cut_any_model(config):
     assert -(-config.inner_size // cut.inner_tile) % 2 == 0
     assert -(-config.vocab_size // cut.vocab_tile) % 2 == 0
     assert cut.embd_tile == config.n_embd
+
+
+def test_heads_of_narrow_quantised_models_are_one_tile():
+    """GPT-2 up to medium; wider ones, and weights that are not quantised, are shared."""
+    for name, num_tiles in (("gpt2", 1), ("gpt2-medium", 1), ("gpt2-large", 2)):
+        config = PRESETS[name]
+        assert config.n_head // generation_tiling(config, is_quantised=True).head_tile == num_tiles
+        assert config.n_head // generation_tiling(config).head_tile == 2

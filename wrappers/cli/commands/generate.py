@@ -93,7 +93,8 @@ def run(argv: Sequence[str]) -> int:
         check_writes(source.config)
     _check_search(asked)
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
-    tiling, begins = generation_tiling(source.config), [ids.prompt(prompt) for prompt in prompts]
+    tiling = generation_tiling(source.config, is_quantised=source.is_quantised)
+    begins = [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
     reads = source.config.objective == "seq2seq"  # an encoder the prompt; the text begins after one id
     if asked.cache and longest <= source.context and source.config.objective in ("causal", "seq2seq"):

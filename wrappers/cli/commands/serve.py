@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
 
     source = ModelSource.open(words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
-    tiling, context = generation_tiling(source.config), _context(asked, source)
+    tiling, context = generation_tiling(source.config, is_quantised=source.is_quantised), _context(asked, source)
     wanted = BatchShape.of(asked.slots, context)
     if asked.cache_tokens:
         wanted = BatchShape.of(asked.slots, context, -(-asked.cache_tokens // wanted.page))
