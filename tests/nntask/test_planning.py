@@ -186,7 +186,7 @@ def test_the_largest_minibatch_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.long
 def test_presets_in_a_usual_memory() -> None:
     """The largest that fits."""
-    assert plan_run(settings(), CONFIG, reach=True)["largest_model"] == "llama-tiny"
+    assert plan_run(settings(), CONFIG, reach=True)["largest_model"] == "tiny"
 
 
 def test_simulated_devices_have_their_own_budgets() -> None:
