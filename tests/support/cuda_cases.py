@@ -46,6 +46,8 @@ FLOATS = {
     "softmax_apply": (1, 2),
     "softmax_backward_apply": (2,),
     "softmax_sums": (1, 2),
+    "whole_attention": (4,),
+    "whole_attention_backward": (4,),
 }
 """Arguments that stay fp32 where activations and parameters are bf16: statistics, gradients of weights, moments, masters."""
 

@@ -17,7 +17,8 @@ from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.reference.attention import FLOOR, Pair, Pattern, optional_tiles, scores
+from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes as whole_scratch
+from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head
 
@@ -69,6 +70,18 @@ def _attention_backward(make: Maker, *, first: bool, stored: bool, p: float = 0.
     args = [q, k, v, do, kept, make(2, h, 7), *grads, *([np.array([1, 2], np.uint64)] if p else [])]
     constants = {"at": _pair(p), "stored": stored, "first_k": first, "first_q": first}
     return [*args, np.empty(attention_scratch(7, 9, 8, p), np.uint8)], [6, 7, 8] if first else [], constants
+
+
+def _whole_attention(make: Maker, *, backward: bool, causal: bool, group: int = 1, size: int = 4) -> Case:
+    """Whole sequences: of one with itself, or of seven queries to nine keys."""
+    tk, h, width = 7 if causal else 9, 3 * group, 3 * group * size
+    q, k, v, o = make(2, 7, width), make(2, tk, 3 * size), make(2, tk, 3 * size), make(2, 7, width)
+    at = Pair(size, size**-0.5, causal, 0, 0, 0, 0, h, 7, num_keys=tk)
+    room = np.empty(whole_scratch(2 * h * 7, 7, tk, 8), np.uint8)
+    if not backward:
+        return [q, k, v, o, make(2, h, 7), room], [3, 4], {"at": at}
+    lse = np.log(np.exp(scores(q, k, at, NOTHING)).sum(axis=-1)).astype(q.dtype)
+    return [q, k, v, o, lse, make(2, 7, width), make(2, 7, width), make(2, tk, 3 * size), make(2, tk, 3 * size), room], [6, 7, 8], {"at": at}
 
 
 PATTERNS = {
@@ -307,6 +320,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         *[lambda m, n=n, f=f, p=p: patterned_attention(m, n, first=f, p=p) for n in PATTERNS for f, p in ((True, 0.0), (False, 0.3))],
         *[lambda m, n=n: patterned_attention(m, n, first=True, causal=False) for n in ("cap", "bias", "documents")],
     ],
+    "whole_attention": [lambda m, c=c, g=g: _whole_attention(m, backward=False, causal=c, group=g) for c in (False, True) for g in (1, 3)],
+    "whole_attention_backward": [lambda m, c=c, g=g: _whole_attention(m, backward=True, causal=c, group=g) for c in (False, True) for g in (1, 3)],
     "attention_apply": [
         lambda m, a=a, p=p: (
             [

@@ -235,7 +235,7 @@ _REASONS = {
     "PyTorch has no such blocks": "decode_blocks quantised_embedding quantised_linear",
     "PyTorch has no such operation": "rotary rotary_angles rotary_angles_at",
     "two of the others in one, or one of them in another form": "cap_backward head_norm head_norm_backward linear_activation residual_layer_norm "
-    "residual_rms_norm rms_norm_backward sgd",
+    "residual_rms_norm rms_norm_backward sgd whole_attention whole_attention_backward",
 }
 WITHOUT: Final[dict[str, str]] = {op: reason for reason, ops in _REASONS.items() for op in ops.split()}
 """Operations without a twin, and why."""

@@ -20,8 +20,10 @@ from scheduler import REDUX, RW, SCRATCH, Access, Handle, R, W
 from ..emission import emit, scratch
 from ..kernels.cpu.attention_blocks import attention_scratch_nbytes, lse_scratch_nbytes
 from ..kernels.cpu.attention_pattern import bias_scratch_nbytes
+from ..kernels.cpu.whole_attention import whole_scratch_nbytes
 from ..kernels.reference.attention import PLAIN, Pair, Pattern
 from ..kernels.reference.buckets import Buckets
+from ..kernels.registry import BF16
 from ..tensor import TileTensor
 from .grid import chained, same_axis, same_tiling
 
@@ -147,6 +149,17 @@ class _Attention:
         nbytes = bias_scratch_nbytes(b, width // self.head_size, t, s, bias.buckets.count, itemsize) if bias else 0
         return scratch(self.q.runtime, attention_scratch_nbytes(t, s, itemsize, p, nbytes)), SCRATCH
 
+    def is_for_library(self) -> bool:
+        """Whether a library may compute it on GPUs: bf16, whole sequences in one pair of tiles, nothing done to scores but the causal mask."""
+        if self.q.dtype != BF16 or self.dropout or self.scoring != UNCHANGED or not self.q.runtime.has_gpus:
+            return False
+        return self.q.grid[1] == self.k.grid[1] == 1
+
+    def whole_scratch(self) -> Access:
+        """Working memory for one task of whole sequences."""
+        b, t, width = self.q.tile
+        return scratch(self.q.runtime, whole_scratch_nbytes(b * t * width // self.head_size, t, self.k.tile[1], 4)), SCRATCH
+
     def lse_scratch(self) -> Access:
         """Working memory for one sum over kept scores."""
         itemsize, (b, t, width) = 8 if self.q.dtype == np.float64 else 4, self.q.tile
@@ -203,9 +216,17 @@ def attention(
     causal: bool = True,
     dropout: Dropout | None = None,
     scoring: Scoring = UNCHANGED,
+    library: bool = False,
 ) -> tuple[TileTensor, TileTensor]:
-    """o = dropout(softmax(scale * q k^T)) v per head, without the scores. Returns (o, lse)."""
+    """o = dropout(softmax(scale * q k^T)) v per head, without the scores. Returns (o, lse).
+
+    Args:
+        library: let a library compute it that the program has opened on its GPUs, where it can (`CudaDevice.open_attention`); the backward pass must
+            get the same value.
+    """
     whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    if library and whole.is_for_library():
+        return _by_library(whole, v)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
     for b, h, i in whole.panels():
         seen = whole.keys(i)
@@ -219,6 +240,28 @@ def attention(
             accesses += [*whole.key(), *whole.pattern_tiles(b, h, i, j), whole.scratch()]
             emit(q.runtime, "attention", accesses, at=whole.pair(b, h, i, j), first=first, last=last)
     return o, lse
+
+
+def _by_library(whole: _Attention, v: TileTensor) -> tuple[TileTensor, TileTensor]:
+    q, k = whole.q, whole.k
+    o, lse = q.like(name="attention"), whole.per_row("lse")
+    for b, h, _ in whole.panels():
+        accesses: list[Access] = [(q[b, 0, h], R), (k[b, 0, h], R), (v[b, 0, h], R), (o[b, 0, h], W), (lse[b, h, 0], W), whole.whole_scratch()]
+        emit(q.runtime, "whole_attention", accesses, at=whole.pair(b, h, 0, 0))
+    return o, lse
+
+
+def _backward_by_library(
+    whole: _Attention, v: TileTensor, o: TileTensor, do: TileTensor, lse: TileTensor
+) -> tuple[TileTensor, TileTensor, TileTensor]:
+    q, k = whole.q, whole.k
+    same_tiling(q, o, do)
+    dq, dk, dv = q.like(name="dq"), k.like(name="dk"), v.like(name="dv")
+    for b, h, _ in whole.panels():
+        accesses: list[Access] = [(q[b, 0, h], R), (k[b, 0, h], R), (v[b, 0, h], R), (o[b, 0, h], R), (lse[b, h, 0], R), (do[b, 0, h], R)]
+        accesses += [(x[b, 0, h], W) for x in (dq, dk, dv)]
+        emit(q.runtime, "whole_attention_backward", [*accesses, whole.whole_scratch()], at=whole.pair(b, h, 0, 0))
+    return dq, dk, dv
 
 
 def attention_backward(
@@ -235,9 +278,12 @@ def attention_backward(
     dropout: Dropout | None = None,
     scoring: Scoring = UNCHANGED,
     dtable: TileTensor | None = None,
+    library: bool = False,
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
     """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse; that of a bias goes to `dtable` as REDUX contributions."""
     whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
+    if library and whole.is_for_library():
+        return _backward_by_library(whole, v, o, do, lse)
     return _backward(whole, v, o, do, lse, None, dtable)
 
 

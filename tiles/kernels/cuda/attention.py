@@ -17,7 +17,8 @@ from ..reference.buckets import Buckets
 from ..reference.random import threshold
 from ..registry import BF16, register
 from .array import DeviceArray
-from .launch import KernelSource
+from .launch import KernelSource, device
+from .library_attention import may_take, shape_of
 
 _source = KernelSource("attention")
 _flash = KernelSource("flash")
@@ -178,6 +179,42 @@ def _add_to_table(
     _source.start("attention_dtable", q.dtype, *inputs, key, partial, *numbers, grid=grid, threads=128, shared=shared)
     sizes = (np.int32(partial.shape[0]), np.int32(heads), np.int32(count), np.int32(accumulate))
     _source.each("attention_table_sums", _FLOAT, dtable.size, partial, dtable, *sizes)
+
+
+@register("whole_attention", "cuda")
+def whole_attention(
+    q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray, scratch: DeviceArray, *, at: reference.Pair
+) -> None:
+    """o and lse of whole sequences in one pair of tiles: by a library that takes them, else by `attention`."""
+    if may_take(q, k, at.head_size) and device().whole_attention(shape_of(q, k, at.head_size, at.scale, at.causal), q, k, v, o, lse):
+        return
+    peak = scratch.at(_FLOAT, *lse.shape)
+    total = DeviceArray(peak.address + peak.nbytes, lse.shape, _FLOAT)
+    attention(q, k, v, o, peak, total, lse, scratch, at=at, first=True, last=True)
+
+
+@register("whole_attention_backward", "cuda")
+def whole_attention_backward(
+    q: DeviceArray,
+    k: DeviceArray,
+    v: DeviceArray,
+    o: DeviceArray,
+    lse: DeviceArray,
+    do: DeviceArray,
+    dq: DeviceArray,
+    dk: DeviceArray,
+    dv: DeviceArray,
+    scratch: DeviceArray,
+    *,
+    at: reference.Pair,
+) -> None:
+    """dq, dk and dv of `whole_attention`, by who computes that shape forward."""
+    shape = shape_of(q, k, at.head_size, at.scale, at.causal)
+    if may_take(q, k, at.head_size) and device().whole_attention(shape, q, k, v, o, lse, do, dq, dk, dv):
+        return
+    delta = scratch.at(_FLOAT, *lse.shape)
+    attention_delta(o, do, delta, head_size=at.head_size)
+    attention_backward(q, k, v, do, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
 
 
 @register("attention_scores", "cuda")

@@ -16,11 +16,15 @@ from ..registry import BF16
 from .array import DeviceArray
 from .compiling import KernelBuildError, build
 from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
+from .library_attention import WORKSPACE_NBYTES as ATTENTION_NBYTES
+from .library_attention import AttentionShape, LibraryAttention
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
 """Held back for the moment in which a library asks for memory that another process has taken."""
 
+FORWARD_TILES: Final = 5
+"""Tiles of a forward pass of attention; a backward pass has more."""
 _PEAK_SIZE: Final = 4096
 _PEAK_PRODUCTS: Final = 10
 _PEAK_VALUES: Final = 1 << 20
@@ -57,6 +61,29 @@ class CudaDevice(CupyGpu):
         workspace = self.reserve(WORKSPACE_NBYTES)
         with self.visit():  # a handle is of the device that is current where it is made
             self._blas = Cublas(workspace, tf32=tf32)
+        self._attention: LibraryAttention | None = None
+
+    def open_attention(self) -> LibraryAttention:
+        """Let cuDNN compute attention of whole sequences here, where it can; its workspace lies beside the budget.
+
+        Raises:
+            ImportError: cuDNN or its frontend is missing.
+            MemoryError: the card has no room for the workspace.
+        """
+        if self._attention is None:
+            with self.visit():
+                self._attention = LibraryAttention(self.reserve(ATTENTION_NBYTES))
+        return self._attention
+
+    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+        """Start cuDNN's attention, as of `launch.Device`."""
+        library = self._attention
+        if library is None or not self._try(lambda: library.takes(shape, may_plan=not getattr(self._local, "captures", False))):
+            return False
+        self._clear()
+        start = library.forward if len(tiles) == FORWARD_TILES else library.backward
+        self._try(lambda: start(shape, *tiles))
+        return True
 
     def enter(self, stream: Stream) -> None:
         """Kernels of the calling thread are for this GPU, on that stream."""
@@ -64,6 +91,8 @@ class CudaDevice(CupyGpu):
         self._entered = stream  # cuBLAS names it until it is told another one
         self._local.stream = stream.number  # type: ignore[attr-defined]
         self._blas.use(self._local.stream)
+        if self._attention is not None:
+            self._attention.use(self._local.stream)
         use(self)
 
     @property
@@ -109,9 +138,12 @@ class CudaDevice(CupyGpu):
         An event that was asked for and had not passed is the runtime's last error, which such a library takes for one of its own kernels' where both
         share a runtime; so it is cleared first.
         """
+        self._clear()
+        start(StreamPointer(self.name, self.index, self._local.stream))
+
+    def _clear(self) -> None:
         with suppress(RuntimeError):
             self._cuda.check_status(NOT_READY)
-        start(StreamPointer(self.name, self.index, self._local.stream))
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
         """Record kernels as a graph."""
@@ -154,6 +186,8 @@ class CudaDevice(CupyGpu):
         """Give back what was taken beside the budget; nothing can be computed after that."""
         try:
             with self.visit():
+                if self._attention is not None:
+                    self._attention.close()
                 self._blas.close()
         finally:
             super().close()

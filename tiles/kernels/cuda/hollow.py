@@ -16,6 +16,7 @@ import numpy as np
 
 from .array import DeviceArray
 from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
+from .library_attention import AttentionShape
 from .products import column_major
 
 _FIRST_ADDRESS: Final = 1 << 44
@@ -139,6 +140,10 @@ class HollowGpu:
         """Count a product, after its arguments have been worked out."""
         column_major(a, b, out, trans_a=options["trans_a"], trans_b=options["trans_b"], stride_a=options.get("stride_a"))
         self._count("product")
+
+    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+        """There is no library."""
+        return False
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Count a kernel of another library."""

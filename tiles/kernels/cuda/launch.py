@@ -18,6 +18,7 @@ import numpy as np
 
 from ..registry import BF16
 from .array import DeviceArray
+from .library_attention import AttentionShape
 
 SOURCES: Final = Path(__file__).parent / "source"
 NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "pages")
@@ -119,6 +120,13 @@ class Device(Protocol):
         stride_a: int | None = None,
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` elements lie between the beginnings of rows of `a`, if not its width."""
+
+    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+        """Start a library's attention of whole sequences, where it has been opened and takes the shape; whether it was started.
+
+        Args:
+            tiles: q, k, v, o, lse forward; and do, dq, dk, dv backward.
+        """
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let `start` put kernels of another library on this device's stream: now, or on an emulated device when it is their turn."""

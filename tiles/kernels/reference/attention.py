@@ -268,6 +268,25 @@ def _add_slopes(slopes: Array, dtable: Array, at: Pair, accumulate: bool) -> Non
         dtable[bucket] += slopes[..., found == bucket].sum(axis=(0, 2))
 
 
+@register("whole_attention", "reference")
+def whole_attention(q: Array, k: Array, v: Array, o: Array, lse: Array, scratch: Array, *, at: Pair) -> None:
+    """o and lse of whole sequences in one pair of tiles, without dropout and pattern."""
+    s = scores(q, k, at, NOTHING)
+    top = s.max(axis=-1)
+    lse[...] = top + np.log(np.exp(s - top[..., None]).sum(axis=-1))
+    heads(o, at.head_size)[...] = np.exp(s - lse[..., None]) @ shared(v, s.shape[1], at.head_size)
+
+
+@register("whole_attention_backward", "reference")
+def whole_attention_backward(
+    q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, dq: Array, dk: Array, dv: Array, scratch: Array, *, at: Pair
+) -> None:
+    """dq, dk and dv of `whole_attention`, from what it has left."""
+    delta = np.empty_like(lse)
+    attention_delta(o, do, delta, head_size=at.head_size)
+    attention_backward(q, k, v, do, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
+
+
 @register("attention_scores", "reference")
 def attention_scores(q: Array, k: Array, s: Array, *rest: Array, at: Pair) -> None:
     """s = masked scores of a pair of tiles, to be kept. `rest` is `OptionalTiles` and scratch, where the pattern asks for any."""
