@@ -20,7 +20,7 @@ from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.spec import DataSpec
 from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
-from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets
+from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
 from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
@@ -54,6 +54,8 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     """
     there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
     asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
+    if settings.model.gpu_attention == "cudnn":
+        there = with_cudnn(there)
     check_rank(settings, largest_rank(config))
     return RunConfig(
         **_terms(settings, config, resumed, there),
@@ -215,6 +217,7 @@ def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling
         dtype=dtype_of(settings.model.dtype),
         seed=settings.data.seed,
         flash=settings.model.flashattention,
+        library=settings.model.gpu_attention == "cudnn",
         adapters=adapters_of(settings),
     )
 

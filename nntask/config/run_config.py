@@ -49,12 +49,14 @@ class ModelSpec(LanguageSpec):
     Args:
         tiling: sizes between 1 and the dimension.
         flash: whether attention does without the full score matrix.
+        library: whether cuDNN may compute it on GPUs.
         adapters: what is trained beside frozen weights; None where all weights are trained.
     """
 
     config: ModelConfig
     tiling: ModelTiling
     flash: bool
+    library: bool
     adapters: LoRA | None
 
 

@@ -36,6 +36,8 @@ class ModelSettings:
     """probability for all dropouts of the config (default: the config's)"""
     flashattention: bool = True
     """attention without the full score matrix; --no-flashattention stores the scores"""
+    gpu_attention: Literal["own", "cudnn"] = "own"
+    """who computes attention on GPUs: nntask's kernels, or cuDNN where it can, which is bf16 in tiles of whole sequences; rounds otherwise"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> 
         dtype=DTYPES[spec.dtype],
         seed=spec.seed if fill else None,
         flash=spec.flash,
+        library=spec.library,
     )
     if spec.adapters is not None:
         add_adapters(model, spec.adapters, seed=spec.seed)

@@ -6,11 +6,13 @@ the CPU run what has none, and there are none unless `--ncpu` asks for them.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Final, Protocol
 
 from scheduler import Codelet, usable_cores
@@ -96,11 +98,13 @@ class GpuPlan:
         devices: (card, number of the part, or None where a card is whole) of each memory node.
         nbytes: budget of each.
         why_none: why there are none although CuPy is installed, if that is so and no flag asks for any.
+        has_cudnn: whether attention may be cuDNN's; its workspace is no part of `nbytes`.
     """
 
     devices: tuple[tuple[GpuFacts, int | None], ...]
     nbytes: int
     why_none: str = ""
+    has_cudnn: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -221,6 +225,33 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     return nbytes
 
 
+def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
+    """GPUs on which cuDNN computes attention, with what its workspace leaves of the budget.
+
+    Raises:
+        UsageError: there are none, or the frontend of cuDNN is not installed.
+        DoesNotFit: nothing is left.
+    """
+    from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN
+
+    if not gpus.devices:
+        raise UsageError("--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own, or continue where there is one")
+    if not _has_frontend():
+        raise UsageError(f"--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or use --gpu-attention own")
+    left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
+    if left <= 0:
+        raise DoesNotFit(
+            f"--gpu-attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and this is {format_size(gpus.nbytes)}; "
+            "raise --gpu-memory, or use --gpu-attention own"
+        )
+    return replace(gpus, nbytes=left, has_cudnn=True)
+
+
+def _has_frontend() -> bool:
+    """Whether the frontend of cuDNN can be imported, as far as that shows without importing it."""
+    return sys.modules["cudnn"] is not None if "cudnn" in sys.modules else find_spec("cudnn") is not None
+
+
 def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
     """The devices of a plan.
 
@@ -234,7 +265,13 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
     if not plan.devices:
         return []
     try:
-        return cards.open(plan.devices, tf32=dtype == "tf32", dtype=dtype)
+        with ExitStack() as unused:
+            devices: list[Any] = cards.open(plan.devices, tf32=dtype == "tf32", dtype=dtype)
+            unused.callback(close_gpus, devices)
+            for device in devices if plan.has_cudnn else ():
+                device.open_attention()
+            unused.pop_all()
+        return devices
     except MemoryError as error:
         raise DoesNotFit(str(error)) from error
     except ImportError as error:

@@ -20,7 +20,7 @@ from ..config.disk import disk_of
 from ..config.settings import ResourceSettings
 from ..config.units import parse_rate, parse_size
 from ..errors import DoesNotFit
-from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
+from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, gpus_with_cudnn, num_cpu_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +181,19 @@ def with_budgets(machine: MachineSpec, resources: ResourceSettings, *, ram: Budg
         device=Budget(*((gpus.nbytes, True) if gpus.devices else (simulated_nbytes, simulated is not None)), resources.gpu_memory),
         disk=_disk_tier(resources.disk),
     )
+
+
+def with_cudnn(machine: MachineSpec) -> MachineSpec:
+    """The same, with cuDNN for attention on its GPUs, whose workspace comes out of their budgets; twice is once.
+
+    Raises:
+        UsageError: there is no GPU, or the frontend of cuDNN is not installed.
+        DoesNotFit: nothing is left of the budgets.
+    """
+    if machine.gpus.has_cudnn:
+        return machine
+    gpus = gpus_with_cudnn(machine.gpus)
+    return replace(machine, gpus=gpus, device=replace(machine.device, nbytes=gpus.nbytes) if machine.device.is_given else machine.device)
 
 
 def check_budgets(machine: MachineSpec) -> None:

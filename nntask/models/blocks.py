@@ -49,6 +49,7 @@ class Construction:
         names: attribute -> name in the family's files.
         has_rows_in: whether matrices are (in, out).
         flash: whether attention avoids the full matrix of scores.
+        library: whether cuDNN may compute it on GPUs.
         sites: numbers of the places that drop out.
     """
 
@@ -57,6 +58,7 @@ class Construction:
     names: Mapping[str, str]
     has_rows_in: bool
     flash: bool
+    library: bool = False
     sites: Iterator[int] = field(default_factory=itertools.count)
 
     def linear(
@@ -106,7 +108,7 @@ class Attention(Module):
     """Attention of tokens to tokens, or to those of an encoder: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, shape: AttentionShape, made: Construction, *, has_table: bool = False) -> None:
-        self.names, self.shape, self.flash = made.names, shape, made.flash
+        self.names, self.shape, self.flash, self.library = made.names, shape, made.flash, made.library
         queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size  # H*D, G*D
         query_tile, embd_tile = made.tiling.head_tile * shape.head_size, made.tiling.embd_tile
         key_tile = query_tile * shape.num_kv_heads // shape.num_heads
@@ -136,6 +138,7 @@ class Attention(Module):
             scale=shape.scale,
             dropout=self._dropout(masks),
             flash=self.flash,
+            library=self.library,
             past=past,
             causal=shape.is_causal,
             window=shape.window,
@@ -161,6 +164,7 @@ class Attention(Module):
             scale=shape.scale,
             dropout=self._dropout(masks),
             flash=self.flash,
+            library=self.library,
             causal=False,
             documents=given.across_documents,
         )

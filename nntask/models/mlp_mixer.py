@@ -164,6 +164,7 @@ class MlpMixer(LanguageModel):
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
         flash: bool = True,
+        library: bool = False,
     ) -> None:
         super().__init__(config, tiling, runtime)
         self.names = config.names.modules

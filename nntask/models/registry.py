@@ -114,6 +114,7 @@ def build(
     dtype: npt.DTypeLike = np.float32,
     seed: int | None = 0,
     flash: bool = True,
+    library: bool = False,
 ) -> LanguageModel:
     """Build the model that a config describes.
 
@@ -124,5 +125,6 @@ def build(
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
         flash: whether attention avoids the full matrix of scores.
+        library: whether cuDNN may compute it on GPUs.
     """
-    return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, flash=flash)
+    return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, flash=flash, library=library)

@@ -101,6 +101,7 @@ class Transformer(LanguageModel):
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
         flash: whether attention avoids the full matrix of scores.
+        library: whether cuDNN may compute it on GPUs.
     """
 
     def __init__(
@@ -112,12 +113,13 @@ class Transformer(LanguageModel):
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
         flash: bool = True,
+        library: bool = False,
     ) -> None:
         super().__init__(config, tiling, runtime)
         described, width = config.description, config.n_embd
         self.described, self.names = described, config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
-        made = Construction(cut, width, self.names, described.has_rows_in, flash)
+        made = Construction(cut, width, self.names, described.has_rows_in, flash, library)
         head, row_tile = described.head, (cut.vocab_tile, cut.embd_tile)
         self.embed = Embedding(config.vocab_size, width, row_tile, std=described.stack.std)
         self.encoder = None

@@ -6,6 +6,7 @@ Letters: B sequences, T tokens, S keys, H heads of D features, G heads of keys a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 from tiles import TileTensor
@@ -55,6 +56,7 @@ def attention(
     scale: float,
     dropout: attention_ops.Dropout | None = None,
     flash: bool = True,
+    library: bool = False,
     past: LayerPast | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -71,6 +73,7 @@ def attention(
         scale: scores are q . k * scale.
         dropout: of the attention probabilities.
         flash: never hold the (B, H, T, S) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
+        library: let cuDNN compute it on GPUs that have opened it, where it can; only with `flash`.
         past: keys and values of the tokens before these; the new ones join them. Without dropout and documents, and nothing leaves a tape.
         causal: of a sequence with itself, S = T, where a query sees keys up to its own; otherwise all keys, of this sequence or another.
         window: keys that a query sees at most, its own the last, of causal attention. Tiles outside it have no tasks.
@@ -85,13 +88,13 @@ def attention(
     edges = (q.edge, k.edge, v.edge)
     qd, kd, vd = q.data, k.data, v.data
     how: _How = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
-    forward = attention_ops.attention if flash else attention_ops.stored_attention
+    forward = partial(attention_ops.attention, library=library) if flash else attention_ops.stored_attention
     o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
     table_edge = bias.table.edge if bias is not None else None
 
     def backward(gradients: Gradients) -> None:
         do = only(gradients)  # (B, T, H*D)
-        through = attention_ops.attention_backward if flash else attention_ops.stored_attention_backward
+        through = partial(attention_ops.attention_backward, library=library) if flash else attention_ops.stored_attention_backward
         found = through(qd, kd, vd, o, kept, do, **how, dtable=None if table_edge is None else accumulator_of(table_edge))
         for edge, gradient in zip(edges, found, strict=True):
             if edge is not None:

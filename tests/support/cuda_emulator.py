@@ -20,7 +20,7 @@ from scheduler.testing import FakeGpu, FakeStream
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import source_text
 from tiles.kernels.cuda.launch import PARTIALS_NBYTES, SOURCES, Arguments, StreamPointer, use
-from tiles.kernels.cuda.library_attention import AttentionShape
+from tiles.kernels.cuda.library_attention import WholeShape
 
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
@@ -122,7 +122,7 @@ class Emulator(FakeGpu):
     def gemm(self, *arrays: DeviceArray, **options: Any) -> None:
         self.later(lambda: self._multiply(*arrays, **options))
 
-    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+    def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         return False
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:

@@ -78,7 +78,7 @@ def test_cudnn_has_the_numbers_of_the_reference(causal: bool, group: int, cuda: 
 def test_what_cudnn_does_not_take_is_ours(why: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both passes of it: cuDNN starts nothing at all then."""
     if why == "workspace":
-        monkeypatch.setattr(library_attention, "WORKSPACE_NBYTES", 64)
+        monkeypatch.setattr(library_attention, "ATTENTION_WORKSPACE_NBYTES", 64)
     with strict_cudnn.installed(cuda, declines=lambda queries: why == "declined") as cudnn:
         (gpu,) = opened(cuda)
         if why != "not opened":

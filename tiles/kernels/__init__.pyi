@@ -9,13 +9,16 @@ from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
 from .cuda.hollow import HollowGpu
 from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
+from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .reference.buckets import Buckets
 from .registry import BF16, NARROW
 
 __all__ = [
+    "ATTENTION_WORKSPACE_NBYTES",
     "BF16",
+    "INSTALL_CUDNN",
     "NARROW",
     "PARTIALS_NBYTES",
     "SPARE_NBYTES",

@@ -38,6 +38,7 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     **dict.fromkeys(("nforward", "nforward-warmup", "nbackward", "nbackward-warmup"), ((0,), _TIMED)),
     **{"ngpu": ((None, 0), _GPUS), "split-gpu": ((1,), _GPUS), "graphs": ((True,), _GPUS), "strict": ((False,), _GPUS)},
     "restrict": (("none", "cpu"), _GPUS),
+    "gpu-attention": (("own",), _GPUS),
     **{"dask": (("",), _DASK), "nodes": ((None,), _DASK), "link-bandwidth": (("",), _DASK), "transport": (("dask",), _DASK)},
 }
 """Flag -> values that mean nothing, and why another one is refused."""

@@ -16,8 +16,7 @@ from ..registry import BF16
 from .array import DeviceArray
 from .compiling import KernelBuildError, build
 from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
-from .library_attention import WORKSPACE_NBYTES as ATTENTION_NBYTES
-from .library_attention import AttentionShape, LibraryAttention
+from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, WholeShape
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
@@ -72,10 +71,10 @@ class CudaDevice(CupyGpu):
         """
         if self._attention is None:
             with self.visit():
-                self._attention = LibraryAttention(self.reserve(ATTENTION_NBYTES))
+                self._attention = LibraryAttention(self.reserve(ATTENTION_WORKSPACE_NBYTES))
         return self._attention
 
-    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+    def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Start cuDNN's attention, as of `launch.Device`."""
         library = self._attention
         if library is None or not self._try(lambda: library.takes(shape, may_plan=not getattr(self._local, "captures", False))):

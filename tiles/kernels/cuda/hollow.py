@@ -16,7 +16,7 @@ import numpy as np
 
 from .array import DeviceArray
 from .launch import PARTIALS_NBYTES, Arguments, StreamPointer, use
-from .library_attention import AttentionShape
+from .library_attention import WholeShape
 from .products import column_major
 
 _FIRST_ADDRESS: Final = 1 << 44
@@ -141,7 +141,7 @@ class HollowGpu:
         column_major(a, b, out, trans_a=options["trans_a"], trans_b=options["trans_b"], stride_a=options.get("stride_a"))
         self._count("product")
 
-    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+    def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """There is no library."""
         return False
 

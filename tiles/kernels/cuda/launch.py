@@ -18,7 +18,7 @@ import numpy as np
 
 from ..registry import BF16
 from .array import DeviceArray
-from .library_attention import AttentionShape
+from .library_attention import WholeShape
 
 SOURCES: Final = Path(__file__).parent / "source"
 NAMES: Final = ("elementwise", "norm", "tables", "attention", "cache", "quantised", "updates", "flash", "pages")
@@ -121,7 +121,7 @@ class Device(Protocol):
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` elements lie between the beginnings of rows of `a`, if not its width."""
 
-    def whole_attention(self, shape: AttentionShape, *tiles: DeviceArray) -> bool:
+    def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Start a library's attention of whole sequences, where it has been opened and takes the shape; whether it was started.
 
         Args:

@@ -17,14 +17,14 @@ from typing import Any, Final, NamedTuple
 from ..registry import BF16
 from .array import DeviceArray
 
-WORKSPACE_NBYTES: Final = 320 << 20
+ATTENTION_WORKSPACE_NBYTES: Final = 320 << 20
 """The deterministic gradients of Hopper keep 2 bytes a score, for which the frontend takes up to 256 MiB, and sums in fp32 beside them."""
 MOST_FEATURES: Final = 128
 """Largest heads that gradients are supported for on all cards from Ampere on."""
-INSTALL: Final = "pip install -e '.[cudnn13]' (drivers from 580) or '.[cudnn12]' (drivers from 525)"
+INSTALL_CUDNN: Final = "pip install -e '.[cudnn13]' (drivers from 580) or '.[cudnn12]' (drivers from 525)"
 
 
-class AttentionShape(NamedTuple):
+class WholeShape(NamedTuple):
     """What a plan depends on.
 
     Args:
@@ -55,17 +55,17 @@ class _Plans(NamedTuple):
     of_backward: tuple[Any, ...]
 
 
-def shape_of(q: DeviceArray, k: DeviceArray, size: int, scale: float, causal: bool) -> AttentionShape:
+def shape_of(q: DeviceArray, k: DeviceArray, size: int, scale: float, causal: bool) -> WholeShape:
     """The shape of an attention of tiles of whole sequences."""
     (b, tq, width), (_, tk, narrow) = q.shape, k.shape
-    return AttentionShape(b, tq, tk, width // size, narrow // size, size, scale, causal)
+    return WholeShape(b, tq, tk, width // size, narrow // size, size, scale, causal)
 
 
 class LibraryAttention:
     """cuDNN's attention for one thread and one stream.
 
     Args:
-        workspace: address of `WORKSPACE_NBYTES` of the device's memory; the device is the calling thread's current one.
+        workspace: address of `ATTENTION_WORKSPACE_NBYTES` of the device's memory; the device is the calling thread's current one.
 
     Attributes:
         num_served, num_declined: shapes that were planned, and those that are left to our kernels.
@@ -77,18 +77,18 @@ class LibraryAttention:
     def __init__(self, workspace: int) -> None:
         self._cudnn = frontend()
         self._workspace = workspace
-        self._plans: dict[AttentionShape, _Plans | None] = {}
+        self._plans: dict[WholeShape, _Plans | None] = {}
         self.num_served = self.num_declined = 0
         try:
             self._handle: Any = self._cudnn.create_handle()
         except RuntimeError as error:
-            raise ImportError(f"cuDNN does not start ({error}), which its frontend needs; {INSTALL} brings it") from error
+            raise ImportError(f"cuDNN does not start ({error}), which its frontend needs; {INSTALL_CUDNN} brings it") from error
 
     def use(self, stream: int) -> None:
         """Compute on that stream from now on."""
         self._cudnn.set_stream(handle=self._handle, stream=stream)
 
-    def takes(self, shape: AttentionShape, *, may_plan: bool) -> bool:
+    def takes(self, shape: WholeShape, *, may_plan: bool) -> bool:
         """Whether cuDNN computes attention of that shape, forward and backward.
 
         Args:
@@ -105,13 +105,13 @@ class LibraryAttention:
             self.num_declined += found is None
         return self._plans[shape] is not None
 
-    def forward(self, shape: AttentionShape, q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray) -> None:
+    def forward(self, shape: WholeShape, q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray) -> None:
         """Start o and lse of a shape that it takes."""
         plans = self._plans[shape]
         assert plans is not None
         self._start(plans.forward, plans.of_forward, (q, k, v, o, lse))
 
-    def backward(self, shape: AttentionShape, *tiles: DeviceArray) -> None:
+    def backward(self, shape: WholeShape, *tiles: DeviceArray) -> None:
         """Start dq, dk and dv of a shape that it takes; `tiles` are q, k, v, o, lse, do, dq, dk, dv."""
         plans = self._plans[shape]
         assert plans is not None
@@ -127,7 +127,7 @@ class LibraryAttention:
     def _start(self, graph: Any, tensors: tuple[Any, ...], tiles: tuple[DeviceArray, ...]) -> None:
         graph.execute({tensor: tile.address for tensor, tile in zip(tensors, tiles, strict=True)}, self._workspace, handle=self._handle)
 
-    def _planned(self, shape: AttentionShape) -> _Plans | None:
+    def _planned(self, shape: WholeShape) -> _Plans | None:
         """Plans of both passes; None where one is not supported, or wants more workspace than there is."""
         try:
             forward, backward = self._forward_graph(shape), self._backward_graph(shape)
@@ -139,17 +139,17 @@ class LibraryAttention:
                 graph.build_plans()
         except self._cudnn.cudnnGraphNotSupportedError:
             return None
-        if any(graph.get_workspace_size() > WORKSPACE_NBYTES for graph, _ in (forward, backward)):
+        if any(graph.get_workspace_size() > ATTENTION_WORKSPACE_NBYTES for graph, _ in (forward, backward)):
             return None
         return _Plans(*forward, *backward)
 
-    def _forward_graph(self, shape: AttentionShape) -> tuple[Any, tuple[Any, ...]]:
+    def _forward_graph(self, shape: WholeShape) -> tuple[Any, tuple[Any, ...]]:
         graph = self._graph()
         q, k, v = self._inputs(graph, shape)
         o, stats = graph.sdpa(q=q, k=k, v=v, attn_scale=shape.scale, generate_stats=True, name="attention", **self._mask(shape))
         return graph, (q, k, v, _output(o, *_of_queries(shape)), _output(stats, *_of_rows(shape)).set_data_type(self._cudnn.data_type.FLOAT))
 
-    def _backward_graph(self, shape: AttentionShape) -> tuple[Any, tuple[Any, ...]]:
+    def _backward_graph(self, shape: WholeShape) -> tuple[Any, tuple[Any, ...]]:
         graph, (short, single) = self._graph(), (self._cudnn.data_type.BFLOAT16, self._cudnn.data_type.FLOAT)
         q, k, v = self._inputs(graph, shape)
         o, do = (_input(graph, name, _of_queries(shape), short) for name in ("o", "do"))
@@ -165,11 +165,11 @@ class LibraryAttention:
             io_data_type=kinds.BFLOAT16, intermediate_data_type=kinds.FLOAT, compute_data_type=kinds.FLOAT, handle=self._handle
         )
 
-    def _inputs(self, graph: Any, shape: AttentionShape) -> tuple[Any, Any, Any]:
+    def _inputs(self, graph: Any, shape: WholeShape) -> tuple[Any, Any, Any]:
         short, of_keys = self._cudnn.data_type.BFLOAT16, _of_keys(shape)
         return _input(graph, "q", _of_queries(shape), short), _input(graph, "k", of_keys, short), _input(graph, "v", of_keys, short)
 
-    def _mask(self, shape: AttentionShape) -> dict[str, Any]:
+    def _mask(self, shape: WholeShape) -> dict[str, Any]:
         """Of causal attention: no key right of the diagonal that begins in the upper left corner."""
         return {"diagonal_alignment": self._cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0} if shape.causal else {}
 
@@ -178,15 +178,15 @@ _Layout = tuple[list[int], list[int]]
 """Extents and strides."""
 
 
-def _of_queries(shape: AttentionShape) -> _Layout:
+def _of_queries(shape: WholeShape) -> _Layout:
     return _layout(shape.b, shape.heads, shape.tq, shape.size)
 
 
-def _of_keys(shape: AttentionShape) -> _Layout:
+def _of_keys(shape: WholeShape) -> _Layout:
     return _layout(shape.b, shape.groups, shape.tk, shape.size)
 
 
-def _of_rows(shape: AttentionShape) -> _Layout:
+def _of_rows(shape: WholeShape) -> _Layout:
     """(b, h, t) as (b, h, t, 1)."""
     return [shape.b, shape.heads, shape.tq, 1], [shape.heads * shape.tq, shape.tq, 1, 1]
 
@@ -219,5 +219,5 @@ def frontend() -> Any:
     try:
         import cudnn
     except ImportError as error:
-        raise ImportError(f"cuDNN is used through the package nvidia-cudnn-frontend, and it cannot be imported ({error}); {INSTALL}") from error
+        raise ImportError(f"cuDNN is used through the package nvidia-cudnn-frontend, and it cannot be imported ({error}); {INSTALL_CUDNN}") from error
     return cudnn
