@@ -1,4 +1,5 @@
-"""Attention of one layer, causal and bf16, forward and backward: our kernels and PyTorch's scaled_dot_product_attention, on the card."""
+"""Attention of one layer, causal and bf16, forward and backward, on the card: our kernels, cuDNN behind `--gpu-attention cudnn`, and PyTorch's
+scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def ours_seconds(device: Any, batch: int, length: int, heads: int, size: int) ->
     """Median seconds of the forward kernel and of the two backward ones, on tiles of a whole layer."""
     from tiles.kernels import BF16, DeviceArray, Pair, kernel
 
-    stream, begin, end = device.stream(), device.event(), device.event()
+    stream = device.stream()
     device.enter(stream)
     short, single = np.dtype(BF16), np.dtype(np.float32)
     wide, rows = (batch, length, heads * size), (batch, heads, length)
@@ -39,20 +40,80 @@ def ours_seconds(device: Any, batch: int, length: int, heads: int, size: int) ->
         kernel("attention_delta", "cuda")(o, grad, delta, head_size=size)
         kernel("attention_backward", "cuda")(q, k, v, grad, lse, delta, dq, dk, dv, o, at=at, stored=False, first_k=True, first_q=True)
 
-    def seconds(call: Callable[[], None]) -> float:
-        found = []
-        for _ in range(ROUNDS):
-            stream.record(begin)
-            call()
-            stream.record(end)
-            end.wait()
-            found.append(end.seconds_since(begin))
-        return statistics.median(found)
-
-    found = {"forward": seconds(forward), "backward": seconds(backward)}
+    found = {"forward": _seconds(device, stream, forward), "backward": _seconds(device, stream, backward)}
     for each in (q, k, v, o, grad, dq, dk, dv, peak, total, lse, delta):
         device.release(each.address)
     return found
+
+
+def _seconds(device: Any, stream: Any, call: Callable[[], None]) -> float:
+    begin, end, found = device.event(), device.event(), []
+    for _ in range(ROUNDS):
+        stream.record(begin)
+        call()
+        stream.record(end)
+        end.wait()
+        found.append(end.seconds_since(begin))
+    return statistics.median(found)
+
+
+def cudnn_seconds(device: Any, batch: int, length: int, heads: int, size: int) -> dict[str, Any]:
+    """The same of cuDNN, gradients by its deterministic algorithm; the largest difference of o and dq from our kernels', and whether every round has
+    left the same bits; why there is nothing where it is not installed, or leaves the shape to our kernels."""
+    from tiles.kernels import BF16, DeviceArray, Pair, kernel
+
+    stream = device.stream()
+    device.enter(stream)
+    short, single = np.dtype(BF16), np.dtype(np.float32)
+    wide, rows = (batch, length, heads * size), (batch, heads, length)
+    rng, reserved = np.random.default_rng(0), []
+
+    def array(shape: tuple[int, ...], dtype: np.dtype[Any], *, filled: bool = False) -> DeviceArray:
+        reserved.append(device.reserve(prod(shape) * dtype.itemsize))
+        if filled:
+            values = rng.standard_normal(prod(shape), np.float32).astype(dtype)
+            stream.copy(reserved[-1], values.ctypes.data, values.nbytes)
+        return DeviceArray(reserved[-1], shape, dtype)
+
+    q, k, v, grad = (array(wide, short, filled=True) for _ in range(4))
+    o, dq, dk, dv = (array(wide, short) for _ in range(4))
+    lse, scratch = array(rows, single), array((2, *rows), single)
+    at, event = Pair(size, size**-0.5, True, 0, 0, 0, 0, heads, length, 0.0, 0), device.event()
+
+    def read(x: DeviceArray) -> np.ndarray:
+        found = np.empty(x.shape, x.dtype)
+        stream.copy(found.ctypes.data, x.address, found.nbytes)
+        stream.record(event)
+        event.wait()
+        return found
+
+    def forward() -> None:
+        kernel("whole_attention", "cuda")(q, k, v, o, lse, scratch, at=at)
+
+    def backward() -> None:
+        kernel("whole_attention_backward", "cuda")(q, k, v, o, lse, grad, dq, dk, dv, scratch, at=at)
+
+    try:
+        forward()
+        backward()
+        ours = [read(x).astype(np.float32) for x in (o, dq)]
+        try:
+            library = device.open_attention()
+        except ImportError as error:
+            return {"not there": str(error)}
+        device.enter(stream)
+        before = library.num_declined
+        found: dict[str, Any] = {"forward": _seconds(device, stream, forward), "backward": _seconds(device, stream, backward)}
+        if library.num_declined > before:
+            return {"not there": "cuDNN leaves this shape to our kernels"}
+        first = [read(x) for x in (o, dq, dk, dv)]
+        found["away"] = float(max(np.abs(x.astype(np.float32) - y).max() for x, y in zip(first, ours, strict=False)))
+        backward()
+        found["same bits"] = all(np.array_equal(x, read(y)) for x, y in zip(first, (o, dq, dk, dv), strict=True))
+        return found
+    finally:
+        for address in reserved:
+            device.release(address)
 
 
 def torch_seconds(batch: int, length: int, heads: int, size: int) -> dict[str, float]:

@@ -95,7 +95,7 @@ STAGES: Final[dict[str, tuple[Command, ...]]] = {
     "profile": (
         Command("small_profile", 120, "where the time of GPT-2 small goes, by kind of task"),
         Command("xl_profile", 240, "where that of GPT-2 XL goes"),
-        Command("attention", 120, "our attention beside PyTorch's, by length and head size"),
+        Command("attention", 120, "our attention beside cuDNN's and PyTorch's, by length and head size"),
     ),
 }
 

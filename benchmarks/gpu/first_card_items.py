@@ -485,8 +485,8 @@ def _profile(here: Here, size: str, minibatch: int) -> Iterator[Check]:
 
 
 def attention(here: Here) -> Iterator[Check]:
-    """One layer's attention, forward and backward, beside scaled_dot_product_attention."""
-    from attention_speed import ours_seconds, torch_seconds
+    """One layer's attention, forward and backward, beside cuDNN's and scaled_dot_product_attention."""
+    from attention_speed import cudnn_seconds, ours_seconds, torch_seconds
 
     for length, size in ((8, 64),) if here.rehearse else ((1024, 64), (4096, 64), (1024, 128), (4096, 128)):
 
@@ -494,6 +494,8 @@ def attention(here: Here) -> Iterator[Check]:
             heads = 1 if here.rehearse else 12
             ours = ours_seconds(here.devices()[0], 1 if here.rehearse else 8, length, heads, size)
             words = {name: f"{1e3 * seconds:.3f} ms" for name, seconds in ours.items()}
+            for name, value in cudnn_seconds(here.devices()[0], 1 if here.rehearse else 8, length, heads, size).items():
+                words[f"cuDNN {name}"] = f"{1e3 * value:.3f} ms" if name.endswith("ward") else str(value)
             return words | {f"torch {name}": f"{1e3 * seconds:.3f} ms" for name, seconds in torch_seconds(8, length, heads, size).items()}
 
         yield f"{length} x {size}", run

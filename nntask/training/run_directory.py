@@ -28,6 +28,7 @@ MACHINE: Final = "machine.json"
 PLAN: Final = "plan.json"
 """Of a run on one machine: `nntask.planning.order_figures`."""
 _OF_TORCH: Final = ("torch", "transformers")
+_OF_CUDNN: Final = ("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NODES: Final = "nodes"
 """Of a run on a cluster: a directory for each node, with its own metrics.jsonl and machine.json."""
 TRACE: Final = "trace.json.gz"
@@ -91,8 +92,9 @@ def versions() -> dict[str, str]:
 
 
 def computing_versions() -> dict[str, str]:
-    """Versions of what computes: the kernels, and PyTorch in a process that has loaded it."""
-    return kernel_versions() | _installed(*(name for name in _OF_TORCH if name in sys.modules))
+    """Versions of what computes: the kernels, and PyTorch and cuDNN in a process that has loaded them."""
+    loaded = [name for name in _OF_TORCH if name in sys.modules] + list(_OF_CUDNN if "cudnn" in sys.modules else ())
+    return kernel_versions() | _installed(*loaded)
 
 
 def _installed(*packages: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,25 @@ def test_a_rehearsal_ends_with_the_results_of_the_rest(fail_every: int, first_ca
         assert [result for result in results if isinstance(result, dict) and "failed" in result] == []
         assert stage in text
     assert ("failed" in text) == bool(fail_every)
+
+
+def test_cudnn_is_measured_beside_our_attention(first_card: Any, cuda_libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of both passes, the distance from our kernels and whether bits stay; where it is not installed, the reason."""
+    from attention_speed import cudnn_seconds
+    from support import strict_cudnn
+    from support.strict_cuda import installed, opened
+
+    from tiles.kernels.cuda import library_attention
+
+    with installed(cuda_libraries, tmp_path / "code") as cuda:
+        (gpu,) = opened(cuda)
+        monkeypatch.setitem(sys.modules, "cudnn", None)
+        library_attention.frontend.cache_clear()
+        assert "nvidia-cudnn-frontend" in cudnn_seconds(gpu, 1, 8, 1, 64)["not there"]
+        with strict_cudnn.installed(cuda):
+            found = cudnn_seconds(gpu, 1, 8, 1, 64)
+            assert found["same bits"]
+            assert found["away"] < 0.1
+            assert {"forward", "backward"} < found.keys()
+        gpu.close()
+        assert cuda.found == []
