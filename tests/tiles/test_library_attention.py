@@ -176,3 +176,65 @@ def test_only_whole_plain_sequences_ask_for_a_library(cuda: FakeCuda) -> None:
         key = TileTensor(runtime, (2,), (2,), np.uint64, name="key")
         assert names(runtime, dropout=attention.Dropout(0.1, key, 0)) == {"attention"}
     assert not InlineRuntime().has_gpus
+
+
+class Planned:
+    """A forward graph on the stand-in, and memory for its tensors."""
+
+    def __init__(self, gpu: Any, cudnn: StrictCudnn, **terms: Any) -> None:
+        kinds, handle = cudnn.data_type, cudnn.create_handle()
+        self.graph, self.handle, self.stream = cudnn.pygraph(**self.kinds(kinds), handle=handle), handle, gpu.stream()
+        cudnn.set_stream(handle=handle, stream=self.stream.number)
+        self.tensors = [
+            self.graph.tensor(name=name, dim=[1, 1, T, SIZE], stride=[T * SIZE, SIZE, SIZE, 1], data_type=kinds.BFLOAT16) for name in "qkv"
+        ]
+        q, k, v = self.tensors
+        o, stats = self.graph.sdpa(q=q, k=k, v=v, **{"attn_scale": 1.0, "generate_stats": True, "name": "x"} | terms)
+        self.tensors.append(o.set_output(True).set_dim([1, 1, T, SIZE]).set_stride([T * SIZE, SIZE, SIZE, 1]))
+        self.tensors.append(stats.set_output(True).set_dim([1, 1, T, 1]).set_stride([T, 1, 1, 1]).set_data_type(kinds.FLOAT))
+        for call in (self.graph.validate, self.graph.build_operation_graph, self.graph.check_support, self.graph.build_plans):
+            if call == self.graph.check_support:
+                self.graph.create_execution_plans([cudnn.heur_mode.A])
+            call()
+        self.pack = {tensor: gpu.reserve(256) for tensor in self.tensors}
+
+    @staticmethod
+    def kinds(kinds: Any) -> dict[str, Any]:
+        """Types of a graph."""
+        return {"io_data_type": kinds.BFLOAT16, "intermediate_data_type": kinds.FLOAT, "compute_data_type": kinds.FLOAT}
+
+
+def _unaligned(made: Planned) -> None:
+    made.pack[made.tensors[0]] += 2
+
+
+def _beyond(made: Planned) -> None:
+    made.pack[made.tensors[0]] += 224
+
+
+def _missing(made: Planned) -> None:
+    del made.pack[made.tensors[4]]
+
+
+def _stale(made: Planned) -> None:
+    made.handle += 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [(_unaligned, "units of 16"), (_beyond, "beyond the 256"), (_missing, "has an address"), (_stale, "handle")]
+)
+def test_the_stand_in_refuses_what_cudnn_leaves_undefined(fault: Any, words: str, cuda: FakeCuda, cudnn: StrictCudnn) -> None:
+    """Addresses that are not aligned, tensors that reach beyond their memory or are missing, a handle that is none."""
+    (gpu,) = opened(cuda)
+    made = Planned(gpu, cudnn)
+    made.graph.execute(made.pack, 0, handle=made.handle)
+    fault(made)
+    with pytest.raises(RuntimeError, match=words):
+        made.graph.execute(made.pack, 0, handle=made.handle)
+
+
+@pytest.mark.parametrize("terms", [{"attn_scale": 1}, {"generate_stats": False}, {"diagonal_band_right_bound": 1}])
+def test_the_stand_in_refuses_other_attention(terms: dict[str, Any], cuda: FakeCuda, cudnn: StrictCudnn) -> None:
+    """A scale that is no float, no statistics, a band that is no causal mask."""
+    with pytest.raises(RuntimeError):
+        Planned(opened(cuda)[0], cudnn, **terms)
