@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from .choose_order import PlannedOrder
+from .choose_order import PlannedOrder, last_tier_bytes
 from .fused_tasks import Make, ScratchView, join, merged
 
 LOOK_BACK: Final = 8
@@ -33,11 +33,12 @@ _SPARE: Final = 6
 """One in so many bytes of a device's memory stays free of fused tasks: that much is kept clean or free by early write-backs."""
 
 
-def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> PlannedOrder:
+def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], last: int, make: Make) -> PlannedOrder:
     """A step in its planned order with its tasks fused, if it fits its devices and leaves bytes for inner data; else the order as it was.
 
     Args:
         budgets: bytes of each device.
+        last: bytes of the last tier. It must hold what lives across a fused task for as long as that runs: all that it reads beside all that it makes.
         make: as in `fuse`.
     """
     if found.forecasts:
@@ -48,8 +49,9 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> 
     for share in SHARES:
         fused = fuse(plan, budget // share, make)
         needed = max(fused.needed_bytes() // num_devices, fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
-        if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE):
-            return replace(found, plan=fused)
+        last_bytes = last_tier_bytes(fused, computes=False)
+        if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE) and last_bytes <= last:
+            return replace(found, plan=fused, last_bytes=last_bytes)
     return found
 
 

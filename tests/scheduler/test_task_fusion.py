@@ -189,6 +189,32 @@ def test_how_tasks_are_fused() -> None:
     assert [task.name for task in fuse(plan, 2 * PAGE, make).tasks] == ["mix", "fill", "mix", "mix and 69 more"]
 
 
+def test_the_last_tier_holds_what_fused_tasks_share() -> None:
+    """It holds all that a fused task reads and all that it makes at once: single tasks stay where it holds only what is there between two of them."""
+
+    def run(**options: Any) -> tuple[float, int]:
+        with Runtime(0, gpus=gpus(1, 0), gpu_memory=512 * PAGE, **options) as runtime:
+            kept = runtime.handle(PAGE, Numbers(), kind="persistent")
+            runtime.submit(FILL, [(kept, W)], {"value": 1.0})
+            with runtime.record() as step:
+                first, second = ([runtime.handle(PAGE, Numbers()) for _ in range(20)] for _ in range(2))
+                for number, handle in enumerate(first):
+                    runtime.submit(FILL, [(handle, W)], {"value": float(number)})
+                for number, handle in enumerate(second):
+                    runtime.submit(FILL, [(handle, W)], {"value": 2.0}, priority=1)
+                    runtime.submit(MIX, [(handle, "RW"), (first[number], R)], {"salt": number}, priority=1)
+                for number, handle in enumerate(second):
+                    runtime.submit(MIX, [(kept, "RW"), (handle, R)], {"salt": number})
+                first, second = [], []
+                del handle
+            step.replay().wait()
+            return value(runtime, kept), int(runtime.stats()["tasks"]) - 1
+
+    single = run(ram=64 * PAGE, graphs=False)
+    assert run(ram=64 * PAGE) == (single[0], 3)
+    assert run(ram=30 * PAGE) == single
+
+
 def test_what_updates_the_programs_data_is_apart() -> None:
     """All that comes before is one task, all from there on another; gradients between the two are data of one handle."""
     forward, update = fuse(capture(lambda runtime, kept: passes(runtime, kept) and None), 999 * PAGE, make).tasks
