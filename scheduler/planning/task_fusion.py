@@ -38,7 +38,7 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], last: int, make
 
     Args:
         budgets: bytes of each device.
-        last: bytes of the last tier. It must hold what lives across a fused task for as long as that runs: all that it reads beside all that it makes.
+        last: bytes of the last tier: it holds all that a fused task reads beside all that it makes, for as long as that runs.
         make: as in `fuse`.
     """
     if found.forecasts:
@@ -136,7 +136,7 @@ def _end_of(plan: StepPlan, first: int, most: int, updates: Sequence[bool]) -> i
 
 
 class _Group(NamedTuple):
-    """Tasks that start together, by their positions, and the data that they use and write; scratch is each task's own."""
+    """Tasks that start together, by their positions, and the data that they use and write; scratch counts as written."""
 
     codelet: object
     positions: list[int]
@@ -153,8 +153,8 @@ def _together(tasks: Sequence[RecordedTask], first: int, end: int) -> list[list[
     for position in range(first, end):
         task = tasks[position]
         assert isinstance(task.codelet, Codelet)
-        uses = {handle for handle, mode in task.accesses if mode != SCRATCH}
-        writes = {handle for handle, mode in task.accesses if mode in (W, RW)}
+        uses = {handle for handle, _ in task.accesses}
+        writes = {handle for handle, mode in task.accesses if mode in (W, RW, SCRATCH)}
         joined = None
         for group in reversed(groups[-LOOK_BACK:]) if task.codelet.cuda_many is not None else ():
             if group.uses & writes or group.writes & uses:

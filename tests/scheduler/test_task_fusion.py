@@ -254,6 +254,29 @@ def test_tasks_that_start_together() -> None:
     assert set(starts) == {2, 3}
 
 
+def test_tasks_that_share_scratch_memory_start_apart() -> None:
+    """Within a fused task a scratch handle is one piece of memory, which kernels that run side by side would take from each other."""
+    starts: list[int] = []
+
+    def many(tasks: Sequence[tuple[Sequence[Any], Any]]) -> None:
+        starts.append(len(tasks))
+        for views, constants in tasks:
+            SPOIL.cuda(*views, **constants)  # type: ignore[misc]
+
+    codelet = replace(SPOIL, cuda_many=many)
+    with Runtime(0, gpus=gpus(1, 0), gpu_memory=256 * PAGE, ram=512 * PAGE) as runtime:
+        kept = [runtime.handle(PAGE, Numbers(), kind="persistent") for _ in range(5)]
+        for handle in kept:
+            runtime.submit(FILL, [(handle, W)], {"value": 0.0})
+        with runtime.record() as step:
+            one, other, third = (runtime.handle(PAGE, Numbers(), data_class="scratch") for _ in range(3))
+            for handle, room in zip(kept, (one, one, one, other, third), strict=True):
+                runtime.submit(codelet, [(handle, "RW"), (room, SCRATCH)], {})
+        step.replay()
+        assert [value(runtime, handle) for handle in kept] == [COUNT] * 5
+    assert starts == [3]
+
+
 def test_a_kernel_that_fails_is_named() -> None:
     """Among those that are fused; what it was to update stays as it was, and the next replay runs."""
     is_broken = True
