@@ -288,6 +288,9 @@ class Runtime(RecordingRuntime):
     def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
+        Tasks that are fused, as those of a step that fits a GPU are, begin when all data of all of them may be used. So do not wait for a result of
+        a step while holding data that the step writes, even if no task of that result touches it.
+
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
             recompute: what is made again instead of kept, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
