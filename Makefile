@@ -8,7 +8,7 @@
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md
 # make first-card  everything that only a card can show, in stages of at most nine minutes: build/first-card/summary.md
-#              (ARGS="--stage kernels streams" some of them, ARGS=--list what they do; make first-card-wheels packs what may be missing)
+#              (ARGS="--stage kernels streams" some of them, ARGS=--rehearse without a card; make first-card-wheels packs what may be missing)
 # make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results, docs/results and the headlines of README.md

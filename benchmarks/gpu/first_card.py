@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -296,6 +298,13 @@ def unpacked(wheels: Path, target: str) -> bool:
     return not subprocess.run([*argv, *map(str, sorted(wheels.glob("*.whl")))]).returncode
 
 
+def has_driver() -> bool:
+    """Whether anything of an NVIDIA driver is here: its library, its command or its devices. Only where all are missing is a card surely absent."""
+    with contextlib.suppress(OSError):
+        return bool(ctypes.CDLL("libcuda.so.1"))
+    return shutil.which("nvidia-smi") is not None or any(Path("/dev").glob("nvidia*")) or Path("/dev/dxg").exists()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stage", nargs="*", choices=tuple(STAGES), default=tuple(STAGES))
@@ -320,6 +329,11 @@ def main() -> int:
         return 0
     if asked.command:
         return carry_out(asked.command, asked.out, asked.skip, asked.rehearse, asked.fault)
+    if not asked.rehearse and not has_driver():
+        sys.stderr.write(
+            "first_card.py: a card needs an NVIDIA driver, and there is none here; install one, or add --rehearse for an emulated card\n"
+        )
+        return 2
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as site:
         paths = [str(common.ROOT), str(common.ROOT / "tests"), *([site] if asked.wheels and unpacked(asked.wheels, site) else [])]

@@ -70,7 +70,8 @@ def read_values(directory: Path) -> tuple[Any, str]:
 def _check_directory(directory: Path) -> None:
     if directory.is_file():
         what = "a torch pickle, which is never loaded here" if directory.suffix in _SUFFIXES else "a file"
-        raise DataError(f"{directory} is {what}; give the directory with {CONFIG} and safetensors{_conversion(directory.parent, directory.suffix)}")
+        how = _conversion(directory.parent, directory.suffix)
+        raise DataError(f"{directory} is {what}; give a directory with {CONFIG} and safetensors, or a GGUF file{how}")
     if not directory.is_dir():
         raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / CONFIG).exists():

@@ -119,8 +119,11 @@ def plan_step(
     return figures
 
 
-def with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
+def with_few_tasks(run: RunConfig, target: MachineModel, flag: str = "--devices") -> RunConfig:
     """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
+
+    Args:
+        flag: that gives the devices.
 
     Raises:
         DoesNotFit: of tiles that such devices can have there are too many; says which devices have fewer.
@@ -138,8 +141,8 @@ def with_few_tasks(run: RunConfig, target: MachineModel) -> RunConfig:
         if target.rates is not None and not has_too_many_tasks(_in_coarse_tiles(run, larger)):
             flops = target.rates["sim"].flops
             raise DoesNotFit(
-                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step; look at devices "
-                f"that have fewer, such as --devices {format_devices(target.num_devices, enough, flops)}, or lower --batch"
+                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step; look at larger "
+                f"ones, such as {flag} {format_devices(target.num_devices, enough, flops).removeprefix('1x')}, or lower --batch"
             )
     return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `capture` says so
 

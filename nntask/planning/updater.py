@@ -56,20 +56,20 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
     refusal: DoesNotFit | None = None
     for updater in updaters:
         at = run.updating_on(updater) if run.step.update_on == "auto" else run
+        seconds[updater] = None
         try:
             step, order = check_fit(at)
         except DoesNotFit as error:
-            refusal, seconds[updater] = refusal or error, None
+            refusal = refusal or error
             continue
         found[updater] = ChosenUpdater(at, this_machine(at.machine), step, order, {})
-        seconds[updater] = expected(order) or None
         if not order.forecasts:  # nothing moves
             break
     if not found:
         assert refusal is not None  # one updater at least was tried
         raise refusal
     chosen = found[_faster(found)]
-    return chosen._replace(seconds=seconds) if len(updaters) > 1 else chosen
+    return chosen._replace(seconds=seconds | _known(found)) if len(updaters) > 1 else chosen
 
 
 def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
@@ -82,19 +82,21 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     updaters = _open_updaters(run, has_devices=has_devices)
     seconds: dict[Updater, float | None] = {}
     found: dict[Updater, ChosenUpdater] = {}
+    fitting: dict[Updater, ChosenUpdater] = {}
     for updater in updaters:
         at, there = _placed(run, target, updater) if has_devices else (run, target)
         step = capture(at, frozen_base=at.start.frozen_base)
         order = choose_order(step.plan, at, there.without(step.reading))
         fits = least_needs(step.plan, at, there, order, reading=step.reading).fit(there)
-        seconds[updater] = (expected(order) or None) if fits else None
+        seconds[updater] = None
         if fits or not found:
             found[updater] = ChosenUpdater(at, there, step, order, {})
+        if fits:
+            fitting[updater] = found[updater]
         if fits and not order.forecasts:
             break
-    fitting = {updater: each for updater, each in found.items() if seconds[updater] is not None} or found
-    chosen = found[_faster(fitting)]
-    return chosen._replace(seconds=seconds) if len(updaters) > 1 else chosen
+    chosen = found[_faster(fitting or found)]
+    return chosen._replace(seconds=seconds | _known(fitting)) if len(updaters) > 1 else chosen
 
 
 def told_updater(updater: str, seconds: Mapping[Updater, float | None]) -> str:
@@ -130,10 +132,17 @@ def _faster(found: Mapping[Updater, ChosenUpdater]) -> Updater:
     """The updater that is worth it: the CPU only where it is clearly faster."""
     if len(found) == 1:
         return next(iter(found))
-    device, cpu = found["device"].order, found["cpu"].order
-    return "cpu" if device.forecasts and expected(cpu) < GAIN * expected(device) else "device"
+    seconds = expected({updater: each.order for updater, each in found.items()})
+    return "cpu" if found["device"].order.forecasts and seconds["cpu"] < GAIN * seconds["device"] else "device"
 
 
-def expected(order: PlannedOrder) -> float:
-    """Seconds of a planned step, by forecast where nothing more exact is known; 0 where everything fits."""
-    return order.judged_seconds or order.seconds
+def _known(found: Mapping[Updater, ChosenUpdater]) -> dict[Updater, float | None]:
+    """What the updaters were compared by; None where nothing would move."""
+    return {updater: each or None for updater, each in expected({updater: each.order for updater, each in found.items()}).items()}
+
+
+def expected(orders: Mapping[Updater, PlannedOrder]) -> dict[Updater, float]:
+    """Seconds of planned steps by one measure, since forecasts and virtual time may be half apart: virtual time where all were judged by it, else
+    forecasts; 0 where everything fits."""
+    are_judged = all(order.judged_seconds for order in orders.values())
+    return {updater: order.judged_seconds if are_judged else order.seconds for updater, order in orders.items()}

@@ -288,6 +288,9 @@ class Runtime(RecordingRuntime):
     def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
+        Tasks that are fused, as those of a step that fits a GPU are, begin when all data of all of them may be used. So do not wait for a result of
+        a step while holding data that the step writes, even if no task of that result touches it.
+
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
             recompute: what is made again instead of kept, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
@@ -317,15 +320,15 @@ class Runtime(RecordingRuntime):
             RecordingError: the step has no order of that name, or nothing to make again by such an operation.
         """
         machine = self._executor.machine
-        nodes, last = machine.memory, machine.memory.last
-        reach = reach_of(machine, self._executor.models)
+        nodes, below = machine.memory, machine.memory.last
+        reach, last = reach_of(machine, self._executor.models), nodes.budget(below) - (nodes.readers_bytes if below == RAM else 0)
         try:
             found = choose_plan(
                 plan,
                 order,
                 recompute,
                 memory=reach.memory,
-                last=nodes.budget(last) - (nodes.readers_bytes if last == RAM else 0),
+                last=last,
                 computes_on_last=machine.computes_on_last,
                 num_devices=len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1,
                 pace=reach.pace,
@@ -340,7 +343,7 @@ class Runtime(RecordingRuntime):
                 return found
             return fuse_groups_if_they_fit(found, len(kinds), reach.memory, self._inner_record)
         devices = [nodes.budget(NodeId(at)) for at, name in enumerate(nodes.names) if name.startswith("cuda")]
-        return fuse_if_it_fits(found, devices, self._inner_record)
+        return fuse_if_it_fits(found, devices, last, self._inner_record)
 
     def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """A record for the scratch memory of a fused task, or for data that several of them share."""

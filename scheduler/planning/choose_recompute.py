@@ -161,7 +161,7 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
         found = [group for group in groups if name in (group.name, group.op)]
         if not found:
             known = ", ".join(sorted({group.op for group in groups})) or "no operation"
-            raise ValueError(f"this step has nothing to make again that {name!r} makes; it has of {known}")
+            raise ValueError(f"this step has nothing to make again that {name!r} makes; name some of {known}")
         again += [handle for group in found for handle in group.leading(float(share or 1))]
     return recomputed(values, again)
 

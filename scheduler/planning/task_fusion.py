@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from .choose_order import PlannedOrder
+from .choose_order import PlannedOrder, last_tier_bytes
 from .fused_tasks import Make, ScratchView, join, merged
 
 LOOK_BACK: Final = 8
@@ -33,11 +33,12 @@ _SPARE: Final = 6
 """One in so many bytes of a device's memory stays free of fused tasks: that much is kept clean or free by early write-backs."""
 
 
-def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> PlannedOrder:
+def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], last: int, make: Make) -> PlannedOrder:
     """A step in its planned order with its tasks fused, if it fits its devices and leaves bytes for inner data; else the order as it was.
 
     Args:
         budgets: bytes of each device.
+        last: bytes of the last tier: it holds all that a fused task reads beside all that it makes, for as long as that runs.
         make: as in `fuse`.
     """
     if found.forecasts:
@@ -48,8 +49,9 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], make: Make) -> 
     for share in SHARES:
         fused = fuse(plan, budget // share, make)
         needed = max(fused.needed_bytes() // num_devices, fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
-        if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE):
-            return replace(found, plan=fused)
+        last_bytes = last_tier_bytes(fused, computes=False)
+        if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE) and last_bytes <= last:
+            return replace(found, plan=fused, last_bytes=last_bytes)
     return found
 
 
@@ -134,7 +136,7 @@ def _end_of(plan: StepPlan, first: int, most: int, updates: Sequence[bool]) -> i
 
 
 class _Group(NamedTuple):
-    """Tasks that start together, by their positions, and the data that they use and write; scratch is each task's own."""
+    """Tasks that start together, by their positions, and the data that they use and write; scratch counts as written."""
 
     codelet: object
     positions: list[int]
@@ -151,8 +153,8 @@ def _together(tasks: Sequence[RecordedTask], first: int, end: int) -> list[list[
     for position in range(first, end):
         task = tasks[position]
         assert isinstance(task.codelet, Codelet)
-        uses = {handle for handle, mode in task.accesses if mode != SCRATCH}
-        writes = {handle for handle, mode in task.accesses if mode in (W, RW)}
+        uses = {handle for handle, _ in task.accesses}
+        writes = {handle for handle, mode in task.accesses if mode in (W, RW, SCRATCH)}
         joined = None
         for group in reversed(groups[-LOOK_BACK:]) if task.codelet.cuda_many is not None else ():
             if group.uses & writes or group.writes & uses:

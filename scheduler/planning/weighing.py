@@ -103,7 +103,7 @@ class Weighing:
             return best
         seconds = [self._judge(each.plan) for each in finalists]
         least = min(seconds)
-        return best if least == inf else replace(finalists[seconds.index(least)], judged_seconds=least, moves_least_of_equals=False)
+        return best if least == inf else replace(finalists[seconds.index(least)], judged_seconds=least)
 
     def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> Iterator[PlannedOrder]:
         """The best, and others that are forecast to be about as fast."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,14 @@ def test_cudnn_is_measured_beside_our_attention(first_card: Any, cuda_libraries:
             assert {"forward", "backward"} < found.keys()
         gpu.close()
         assert cuda.found == []
+
+
+def test_without_a_card_it_is_refused(first_card: Any, tmp_path: Path) -> None:
+    """A machine without any driver is told at once, and nothing is written."""
+    if first_card.has_driver():
+        pytest.skip("there is a driver here")
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "first_card.py"), "--out", str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "--rehearse" in ended.stderr
+    assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -219,6 +220,14 @@ def test_decisions_have_one_shape() -> None:
     """Every file of the decisions has a title of its own, a date, an area, and the three sections."""
     done = subprocess.run([sys.executable, "docs/_ext/decision_files.py"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_page_about_installing_lists_every_extra() -> None:
+    """Who reads it knows what can be added."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = (DOCS / "start" / "install.md").read_text().partition("## Extras")[2]
+    listed = {name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)}
+    assert listed == set(extras)
 
 
 @pytest.mark.long

@@ -52,6 +52,9 @@ OTHER_FLAGS = {
     "only",
     "case",
     "no-binary",  # of pip
+    "list",  # of benchmarks/gpu/first_card.py, as is rehearse
+    "rehearse",
+    "device",  # of nntask bench bound
     "fastest",
     "force",
     "a",

@@ -22,7 +22,7 @@ from nntask.engine.recorded import RecordedEngine
 from nntask.hardware.machine_model import open_store, this_machine
 from nntask.hardware.runtimes import runtime_for
 from nntask.models.gpt2 import GPT2Config
-from nntask.planning.memory_fit import capture, choose_order
+from nntask.planning.memory_fit import capture, choose_order, order_on
 from nntask.planning.simulate import plan_run
 from scheduler.core.performance_model import Models, footprint
 from scheduler.core.records import NodeId, Task, WorkerKind
@@ -170,7 +170,7 @@ def test_transfers_hide_behind_computation() -> None:
     run = resolve(asked, config)
     plan = capture(run).plan
     target = this_machine(run.machine).with_budget(0, BOUNDLESS).with_budget(1, plan.needed_bytes() // 4)
-    order = choose_order(plan, run, target)
+    order = order_on(plan, run.step.order, target, target.policy)
     machine: dict[str, Any] = {
         "plan": order.plan,
         "workers": target.workers,

@@ -21,8 +21,11 @@ from nntask.hardware.machine_model import this_machine
 from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture, needs_of
 from nntask.planning.simulate import plan_run
+from nntask.planning.updater import expected
 from scheduler import DoesNotFit, Runtime, Trace
 from scheduler.core.step_plan import StepPlan
+from scheduler.planning import PlannedOrder
+from scheduler.planning.forecast import Forecast
 from wrappers.cli import main
 
 STEPS = 4
@@ -120,6 +123,21 @@ def test_the_forecast_chooses_the_updater() -> None:
     assert slow["seconds_per_step"] == planned("1GB/s", "100GB/s", update_on="cpu")["seconds_per_step"]
     assert planned("25GB/s", "1GB/s", update_on="auto")["update_on"] == "device"
     assert planned("1GB/s", "100GB/s", "8GiB", update_on="auto")["seconds_by_update"] == {"device": None}
+
+
+def test_updaters_are_compared_by_one_measure() -> None:
+    """By virtual time where both steps were judged by it, else by forecasts: the two may be half apart."""
+
+    def order(forecast: float, judged: float) -> PlannedOrder:
+        return PlannedOrder("layers", aside_plan(), {"layers": Forecast(1, 1, forecast)}, judged_seconds=judged)
+
+    assert expected({"device": order(7.9, 11.4), "cpu": order(8.5, 0.0)}) == {"device": 7.9, "cpu": 8.5}
+    assert expected({"device": order(7.9, 11.4), "cpu": order(8.5, 12.0)}) == {"device": 11.4, "cpu": 12.0}
+    both = planned("8GB/s", "25GB/s", update_on="auto")["seconds_by_update"]
+    device, cpu = (planned("8GB/s", "25GB/s", update_on=updater) for updater in ("device", "cpu"))
+    assert device["judged_seconds"]
+    assert not cpu["judged_seconds"]  # its gradients fit the device
+    assert both == {"device": device["forecast_seconds"][device["order"]], "cpu": cpu["forecast_seconds"][cpu["order"]]}
 
 
 def test_a_plan_counts_state_in_ram() -> None:

@@ -168,7 +168,7 @@ def test_names_of_operations() -> None:
     clones = len(as_asked(plan, "forward").tasks) - len(plan.tasks)
     half = len(as_asked(plan, " forward:0.5").tasks) - len(plan.tasks)
     assert clones > half > 0
-    with pytest.raises(ValueError, match=r"nothing to make again that 'glue' makes; it has of .*forward"):
+    with pytest.raises(ValueError, match=r"nothing to make again that 'glue' makes; name some of .*forward"):
         as_asked(plan, "forward,glue")
 
 

@@ -189,6 +189,32 @@ def test_how_tasks_are_fused() -> None:
     assert [task.name for task in fuse(plan, 2 * PAGE, make).tasks] == ["mix", "fill", "mix", "mix and 69 more"]
 
 
+def test_the_last_tier_holds_what_fused_tasks_share() -> None:
+    """It holds all that a fused task reads and all that it makes at once: single tasks stay where it holds only what is there between two of them."""
+
+    def run(**options: Any) -> tuple[float, int]:
+        with Runtime(0, gpus=gpus(1, 0), gpu_memory=512 * PAGE, **options) as runtime:
+            kept = runtime.handle(PAGE, Numbers(), kind="persistent")
+            runtime.submit(FILL, [(kept, W)], {"value": 1.0})
+            with runtime.record() as step:
+                first, second = ([runtime.handle(PAGE, Numbers()) for _ in range(20)] for _ in range(2))
+                for number, handle in enumerate(first):
+                    runtime.submit(FILL, [(handle, W)], {"value": float(number)})
+                for number, handle in enumerate(second):
+                    runtime.submit(FILL, [(handle, W)], {"value": 2.0}, priority=1)
+                    runtime.submit(MIX, [(handle, "RW"), (first[number], R)], {"salt": number}, priority=1)
+                for number, handle in enumerate(second):
+                    runtime.submit(MIX, [(kept, "RW"), (handle, R)], {"salt": number})
+                first, second = [], []
+                del handle
+            step.replay().wait()
+            return value(runtime, kept), int(runtime.stats()["tasks"]) - 1
+
+    single = run(ram=64 * PAGE, graphs=False)
+    assert run(ram=64 * PAGE) == (single[0], 3)
+    assert run(ram=30 * PAGE) == single
+
+
 def test_what_updates_the_programs_data_is_apart() -> None:
     """All that comes before is one task, all from there on another; gradients between the two are data of one handle."""
     forward, update = fuse(capture(lambda runtime, kept: passes(runtime, kept) and None), 999 * PAGE, make).tasks
@@ -226,6 +252,29 @@ def test_tasks_that_start_together() -> None:
     memory = {"gpu_memory": 256 * PAGE, "ram": 512 * PAGE}
     assert run(Runtime(0, gpus=gpus(1, 3), **memory), codelet) == run(Runtime(0, gpus=gpus(1, 4), graphs=False, **memory), MIX)
     assert set(starts) == {2, 3}
+
+
+def test_tasks_that_share_scratch_memory_start_apart() -> None:
+    """Within a fused task a scratch handle is one piece of memory, which kernels that run side by side would take from each other."""
+    starts: list[int] = []
+
+    def many(tasks: Sequence[tuple[Sequence[Any], Any]]) -> None:
+        starts.append(len(tasks))
+        for views, constants in tasks:
+            SPOIL.cuda(*views, **constants)  # type: ignore[misc]
+
+    codelet = replace(SPOIL, cuda_many=many)
+    with Runtime(0, gpus=gpus(1, 0), gpu_memory=256 * PAGE, ram=512 * PAGE) as runtime:
+        kept = [runtime.handle(PAGE, Numbers(), kind="persistent") for _ in range(5)]
+        for handle in kept:
+            runtime.submit(FILL, [(handle, W)], {"value": 0.0})
+        with runtime.record() as step:
+            one, other, third = (runtime.handle(PAGE, Numbers(), data_class="scratch") for _ in range(3))
+            for handle, room in zip(kept, (one, one, one, other, third), strict=True):
+                runtime.submit(codelet, [(handle, "RW"), (room, SCRATCH)], {})
+        step.replay()
+        assert [value(runtime, handle) for handle in kept] == [COUNT] * 5
+    assert starts == [3]
 
 
 def test_a_kernel_that_fails_is_named() -> None:

@@ -32,7 +32,7 @@ from nntask.tiling.model_tiling import ModelTiling
 from scheduler.drivers import cuda_cupy
 from scheduler.testing import Access, FakeCuda, KernelParameter
 from scheduler.testing.cuda_calls import CUDARuntimeError
-from tiles.kernels.cuda import device, products
+from tiles.kernels.cuda import device, launch, products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ILLEGAL_ADDRESS = 700
@@ -333,6 +333,7 @@ def installed(folder: Path, cache_folder: Path, **terms: Any) -> Iterator[FakeCu
         patch.setattr(device, "_PEAK_SIZE", 32)
         patch.setattr(device, "_PEAK_VALUES", 32 * 32)
         yield cuda
+    vars(launch._current).clear()  # a device of the test's own thread would outlive the modules that it is made of
 
 
 STRICT_TRAINING = Training(

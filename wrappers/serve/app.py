@@ -244,8 +244,12 @@ async def _unless_left(request: Request, work: Awaitable[dict[str, Any]]) -> dic
 async def _as_error(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such path, no such method."""
     assert isinstance(error, HTTPException)
-    what = "no such path" if error.status_code == 404 else f"{request.method} is not for this path"
-    found = ApiError(error.status_code, f"{what}, {request.url.path[:80]!r}; there are /v1/models, /v1/completions and /v1/chat/completions")
+    path = request.url.path[:80]
+    if error.status_code == 404:
+        says = f"no such path, {path!r}; there are GET /v1/models, POST /v1/completions and POST /v1/chat/completions"
+    else:
+        says = f"{path!r} takes {(error.headers or {}).get('Allow', 'other methods')}, got {request.method}; use that method"
+    found = ApiError(error.status_code, says)
     return JSONResponse(found.body(), error.status_code, error.headers)
 
 

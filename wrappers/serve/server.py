@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ _MARGIN_SECONDS: Final = 5
 """For clients to read what they are told at the end."""
 _LAST_SECONDS: Final = 1
 """The same, after the second signal."""
+_OF_CLIENTS_THAT_LEFT: Final = "socket.send() raised exception."
+"""What asyncio warns of where a stream goes on for a moment to a client that has left; it says nothing to who runs a server."""
 
 
 class _Protocol(H11Protocol):
@@ -162,6 +165,7 @@ async def _served(
     def begin_ending() -> None:
         application.is_ending = True
 
+    logging.getLogger("asyncio").addFilter(lambda record: record.getMessage() != _OF_CLIENTS_THAT_LEFT)
     server = _Server(config, begin_ending, engine.end, grace_seconds)
     loop = asyncio.get_running_loop()
     desk.open(loop, lambda: _exit(server))

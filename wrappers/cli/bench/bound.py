@@ -71,7 +71,7 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     model = ModelSettings(model=settings.model, dtype=settings.dtype, seq_len=settings.seq_len)
     tiling = TilingSettings(batch=settings.batch, minibatch=settings.minibatch)
     train, config, target = on_devices(model, settings.config_path, tiling, settings.ram, f"1x{settings.device}", settings.link)
-    job = with_few_tasks(run_of(train, config), target)
+    job = with_few_tasks(run_of(train, config), target, "--device")
     with no_collections():
         found = capture(job)
         order = choose_order(found.plan, job, target)
