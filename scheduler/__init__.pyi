@@ -5,6 +5,7 @@ from .api.runtime import Runtime
 from .api.task_runtime import Access, Handle, TaskRuntime, View, contribution, kept_in_contribution, tree
 from .core.codelet import Codelet, Cost, Tail
 from .core.errors import (
+    Deadlock,
     DeviceFailed,
     DoesNotFit,
     HandleLost,
@@ -37,6 +38,7 @@ __all__ = [
     "Codelet",
     "Cost",
     "DataClass",
+    "Deadlock",
     "DeviceFailed",
     "DoesNotFit",
     "FinishedTask",

@@ -72,7 +72,7 @@ class CapturingRuntime(RecordingRuntime):
             raise RecordingError("nothing has been captured yet; emit tasks inside `with runtime.record()` and leave the block first")
         return self._plan
 
-    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+    def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """A context manager with the view of fresh memory, which is never read again."""
         return nullcontext(handle.view(bytearray(max(handle.nbytes, 1)), 0))
 

@@ -32,7 +32,7 @@ class InlineRuntime(TaskRuntime):
         memory = bytearray(max(nbytes, 1))
         return Handle(memory, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
 
-    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+    def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """A context manager with the view of the data, without waiting."""
         self._make_whole(handle, mode)
         return nullcontext(handle.view(handle.record, 0))

@@ -231,6 +231,9 @@ class Replayer(Protocol):
     def refuse_inside(self, call: str) -> None:
         """Raise if a callback of `Runtime.on_task` makes this call."""
 
+    def refuse_circle(self, replay: Replay, done: Waiter, call: str) -> None:
+        """Raise if this thread would wait for ever for the end of a replay, because a task of it waits for data that the thread holds."""
+
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> AbstractContextManager[Any]:
         """A context manager with the view of a record's data; `ticket` is the replay whose failure explains lost data."""
 
@@ -305,6 +308,7 @@ class Step:
         which = self._number % 2
         waiter = self._waiters[which]
         if waiter is not None:
+            self._runtime.refuse_circle(self._instances[which].replay, waiter, "replay(), which lets two replays be under way,")
             waiter.wait()
             self._runtime.check_stop()  # the callback may have stopped the run at one of its tasks
         if which == len(self._instances):
@@ -362,6 +366,7 @@ class Ticket:
     def wait_done(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Wait until every task of the replay has ended, successfully or not; `meanwhile` is called now and then."""
         self._runtime.refuse_inside("the wait of a ticket")
+        self._runtime.refuse_circle(self._instance.replay, self.done, "the wait of a ticket")
         self.done.wait(meanwhile)
 
     def wait(self, meanwhile: Callable[[], object] | None = None) -> None:

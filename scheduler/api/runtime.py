@@ -163,6 +163,15 @@ class Runtime(RecordingRuntime):
         """
         self._executor.watch.refuse_inside(call)
 
+    def refuse_circle(self, replay: Replay, done: Waiter, call: str) -> None:
+        """Raise if this thread would wait for ever for the end of a replay, because a task of it waits for data that the thread holds.
+
+        Raises:
+            Deadlock: it would.
+        """
+        if not done.is_set:
+            self._executor.refuse_circle(lambda task: task.step is replay, call)
+
     @property
     def trace(self) -> Trace | None:
         """The record of tasks and copies; None without tracing."""
@@ -178,18 +187,22 @@ class Runtime(RecordingRuntime):
         """Name of each memory node."""
         return list(self._executor.machine.memory.names)
 
-    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+    def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """Wait for the handle's data in host memory, and lock it there for the block: ``with runtime.acquire(h, "R") as view``.
+
+        Args:
+            is_shared: whether another thread may end the block: this one may wait then for what waits for the data.
 
         Raises:
             HandleLost: the task that writes the data failed, or no task writes it (R and RW).
             DoesNotFit: the data does not fit host memory.
             TierFailed: host memory is full, and the disk tier below takes no more.
             RecordingError: a step is being recorded.
+            Deadlock: the data waits for data that this thread holds.
         """
         self._refuse_while_recording(handle.record)
         self._make_whole(handle, mode)
-        return self.acquire_record(handle.record, mode, None)
+        return self.acquire_record(handle.record, mode, None, is_shared=is_shared)
 
     def _attach(self, handle: Handle, source: Source) -> None:
         if self._recorder is not None:
@@ -197,7 +210,7 @@ class Runtime(RecordingRuntime):
         self._executor.attach(handle.record, source)
 
     @contextmanager
-    def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> Iterator[Any]:
+    def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None, *, is_shared: bool = False) -> Iterator[Any]:
         """`acquire` for the runtime's own record; `ticket` is the replay whose failure explains lost data."""
         self._refuse_while_recording(record)
         executor = self._executor
@@ -214,11 +227,15 @@ class Runtime(RecordingRuntime):
             executor.waiters.leave(ready)
             executor.abandon(task)
             raise
+        held = [] if is_shared else executor.holds.own
+        held.append(task)
         try:
             yield view
         except BaseException as error:
             executor.bring(TaskFinished(task) if mode == R else TaskFailed(task, error))  # half-written data is lost
             raise
+        finally:
+            held.remove(task)
         executor.bring(TaskFinished(task))
 
     @staticmethod
@@ -278,8 +295,10 @@ class Runtime(RecordingRuntime):
         Raises:
             TaskError: a task failed since the last wait; it names the task and its data, ``__cause__`` is the kernel's exception.
             RunStopped: a callback of `on_task` has stopped the run, and this has not been raised yet.
+            Deadlock: this thread holds data.
         """
         self.refuse_inside("wait()")
+        self._executor.refuse_circle(lambda task: True, "wait()")
         failure = self._executor.wait()
         if failure is not None:
             raise failure
@@ -288,8 +307,8 @@ class Runtime(RecordingRuntime):
     def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
-        Tasks that are fused, as those of a step that fits a GPU are, begin when all data of all of them may be used. So do not wait for a result of
-        a step while holding data that the step writes, even if no task of that result touches it.
+        Tasks that are fused, as those of a step that fits a GPU are, begin when all data of all of them may be used. So who waits for a result of a
+        step while holding data that the step writes is refused (`Deadlock`), even if no task of that result touches it.
 
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.

@@ -159,7 +159,7 @@ class TaskRuntime(abc.ABC):
         """Note the source of a handle."""
 
     @abc.abstractmethod
-    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+    def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """Wait for the handle's data in host memory, and lock it there for the block: ``with runtime.acquire(h, "R") as view``."""
 
     @abc.abstractmethod

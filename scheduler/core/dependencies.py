@@ -7,7 +7,8 @@ are added. Knows nothing of memory, replicas or workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from .records import SCRATCH, R, SharedUse, Task
 
@@ -26,6 +27,27 @@ def link(task: Task) -> None:
             else:
                 _wait_for_writer(task, handle.last_writer)
             handle.last_writer = task
+
+
+def predecessors(task: Task) -> Iterator[Task]:
+    """The unfinished tasks that `link` would let a task wait for."""
+    for handle, mode in task.accesses:
+        if mode not in (R, SCRATCH) and handle.readers:
+            yield from handle.readers
+        elif mode != SCRATCH and handle.last_writer is not None:
+            yield handle.last_writer
+
+
+def waiting_for(task: Task) -> set[Task]:
+    """All tasks that wait for an unfinished one, directly or through others."""
+    found, stack = set[Task](), [task]
+    while stack:
+        each = stack.pop()
+        for after in chain(each.successors, each.late_successors):
+            if after not in found:
+                found.add(after)
+                stack.append(after)
+    return found
 
 
 def unlink(task: Task) -> None:

@@ -6,6 +6,7 @@
     ├── DoesNotFit       a task's working set exceeds every node that could run it
     ├── TierFailed       the disk tier could not be read or written
     ├── DeviceFailed     a GPU stopped working while it was used
+    ├── Deadlock         the program was about to wait for what waits for data that it holds
     ├── PlacementError   a task was placed by hand where it cannot run
     ├── RunStopped       the program's own `on_task` callback asked for the end
     ├── RuntimeBroken    a thread of the runtime died; nothing runs any more
@@ -49,6 +50,10 @@ class TierFailed(SchedulerError, OSError):
 
 class DeviceFailed(SchedulerError, RuntimeError):
     """A GPU stopped working; what was in its memory is gone."""
+
+
+class Deadlock(SchedulerError, RuntimeError):
+    """A thread that holds data was about to wait for something that waits for that data; nothing has happened."""
 
 
 class PlacementError(SchedulerError, ValueError):

@@ -18,6 +18,7 @@ from time import perf_counter, perf_counter_ns
 from typing import Any, Final
 
 from ..core.actions import carry_out
+from ..core.dependencies import predecessors
 from ..core.errors import DoesNotFit, RuntimeBroken, SchedulerError, TaskError, TierFailed
 from ..core.events import (
     Action,
@@ -48,6 +49,7 @@ from ..drivers.disk import Source, readers_nbytes
 from ..drivers.gpu import Ended, Gpu
 from ..storage.performance_store import PerfStore, machine_fingerprint
 from ..storage.tier import DiskTier
+from .holds import Holds
 from .trace import Trace
 from .waiting import Waiter, WaiterSet
 from .workers import WorkerPool, worker_name
@@ -118,6 +120,7 @@ class Executor:
         self.source_failure: BaseException | None = None
         self.refusal: DoesNotFit | None = None
         self._lock = threading.Lock()
+        self.holds = Holds()
         self._has_gpus = bool(gpus)
         self.pool = WorkerPool(self, budgets, None if disk is None else disk[0], gpus)
         self._drained: list[Waiter] = []
@@ -153,11 +156,14 @@ class Executor:
             copied_seconds: what a copy took that has finished.
 
         Raises:
+            Deadlock: the newcomer is this thread's wait for data, and waits for data that it holds.
             SchedulerError: the runtime is broken or closed.
         """
         with self._lock:
             if self.waiters.broken is not None:
                 raise self.waiters.broken
+            if newcomer is not None and newcomer.codelet is None and self.holds.own:
+                self.holds.refuse_circle(set(predecessors(newcomer)).__contains__, f"acquire() of {newcomer.accesses[0][0]!r}")
             try:
                 if self.inbox:
                     self._drain_inbox()
@@ -172,6 +178,12 @@ class Executor:
             except BaseException as error:
                 self.fail(error)
                 raise
+
+    def refuse_circle(self, is_awaited: Callable[[Task], bool], call: str) -> None:
+        """As `Holds.refuse_circle`, of a thread that is about to wait."""
+        if self.holds.own:
+            with self._lock:
+                self.holds.refuse_circle(is_awaited, call)
 
     def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
         """A copy engine has carried out a copy."""

@@ -43,6 +43,11 @@ class Waiter:
         """It happened."""
         self._event.set()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._event.is_set()
+
     def wait(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Sleep until it happened.
 

@@ -35,7 +35,7 @@ MOST_CLONES: Final = 64
 AWAY: Final = 4
 """A value counts as away for a while where other data of so many times its size is made in the meantime."""
 LIKELY: Final = ("eager-update", "layers", "turn:1/8", "turn:4/8")
-"""Orders under which a step that makes all it can again is tried; the others are hardly ever the best of one."""
+"""Orders under which a step that makes all groups again is tried; the others are hardly ever the best of one."""
 SHARES: Final = (0.33, 0.67)
 """Leading shares of the last group that are tried."""
 MANY_TASKS: Final = 20_000
@@ -135,7 +135,8 @@ def choose_plan(
     find = partial(plan_order, memory=memory, last=last, computes_on_last=computes_on_last, num_devices=num_devices, pace=pace)
     asked = as_asked(plan, recompute)
     found = replace(find(asked, order), recompute=NONE if recompute == AUTO else recompute)
-    if not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory):  # everything fits
+    is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
+    if is_settled or (recompute != AUTO and judge is None):
         return found
     weighing = Weighing(plan, last, pace, judge)
     if recompute != AUTO or weighing.is_bound_by_tasks(found):
@@ -219,7 +220,8 @@ class _Search:
         blocks = replace(blocks_again(self._values), groups=self._groups, seconds_without=self._seconds_without)
         ends = [mix for mix in (self._mix(most), blocks) if mix.name != NONE]
         for mix in ends:
-            self._try(mix, [*_fastest(self._base, 1), *LIKELY])
+            is_small = len(self._values.plan.tasks) <= MANY_TASKS
+            self._try(mix, () if mix is blocks and is_small else [*_fastest(self._base, 1), *LIKELY])
         if most:
             self._look_between(most)
         name = min(self._keys, key=self._keys.__getitem__)
@@ -249,7 +251,7 @@ class _Search:
         return Mix(self._groups, count, share, seconds_without=self._seconds_without)
 
     def _try(self, mix: Mix, orders: Sequence[str]) -> tuple[bool, float, int]:
-        """Plan the step with a mix under the best of some orders, unless that has been done; what it is compared by."""
+        """Plan the step with a mix under the best of some orders, or of all if none is named, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
             found = self._find(mix.apply(self._values), self._order, only=only, is_draft=True)

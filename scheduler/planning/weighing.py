@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from ..core.step_plan import StepPlan
 from .choose_order import PlannedOrder
 from .forecast import Forecast, Pace
+from .recompute import BLOCK, NONE
 
 Judge = Callable[[StepPlan], float]
 """Seconds of a step in its planned order; infinite where it would not fit."""
@@ -25,12 +26,15 @@ CLOSE: Final = 0.99
 FRICTION: Final = 0.2
 """Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
 better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
-FINALISTS: Final = 5
+FINALISTS: Final = 9
 """Planned steps that are judged, at most."""
 FINAL_ORDERS: Final = 3
 """Orders of one of them, at most."""
 NEAR: Final = 1.1
 """A step that is forecast to take longer than the best by more than this factor is not judged."""
+PLAIN: Final = 1.2
+"""What a program could ask for instead of a choice, nothing or all blocks made again, is ranked as if it took less by this factor. Forecasts without
+recomputation are up to 23 % too long, and who leaves the choice to a planner expects no worse than either."""
 MOST_JUDGED: Final = 10_000
 """Steps of more tasks are chosen by forecasts alone: judging one of them takes more than ten seconds."""
 
@@ -46,6 +50,11 @@ class Rival(NamedTuple):
     chosen: PlannedOrder
     orders: Mapping[str, Forecast]
     under: Callable[[str], PlannedOrder]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it could be asked for by a word."""
+        return self.chosen.recompute in (NONE, BLOCK)
 
 
 class Weighing:
@@ -123,5 +132,6 @@ class Weighing:
                 yield planned
 
     def _costs(self, rival: Rival) -> dict[str, float]:
-        """Of each order of a step, what it costs."""
-        return {name: self._cost(found) for name, found in rival.orders.items()} or {rival.chosen.name: self.cost(rival.chosen)}
+        """Of each order of a step, what it costs as finalists are ranked."""
+        costs = {name: self._cost(found) for name, found in rival.orders.items()} or {rival.chosen.name: self.cost(rival.chosen)}
+        return {name: cost / PLAIN for name, cost in costs.items()} if rival.is_plain else costs

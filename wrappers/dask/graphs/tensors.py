@@ -114,4 +114,4 @@ def _start_returning() -> None:
 def _borrow(runtime: TaskRuntime, handle: Handle) -> npt.NDArray[Any]:
     """A tile as a read-only array over its own memory."""
     _start_returning()
-    return np.asarray(_Loan(runtime.acquire(handle, "R")))
+    return np.asarray(_Loan(runtime.acquire(handle, "R", is_shared=True)))

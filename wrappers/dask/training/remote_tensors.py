@@ -75,7 +75,7 @@ class Mirror(InlineRuntime):
         """A handle without memory."""
         return Handle(None, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
 
-    def acquire(self, handle: Handle, mode: Mode) -> AbstractContextManager[Any]:
+    def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
         """A context manager with a copy of a tile; a written copy is sent at the end of the block."""
         return self._borrow(handle, mode)
 
