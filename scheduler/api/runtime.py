@@ -29,10 +29,11 @@ from ..execution.trace import Trace
 from ..execution.waiting import Waiter
 from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds
-from ..planning.choose_order import PlannedOrder, reach_of
+from ..planning.choose_order import PlannedOrder
 from ..planning.choose_recompute import choose_plan
 from ..planning.fused_tasks import ScratchView
 from ..planning.group_fusion import fuse_groups_if_they_fit
+from ..planning.machine_pace import reach_of
 from ..planning.recompute import NONE
 from ..planning.task_fusion import fuse_if_it_fits
 from ..storage.device import STAGE_NBYTES

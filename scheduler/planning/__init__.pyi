@@ -1,7 +1,8 @@
 from .bounds import lower_bounds
-from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, pace_of, plan_order
+from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
 from .choose_recompute import as_asked, choose_plan, most_again
 from .forecast import Pace
+from .machine_pace import pace_of
 from .orders import arrange, candidates, repetition
 from .recompute import BLOCK, NONE, Value, Values
 from .weighing import Judge

@@ -5,23 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
-from typing import Final, cast
+from typing import Final
 
-from ..core.machine import Machine
-from ..core.performance_model import Models
-from ..core.records import FILE, RAM, HandleRecord, NodeId, Task, WorkerKind
-from ..core.step_plan import RecordedTask, StepPlan
-from ..drivers.disk import THREADS
-from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, Spill, forecast, foresee
+from ..core.records import HandleRecord
+from ..core.step_plan import StepPlan
+from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
+from .machine_pace import reads_files
 from .orders import Repetition, candidates, named, repetition
 from .recompute import Mix
 from .tile_traffic import Touches
 
 AUTO: Final = "auto"
 SUBMISSION: Final = "submission"
-
-TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
 
 WINDOW: Final = 256
 """Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
@@ -35,9 +30,6 @@ EQUAL: Final = 1.02
 
 ALIKE: Final = 1.05
 """Of these, such as move more bytes by less than this factor count as moving equally many, and the fastest is taken."""
-
-SMALL: Final = 64 << 10
-"""Data of fewer bytes does not count where the rate of a link follows from the size of what is copied: it is hardly ever evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,92 +81,6 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
     return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
 
 
-def pace_of(
-    plan: StepPlan,
-    workers: Sequence[tuple[WorkerKind, NodeId]],
-    below: NodeId,
-    models: Models,
-    *,
-    channels: int,
-    task_seconds: TaskSeconds | None = None,
-    disk: tuple[NodeId, int] | None = None,
-    num_aside: int = 0,
-) -> Pace:
-    """Rates at which a machine computes and copies during a step, according to its performance models.
-
-    Args:
-        plan: the step.
-        workers: kind and memory node of each worker, without those that stand aside.
-        below: the node that data is fetched from and evicted to. Where tasks run on no other node, the files are the tier below.
-        models: measured or rough durations of kernels and copies.
-        channels: copies from and to `below` that run at once on one shared link; 0 where each node has a link of its own in each direction.
-        task_seconds: duration of a task on a kind of worker, instead of the models' estimate.
-        disk: the node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
-        num_aside: CPU workers that stand aside.
-    """
-    seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
-    kinds = [kind for kind, _ in workers]
-    beside = {task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if is_beside and num_aside}
-    seconds = {
-        task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in beside else 0.0
-        for task in plan.tasks
-    }
-    nodes = sorted({node for _, node in workers} - {below})
-    if not nodes and reads_files(plan):
-        nodes, below, channels = [below], FILE, THREADS
-    num_streams, tile = channels or len(nodes), _typical_nbytes(plan)
-    read, write = inf, inf
-    if nodes:
-        read = num_streams * tile / models.transfer_seconds(below, nodes[0], tile)
-        write = inf if below == FILE else num_streams * tile / models.transfer_seconds(nodes[0], below, tile)
-    spill = None
-    if nodes and disk is not None:
-        node, capacity = disk
-        read_spill, write_spill = (THREADS * tile / models.transfer_seconds(*ends, tile) for ends in ((node, nodes[0]), (nodes[0], node)))
-        spill = Spill(capacity, read_spill, write_spill)
-    return Pace(seconds, read, write, duplex=not channels, spill=spill, aside={task: seconds_of(task, "cpu") / num_aside for task in beside})
-
-
-def _typical_nbytes(plan: StepPlan) -> int:
-    """Mean bytes of what a step copies where memory is short: copies of less take longer for their bytes."""
-    sizes = [handle.size for handle in plan.uses]
-    large = [size for size in sizes if size >= SMALL] or sizes
-    return max(1, sum(large) // max(1, len(large)))
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """The memory where tasks of a real machine run, and its rates.
-
-    Attributes:
-        nodes: memory nodes of the workers.
-        memory: bytes of these nodes together, without the buffers of file readers.
-        pace: rates of the machine during a given plan.
-    """
-
-    nodes: frozenset[NodeId]
-    memory: int
-    pace: Callable[[StepPlan], Pace]
-
-
-def reach_of(machine: Machine, models: Models) -> Reach:
-    """The memory and rates of a real machine as it is now."""
-    memory = machine.memory
-    workers = [(worker.kind, worker.node) for worker in machine.workers if not worker.aside]
-    num_aside = len(machine.workers) - len(workers)
-    nodes = frozenset(node for _, node in workers)
-    below = memory.last if RAM in nodes else RAM
-    channels = THREADS if below == memory.tier else 0
-    nbytes = sum(map(memory.budget, nodes)) - (memory.readers_bytes if RAM in nodes else 0)
-    disk = (memory.last, memory.budget(RAM) - memory.readers_bytes) if memory.last not in (RAM, below) else None
-    return Reach(nodes, nbytes, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk, num_aside=num_aside))
-
-
-def reads_files(plan: StepPlan) -> bool:
-    """Whether the step reads data that stays in files."""
-    return any(map(plan.stays_in_file, plan.uses))
-
-
 def plan_order(
     plan: StepPlan,
     order: str,
@@ -222,10 +128,8 @@ def plan_order(
         return plan.partitions if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
 
     def assess(name: str) -> tuple[int, Forecast]:
-        ranks = [0] * len(plan.tasks)
-        for at, position in enumerate(found[name]):
-            ranks[position] = at
-        return last_tier_bytes(plan, computes=computes_on_last, ranks=ranks), step.forecast(found[name], devices_of(name))
+        positions = found[name]
+        return last_tier_bytes(plan, computes=computes_on_last, ranks=_ranks(positions)), step.forecast(positions, devices_of(name))
 
     if order == AUTO:
         assessed, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last, () if only else (SUBMISSION,))
@@ -237,6 +141,14 @@ def plan_order(
         step.foresee(chosen, found[order], devices_of(order))
     shown = {name: assessed[name][1] for name in dict.fromkeys([SUBMISSION, *considered]) if name in assessed}
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks), last_bytes=assessed[order][0])
+
+
+def _ranks(positions: Sequence[int]) -> list[int]:
+    """The place of each task in an order."""
+    ranks = [0] * len(positions)
+    for at, position in enumerate(positions):
+        ranks[position] = at
+    return ranks
 
 
 def _best(forecasts: Mapping[str, Forecast]) -> tuple[str, bool]:

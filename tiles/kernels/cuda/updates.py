@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..reference.optimizer import split
 from ..registry import register, register_many
 from .array import DeviceArray
 from .launch import THREADS, KernelSource, device
@@ -31,9 +32,8 @@ def adam(*tiles: DeviceArray, **constants: Any) -> None:
 def adam_many(tasks: Sequence[Task]) -> None:
     """The same of several tiles: one start for as many as have the same numbers."""
     alike: dict[Any, list[Row]] = {}
-    for (param, grad, m, v, hyper, *optional), constants in tasks:
-        norm = optional.pop(0) if constants["clip"] else None
-        master = optional.pop(0) if constants["master"] else None
+    for (param, grad, m, v, hyper, *rest), constants in tasks:
+        norm, master = split(tuple(rest), constants["clip"], constants["master"])
         if param.size:
             alike.setdefault((param.dtype, hyper, norm, *constants.items()), []).append((param, grad, m, v, master))
     for (dtype, hyper, norm, *items), all_rows in alike.items():
@@ -62,8 +62,7 @@ def sgd(
     """SGD; `rest` is [buffer if momentum,] [norm,] [master,] [scratch]."""
     optional = list(rest)
     buffer = optional.pop(0) if momentum else None
-    norm = optional.pop(0) if clip else None
-    weights = optional.pop(0) if master else None
+    norm, weights = split(tuple(optional), clip, master)
     numbers: tuple[Any, ...] = (*map(np.float64, (momentum, weight_decay, max_norm)), np.int32(nesterov))
     _source.each("sgd", param.dtype, param.size, param, grad, hyper, buffer, norm, weights, *numbers)
 

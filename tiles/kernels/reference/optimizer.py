@@ -7,7 +7,7 @@ min(1, max_norm / (sqrt(norm) + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ..registry import register
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 def clip_factor(norm: Array, max_norm: float) -> float:
@@ -23,7 +24,7 @@ def clip_factor(norm: Array, max_norm: float) -> float:
     return min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
 
 
-def split(rest: tuple[Array, ...], clip: bool, master: bool) -> tuple[Array | None, Array | None]:
+def split(rest: tuple[T, ...], clip: bool, master: bool) -> tuple[T | None, T | None]:
     """The optional last accesses, (norm, master)."""
     optional = list(rest)
     return optional.pop(0) if clip else None, optional.pop(0) if master else None

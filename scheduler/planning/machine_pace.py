@@ -1,0 +1,106 @@
+"""Rates at which a machine computes and copies during a step, from its performance models: what forecasts and bounds are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, cast
+
+from ..core.machine import Machine
+from ..core.performance_model import Models
+from ..core.records import FILE, RAM, NodeId, Task, WorkerKind
+from ..core.step_plan import RecordedTask, StepPlan
+from ..drivers.disk import THREADS
+from .forecast import Pace, Spill
+
+TaskSeconds = Callable[[RecordedTask, WorkerKind], float]
+
+SMALL: Final = 64 << 10
+"""Data of fewer bytes does not count where the rate of a link follows from the size of what is copied: it is hardly ever evicted."""
+
+
+def pace_of(
+    plan: StepPlan,
+    workers: Sequence[tuple[WorkerKind, NodeId]],
+    below: NodeId,
+    models: Models,
+    *,
+    channels: int,
+    task_seconds: TaskSeconds | None = None,
+    disk: tuple[NodeId, int] | None = None,
+    num_aside: int = 0,
+) -> Pace:
+    """Rates at which a machine computes and copies during a step, according to its performance models.
+
+    Args:
+        plan: the step.
+        workers: kind and memory node of each worker, without those that stand aside.
+        below: the node that data is fetched from and evicted to. Where tasks run on no other node, the files are the tier below.
+        models: measured or rough durations of kernels and copies.
+        channels: copies from and to `below` that run at once on one shared link; 0 where each node has a link of its own in each direction.
+        task_seconds: duration of a task on a kind of worker, instead of the models' estimate.
+        disk: the node under `below`, which backs all data, and the capacity of `below` in bytes; None without such a node.
+        num_aside: CPU workers that stand aside.
+    """
+    seconds_of = task_seconds or (lambda task, kind: models.task_seconds(cast(Task, task), kind))
+    kinds = [kind for kind, _ in workers]
+    beside = {task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if is_beside and num_aside}
+    seconds = {
+        task: 1 / sum(1 / max(seconds_of(task, kind), 1e-9) for kind in kinds) if task.kinds[0] != "host" and task not in beside else 0.0
+        for task in plan.tasks
+    }
+    nodes = sorted({node for _, node in workers} - {below})
+    if not nodes and reads_files(plan):
+        nodes, below, channels = [below], FILE, THREADS
+    num_streams, tile = channels or len(nodes), _typical_nbytes(plan)
+    read, write = inf, inf
+    if nodes:
+        read = num_streams * tile / models.transfer_seconds(below, nodes[0], tile)
+        write = inf if below == FILE else num_streams * tile / models.transfer_seconds(nodes[0], below, tile)
+    spill = None
+    if nodes and disk is not None:
+        node, capacity = disk
+        read_spill, write_spill = (THREADS * tile / models.transfer_seconds(*ends, tile) for ends in ((node, nodes[0]), (nodes[0], node)))
+        spill = Spill(capacity, read_spill, write_spill)
+    return Pace(seconds, read, write, duplex=not channels, spill=spill, aside={task: seconds_of(task, "cpu") / num_aside for task in beside})
+
+
+def _typical_nbytes(plan: StepPlan) -> int:
+    """Mean bytes of what a step copies where memory is short: copies of less take longer for their bytes."""
+    sizes = [handle.size for handle in plan.uses]
+    large = [size for size in sizes if size >= SMALL] or sizes
+    return max(1, sum(large) // max(1, len(large)))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The memory where tasks of a real machine run, and its rates.
+
+    Attributes:
+        nodes: memory nodes of the workers.
+        memory: bytes of these nodes together, without the buffers of file readers.
+        pace: rates of the machine during a given plan.
+    """
+
+    nodes: frozenset[NodeId]
+    memory: int
+    pace: Callable[[StepPlan], Pace]
+
+
+def reach_of(machine: Machine, models: Models) -> Reach:
+    """The memory and rates of a real machine as it is now."""
+    memory = machine.memory
+    workers = [(worker.kind, worker.node) for worker in machine.workers if not worker.aside]
+    num_aside = len(machine.workers) - len(workers)
+    nodes = frozenset(node for _, node in workers)
+    below = memory.last if RAM in nodes else RAM
+    channels = THREADS if below == memory.tier else 0
+    nbytes = sum(map(memory.budget, nodes)) - (memory.readers_bytes if RAM in nodes else 0)
+    disk = (memory.last, memory.budget(RAM) - memory.readers_bytes) if memory.last not in (RAM, below) else None
+    return Reach(nodes, nbytes, lambda plan: pace_of(plan, workers, below, models, channels=channels, disk=disk, num_aside=num_aside))
+
+
+def reads_files(plan: StepPlan) -> bool:
+    """Whether the step reads data that stays in files."""
+    return any(map(plan.stays_in_file, plan.uses))
