@@ -1,5 +1,5 @@
 from .batch import Batch, Cursor
-from .chat import ChatTemplate
+from .chat import ChatSource, ChatTemplate
 from .dataset import DATASETS, Dataset, check_spec, open_dataset
 from .hub import WIKITEXT
 from .objectives import KINDS, Objective, random_batch
@@ -18,6 +18,7 @@ __all__ = [
     "Batch",
     "BatchStream",
     "ByteTokenizer",
+    "ChatSource",
     "ChatTemplate",
     "Cursor",
     "DataSpec",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,44 @@ from .tokenizer import Tokenizer
 MESSAGES: Final = "messages"
 _ASSISTANT: Final = "assistant"
 _WORDS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSource:
+    """A template as it is written down; arguments as of `ChatTemplate`."""
+
+    source: str
+    name: str
+    words: Mapping[str, str]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, file: str) -> ChatSource:
+        """The template in a file, or that of a tokenizer.
+
+        Args:
+            file: "" for the tokenizer's.
+
+        Raises:
+            DataError: there is none, or it cannot be read.
+        """
+        files = tokenizer.special.files
+        config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
+        named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in _WORDS if config.get(name)}}
+        words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in _WORDS}
+        if file:
+            try:
+                return cls(Path(file).read_text(encoding="utf-8"), file, words)
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
+        source = files.get(CHAT_TEMPLATE) or config.get("chat_template")
+        if isinstance(source, Sequence) and not isinstance(source, str):  # several of them by name
+            source = next((each.get("template") for each in source if isinstance(each, Mapping) and each.get("name") == "default"), None)
+        if not isinstance(source, str):
+            raise DataError(
+                "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
+                "or the tokenizer of a model for conversations with --tokenizer-path DIR"
+            )
+        return cls(source, TOKENIZER_CONFIG, words)
 
 
 class ChatTemplate:
@@ -59,32 +98,9 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file: str) -> ChatTemplate:
-        """The template in a file, or that of a tokenizer.
-
-        Args:
-            file: "" for the tokenizer's.
-
-        Raises:
-            DataError: there is none, or it cannot be read.
-        """
-        files = tokenizer.special.files
-        config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
-        named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in _WORDS if config.get(name)}}
-        words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in _WORDS}
-        if file:
-            try:
-                return cls(Path(file).read_text(encoding="utf-8"), file, words)
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
-        source = files.get(CHAT_TEMPLATE) or config.get("chat_template")
-        if isinstance(source, Sequence) and not isinstance(source, str):  # several of them by name
-            source = next((each.get("template") for each in source if isinstance(each, Mapping) and each.get("name") == "default"), None)
-        if not isinstance(source, str):
-            raise DataError(
-                "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
-                "or the tokenizer of a model for conversations with --tokenizer-path DIR"
-            )
-        return cls(source, TOKENIZER_CONFIG, words)
+        """The template in a file, or that of a tokenizer; arguments and errors as of `ChatSource.of`, and a mistake in the template."""
+        found = ChatSource.of(tokenizer, file)
+        return cls(found.source, found.name, found.words)
 
     def encoded(self, line: Record, encoder: RowEncoder) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """(n,) ids of a conversation, and whether each is the assistant's.

@@ -156,9 +156,10 @@ def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
 
 
 def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> None:
-    """Its refusal is the client's, and what nobody expects of it an error in the same shape; a name for the model; a key from the environment."""
+    """Its refusal is the client's, and so is what it may not take, time and memory; a name for the model; a key from the environment."""
     template = tmp_path / "t.jinja"
-    bug = "{% if messages[0].role == 'bug' %}{{ 'a' * 10**18 }}{% endif %}"
+    bug = "{% if messages[0].role == 'bug' %}{{ messages[0].role * 10**18 }}{% endif %}"
+    bug += "{% if messages[0].role == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     template.write_text("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}" + bug + "{{ messages[0].content }}")
     script = "import os\nos.environ['NNTASK_API_KEY'] = 'a-key'"
     with served(model, "--chat-template", str(template), "--name", "org/other", script=script) as server, server.client() as client:
@@ -167,8 +168,14 @@ def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> Non
         assert client.chat.completions.create(model="org/other", messages=[message], max_tokens=2).choices[0].message.content
         with pytest.raises(openai.BadRequestError, match="one at a time"):
             client.chat.completions.create(model="org/other", messages=[message, message])
-        with pytest.raises(openai.InternalServerError, match="the server has made a mistake"):
-            client.chat.completions.create(model="org/other", messages=[{**message, "role": "bug"}])
+        for role, words in (
+            ("bug", "more memory than it may have; change the messages"),
+            ("loop", "more than 5 s of a processor; change the messages"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words) as refusal:
+                client.chat.completions.create(model="org/other", messages=[{**message, "role": role}])
+            assert refusal.value.param == "messages"
+        assert client.chat.completions.create(model="org/other", messages=[message], max_tokens=2).choices[0].message.content
         with server.client("none") as other, pytest.raises(openai.AuthenticationError):
             other.models.list()
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nntask.inference import BatchShape, ModelSource, RunningBatch, TextIds
     from nntask.tiling import ModelTiling
     from wrappers.serve.app import Service
+    from wrappers.serve.template_process import TemplateProcess
 
 _KEY: Final = "NNTASK_API_KEY"
 _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
@@ -55,7 +56,7 @@ class ServerSettings:
     api_key_file: str = ""
     """file whose first line is the key that requests must bring (default: NNTASK_API_KEY in the environment, or no key)"""
     max_body: str = "1MiB"
-    """largest body of a request"""
+    """largest body of a request, and most characters of a conversation as the chat template writes it"""
     receive_seconds: float = 30.0
     """in which the head of a request must arrive, and then its body"""
     grace_seconds: float = 30.0
@@ -88,8 +89,8 @@ def run(argv: Sequence[str]) -> int:
     if asked.cache_tokens:
         wanted = BatchShape.of(asked.slots, context, -(-asked.cache_tokens // wanted.page))
     shape = fitted(source, tiling, asked.dtype, machine, wanted, is_exact=bool(asked.cache_tokens))
-    service = _service(asked, ids, words[0])
-    _serve(asked, machine, source, tiling, shape, service)
+    with _template(asked, ids) as template:
+        _serve(asked, machine, source, tiling, shape, _service(asked, ids, template, words[0]))
     return 0
 
 
@@ -129,22 +130,46 @@ def _context(asked: ServerSettings, source: ModelSource) -> int:
     return asked.max_context or source.context
 
 
-def _service(asked: ServerSettings, ids: TextIds, model: str) -> Service:
+@contextmanager
+def _template(asked: ServerSettings, ids: TextIds) -> Iterator[TemplateProcess | None]:
+    """What writes conversations down, while it is needed; None where nothing does.
+
+    Raises:
+        DataError: --chat-template cannot be used.
+    """
+    from nntask import DataError
+    from nntask.config import parse_size
+    from nntask.data import ChatSource
+    from wrappers.serve.template_process import TemplateProcess
+
+    found = None
+    try:
+        source = ChatSource.of(ids.tokenizer, asked.chat_template)
+    except DataError:
+        if asked.chat_template:
+            raise
+    else:
+        try:
+            found = TemplateProcess(source, parse_size(asked.max_body, "--max-body"))
+        except DataError as error:
+            if asked.chat_template:
+                raise
+            print(f"nntask: there are no conversations: {error}", file=sys.stderr)
+    try:
+        yield found
+    finally:
+        if found is not None:
+            found.close()
+
+
+def _service(asked: ServerSettings, ids: TextIds, template: TemplateProcess | None, model: str) -> Service:
     """What is served."""
     import time
     from importlib.metadata import version
 
-    from nntask import DataError
     from nntask.config import parse_size
-    from nntask.data import ChatTemplate
     from wrappers.serve.app import Service
 
-    try:
-        template = ChatTemplate.of(ids.tokenizer, asked.chat_template)
-    except DataError:
-        if asked.chat_template:
-            raise
-        template = None
     name, key = asked.name or Path(model).resolve().name, _key(asked.api_key_file)
     is_local = asked.host in _LOCAL
     if not is_local and not key:

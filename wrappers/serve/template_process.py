@@ -1,0 +1,166 @@
+"""A chat template in a process of its own, which the kernel ends when a conversation takes too much of it.
+
+A template is a program that came with a model. Jinja's sandbox keeps it from files and from Python's objects, but not from loops without end or texts
+without bound, in statements, in filters and already where constants are folded as it is compiled. So it is compiled and rendered in a process that
+has so many seconds of a processor for each conversation and so much memory (``setrlimit``): both end it even where nobody looks at it any more, and
+the next conversation begins another one. The two sides speak in lines of JSON; `main` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from nntask import DataError
+from nntask.data import ChatSource, ChatTemplate
+
+CPU_SECONDS: Final = 5
+"""Of a processor, for compiling and for each conversation."""
+_NBYTES: Final = 256 << 20
+_NBYTES_A_CHARACTER: Final = 32
+"""Memory that a text takes while it is made: pieces, their sum, JSON and its bytes."""
+_LONGEST_ERROR: Final = 1000
+_JSON_A_CHARACTER: Final = 12
+"""Most bytes of a character in JSON's ASCII, a surrogate pair."""
+
+
+class TemplateProcess:
+    """Writes conversations down; one at a time, whoever asks.
+
+    Args:
+        source: the template.
+        most: characters of a conversation.
+        cpu_seconds: a whole number.
+
+    Raises:
+        DataError: the template has a mistake, or takes too much time or memory already where it is compiled.
+    """
+
+    def __init__(self, source: ChatSource, most: int, cpu_seconds: int = CPU_SECONDS) -> None:
+        self._source, self._most, self._seconds, self._nbytes = source, most, cpu_seconds, _NBYTES + most * _NBYTES_A_CHARACTER
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes]
+        self._begin()
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """The text of a conversation up to where the assistant's next answer begins.
+
+        Args:
+            where: the conversation is from, for messages.
+
+        Raises:
+            DataError: the template refuses it, fails at it, writes too much, or takes too much time or memory.
+        """
+        with self._lock:
+            if self._process.poll() is not None:
+                self.close()
+                self._begin()
+            what = f"{where} is not for the chat template of {self._source.name}"
+            return self._told([list(messages), where], f"{what}, which takes", "change the messages")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with contextlib.suppress(OSError), self._process:  # what was not written is lost
+            pass
+
+    def _begin(self) -> None:
+        """A new process that compiles the template."""
+        path, source = os.pathsep.join(each or os.getcwd() for each in sys.path), self._source
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "wrappers.serve.template_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # else the signals of a terminal would reach it
+        )
+        terms = [source.source, source.name, dict(source.words), self._most, self._seconds, self._nbytes]
+        try:
+            self._told(terms, f"the chat template of {source.name} takes", "name another with --chat-template FILE")
+        except DataError:
+            self.close()
+            raise
+
+    def _told(self, line: Any, what: str, advice: str) -> str:
+        """The answer to a line; `what` and `advice` are for a process that dies of it."""
+        process = self._process
+        assert process.stdin is not None  # they are pipes
+        assert process.stdout is not None
+        found = b""
+        with contextlib.suppress(OSError):
+            process.stdin.write(json.dumps(line).encode() + b"\n")
+            process.stdin.flush()
+            found = process.stdout.readline(_JSON_A_CHARACTER * (self._most + _LONGEST_ERROR))
+        if not found.endswith(b"\n"):
+            self.close()
+            if process.returncode == -signal.SIGXCPU:
+                raise DataError(f"{what} more than {self._seconds} s of a processor; {advice}")
+            raise DataError(f"{what} more than its process has, which has ended with code {process.returncode}; {advice}")
+        answer = json.loads(found)
+        if "error" in answer:
+            raise DataError(answer["error"])
+        return str(answer["text"])
+
+
+def main() -> None:
+    """The process: a line with the template and its limits, then one for each conversation, until there are no more."""
+    source, name, words, most, seconds, nbytes = json.loads(sys.stdin.readline())
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, _taken() + nbytes)
+    found: list[ChatTemplate] = []
+
+    def compiled() -> str:
+        found.append(ChatTemplate(source, name, words))
+        return ""
+
+    _answer(compiled, seconds, most, f"the chat template of {name}", "name another with --chat-template FILE")
+    for line in sys.stdin:
+        messages, where = json.loads(line)
+
+        def rendered(messages: Any = messages, where: str = where) -> str:
+            return found[0].prompt(messages, where)
+
+        _answer(rendered, seconds, most, f"{where} is not for the chat template of {name}, which", "change the messages")
+
+
+def _answer(work: Callable[[], str], seconds: int, most: int, what: str, advice: str) -> None:
+    """Write the line that tells what `work` gives, or why it gives nothing."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
+    try:
+        text = work()
+        if len(text) > most:
+            raise DataError(f"{what} writes {len(text):,} characters of at most {most:,}; {advice}")
+        line = json.dumps({"text": text})
+    except DataError as error:
+        line = json.dumps({"error": str(error)[:_LONGEST_ERROR]})
+    except MemoryError:
+        line = json.dumps({"error": f"{what} takes more memory than it may have; {advice}"})
+    except Exception as error:  # Jinja's compiler and its filters raise whatever they like
+        line = json.dumps({"error": f"{what} fails: {type(error).__name__}; {advice}"})
+    print(line, flush=True)
+
+
+def _limit(kind: int, soft: int) -> None:
+    """Limit what this process may use, at most as far as others have limited it."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _taken() -> int:
+    """Bytes of addresses that this process has."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
