@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.served import KEY, Alone, Served, served, write_served_model
+from support.served import CONFIG, KEY, Alone, Served, served, write_served_model
 
 TALK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is it?"}]
 RENDERED = "<|system|>be brief<|end|><|user|>what is it?<|end|><|assistant|>"
@@ -118,6 +118,32 @@ def test_words_that_stop(client: openai.OpenAI, alone: Alone) -> None:
         assert pieces[-1].choices[0].finish_reason == "stop"
 
 
+def test_probabilities_end_where_the_text_does(client: openai.OpenAI, alone: Alone) -> None:
+    """Of a text that a word stops, no token of the word is told, whole or as a stream, which tells none before its characters are certain."""
+    text = alone.text("once upon", 40)
+    stop = text[17:20]
+    want = text[: text.index(stop)]
+    terms: dict[str, Any] = {"model": "small", "temperature": 0, "max_tokens": 40, "stop": stop}
+    told = client.completions.create(**terms, prompt="once upon", logprobs=1).choices[0].logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.text_offset is not None
+    assert "".join(told.tokens) == want
+    assert len(told.text_offset) == len(want)
+    shown, tokens = "", ""
+    for event in client.completions.create(**terms, prompt="once upon", logprobs=1, stream=True):
+        shown += event.choices[0].text
+        if event.choices[0].logprobs is not None:
+            tokens += "".join(event.choices[0].logprobs.tokens or [])
+        assert shown == tokens
+    assert shown == want
+    talk: Any = TALK
+    spoken = alone.text(RENDERED, 40)
+    chat = client.chat.completions.create(**{**terms, "stop": spoken[17:20]}, messages=talk, logprobs=True)
+    assert chat.choices[0].logprobs is not None
+    assert "".join(each.token for each in chat.choices[0].logprobs.content or []) == spoken[: spoken.index(spoken[17:20])]
+
+
 def test_biases_and_penalties(client: openai.OpenAI, alone: Alone) -> None:
     """A bias forces and forbids tokens; a frequency penalty lets no token come often."""
     (token,) = alone.ids.prompt("q")
@@ -163,13 +189,13 @@ def test_conversations(client: openai.OpenAI, alone: Alone) -> None:
     assert events[-1].choices[0].finish_reason == "length"
     rest = client.chat.completions.create(model="small", messages=talk, temperature=0)
     assert rest.usage is not None
-    assert rest.usage.total_tokens == 193
+    assert rest.usage.total_tokens == CONFIG.n_positions
     with client.chat.completions.stream(model="small", messages=talk, temperature=0, max_tokens=20, stop=want[9:12]) as stream:
         assert stream.get_final_completion().choices[0].message.content == want[: want.index(want[9:12])]
 
 
 def test_beginnings_in_common(client: openai.OpenAI, alone: Alone) -> None:
-    """The second text takes pages of the first, is told so, and says the same."""
+    """The second text takes pages of the first, is told so, and says the same; of several prompts the sum of what was there is told."""
     prompt = "the same beginning of quite some length, for several pages"
     texts = [client.completions.create(model="small", prompt=prompt, temperature=0, max_tokens=9) for _ in range(2)]
     assert [each.choices[0].text for each in texts] == [alone.text(prompt, 9)] * 2
@@ -177,6 +203,20 @@ def test_beginnings_in_common(client: openai.OpenAI, alone: Alone) -> None:
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == 48
+    for prompts, n, cached in (([prompt, prompt], 1, 96), ([prompt, "another " + prompt], 1, 48), ([prompt], 2, 48), (["an unknown " + prompt], 2, 0)):
+        several = client.completions.create(model="small", prompt=prompts, n=n, temperature=0, max_tokens=9).usage
+        assert several is not None
+        assert several.prompt_tokens == sum(map(len, prompts))
+        assert several.prompt_tokens_details is not None
+        assert several.prompt_tokens_details.cached_tokens == cached
+
+
+def test_the_whole_context(client: openai.OpenAI) -> None:
+    """Prompt and new tokens fill the number of tokens that the server tells, with a limit and without one; a prompt alone may, too."""
+    for prompt, limit in (("a" * 191, 1), ("a", 191), ("a" * 192, 0)):
+        found = client.completions.create(model="small", prompt=prompt, temperature=0, max_tokens=limit, echo=limit == 0)
+        assert found.usage is not None
+        assert found.usage.total_tokens == CONFIG.n_positions
 
 
 GOOD = {"model": "small", "prompt": "a", "max_tokens": 1}
@@ -196,8 +236,8 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "an empty list": ({**GOOD, "prompt": []}, 400, "prompt must be"),
     "an id beyond the vocabulary": ({**GOOD, "prompt": [1, 99999]}, 400, "has the id 99999"),
     "a negative id": ({**GOOD, "prompt": [-1]}, 400, "has the id -1"),
-    "too long": ({**GOOD, "prompt": "a" * 193}, 400, "at most 193 tokens together"),
-    "too many new tokens": ({**GOOD, "max_tokens": 193}, 400, "at most 193 tokens together"),
+    "too long": ({**GOOD, "prompt": "a" * 192}, 400, "at most 192 tokens together, got 192 of the prompt and 1 new ones"),
+    "too many new tokens": ({**GOOD, "max_tokens": 192}, 400, "at most 192 tokens together, got 1 of the prompt and 192 new ones"),
     "too large": ({**GOOD, "prompt": "a" * 9000}, 413, "at most 8,192 bytes"),
     "unknown model": ({**GOOD, "model": "gpt-4"}, 404, "the model here is 'small'"),
     "unknown field": ({**GOOD, "temprature": 1}, 400, "is no field"),
@@ -243,7 +283,7 @@ def test_values_of_any_depth(server: Served) -> None:
         ("hello", "must be a list"),
         ([{"role": "user"}], "messages[0] must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "reads nothing else"),
-        ([{"role": "user", "content": "a" * 193}], "at most 193 tokens together"),
+        ([{"role": "user", "content": "a" * 193}], "at most 192 tokens together"),
         ([{"role": "user", "content": "a", "tool_calls": [{"id": "b"}]}], "there is no tool_calls here"),
     ],
 )

@@ -37,6 +37,14 @@ class Written:
     num_pieces: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """Tokens of all prompts of a request, each counted once, and how many of them were in the cache already."""
+
+    num_tokens: int
+    num_shared: int
+
+
 class Form:
     """How answers of one request are written.
 
@@ -54,14 +62,14 @@ class Form:
         self.is_chat, self._words, self._tells_scores = is_chat, words, tells_scores
         self._head = {"id": name, "created": created, "model": model, "system_fingerprint": fingerprint}
 
-    def answer(self, texts: Sequence[Written], num_prompt: int) -> dict[str, Any]:
+    def answer(self, texts: Sequence[Written], prompts: PromptCounts) -> dict[str, Any]:
         """A whole answer."""
         choices = []
         for index, text in enumerate(texts):
             said: dict[str, Any] = {"message": {"role": "assistant", "content": text.text, "refusal": None}} if self.is_chat else {"text": text.text}
             choices.append({"index": index, **said, "logprobs": self._scores(text.scores, text), "finish_reason": text.end})
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": usage(texts, num_prompt)}
+        return {**self._head, "object": kind, "choices": choices, "usage": usage(texts, prompts)}
 
     def begin(self, index: int) -> bytes | None:
         """The event with which a text begins, if it has one."""
@@ -72,9 +80,9 @@ class Form:
         said: dict[str, Any] = {"delta": {"content": text} if text or end is None else {}} if self.is_chat else {"text": text}
         return self._event(index, said, self._scores(scores, written) if scores else None, end)
 
-    def counts(self, texts: Sequence[Written], num_prompt: int) -> bytes:
+    def counts(self, texts: Sequence[Written], prompts: PromptCounts) -> bytes:
         """The event with the counts."""
-        return _data({**self._head, "object": self._chunk, "choices": [], "usage": usage(texts, num_prompt)})
+        return _data({**self._head, "object": self._chunk, "choices": [], "usage": usage(texts, prompts)})
 
     @property
     def _chunk(self) -> str:
@@ -118,16 +126,11 @@ class Form:
         return self._words.decode([token])
 
 
-def usage(texts: Sequence[Written], num_prompt: int) -> dict[str, Any]:
-    """Counts of tokens.
-
-    Args:
-        num_prompt: tokens of all prompts, each counted once.
-    """
+def usage(texts: Sequence[Written], prompts: PromptCounts) -> dict[str, Any]:
+    """Counts of tokens."""
     new = sum(text.num_new for text in texts)
-    shared = max((text.num_shared for text in texts), default=0)
-    counts = {"prompt_tokens": num_prompt, "completion_tokens": new, "total_tokens": num_prompt + new}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": min(shared, num_prompt)}}
+    counts = {"prompt_tokens": prompts.num_tokens, "completion_tokens": new, "total_tokens": prompts.num_tokens + new}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": prompts.num_shared}}
 
 
 def failed(body: dict[str, Any]) -> bytes:

@@ -44,7 +44,7 @@ class Piece:
     Attributes:
         index: of the text in its job.
         text: characters, maybe none.
-        scores: of the tokens since the last piece, if they were asked for.
+        scores: of the tokens of these characters, if they were asked for.
         num_new: tokens of the text so far.
         num_shared: tokens of its prompt that were in the cache already.
         end: why it has ended with this; None where it goes on.
@@ -65,12 +65,23 @@ News = list[tuple[Job, "Piece | ApiError"]]
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A text that runs."""
+    """A text that runs.
+
+    Attributes:
+        scores: that have not been told, each with the characters in front of its token.
+    """
 
     job: Job
     index: int
     pieces: TextPieces
-    scores: list[TokenScore] = field(default_factory=list)
+    scores: deque[tuple[int, TokenScore]] = field(default_factory=deque)
+
+    def told_scores(self, *, is_whole: bool) -> tuple[TokenScore, ...]:
+        """The scores of tokens whose characters have been told; all of them of a text that has ended by itself. Those of a stop word never are."""
+        found = []
+        while self.scores and (is_whole or self.scores[0][0] < self.pieces.num_told):
+            found.append(self.scores.popleft()[1])
+        return tuple(found)
 
 
 class Busy(Exception):
@@ -218,8 +229,9 @@ class TextEngine:
         said = ""
         if each.token is not None:
             self.num_said += 1
+            if each.score is not None:
+                running.scores.append((running.pieces.num_spelled, each.score))
             said = running.pieces.add(each.token)
-            running.scores += [each.score] if each.score is not None else []
         end = each.end
         if running.pieces.is_stopped:
             batch.leave(text)
@@ -229,7 +241,7 @@ class TextEngine:
             end = "stop" if running.pieces.is_stopped else end
         if not said and end is None:
             return []
-        scores, running.scores = tuple(running.scores), []
+        scores = running.told_scores(is_whole=end is not None and not running.pieces.is_stopped)
         told, text.prompt_scores = tuple(text.prompt_scores), []
         if end is not None:
             self._forget(text)

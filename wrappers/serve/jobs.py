@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from nntask import UsageError
 from nntask.inference import RunningBatch, TextIds, TextRequest, TokenScore
 
-from .answers import DONE, Form, Written, failed
+from .answers import DONE, Form, PromptCounts, Written, failed
 from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError
 from .schema import Asked
@@ -61,18 +61,18 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
     Raises:
         ApiError: a text could become too long, or a prompt has ids that the model does not know.
     """
-    most, texts = batch.shape.longest + 1, []
+    most, texts = batch.shape.longest, []
     for prompt in prompts:
         count = len(prompt.ids)
-        limit = max(1, most - count if asked.limit is None else asked.limit)
-        if count + limit > most:
-            wanted = f"{limit} new ones" if asked.limit is not None else "a new one"
+        if count + (1 if asked.limit is None else asked.limit) > most:
+            wanted = f"{asked.limit} new ones" if asked.limit is not None else "a new one"
             raise ApiError(
                 400,
                 f"prompt and new tokens must be at most {most} tokens together, got {count} of the prompt and {wanted}; shorten one of them",
                 param="messages" if asked.messages else "prompt",
                 code="context_length_exceeded",
             )
+        limit = max(1, most - count if asked.limit is None else asked.limit)  # one is computed where only the prompt is told
         scores_prompt = asked.echo and asked.num_top is not None
         rules = (frozenset(ids.stop), asked.penalties, asked.output_penalties, asked.num_top, scores_prompt)
         texts += [TextRequest(prompt.ids, limit, asked.how, number, *rules) for number in range(asked.n)]
@@ -173,7 +173,11 @@ class Progress:
 
     def answer(self) -> dict[str, Any]:
         """The whole answer."""
-        return self._form.answer(self._texts, self._num_prompt)
+        return self._form.answer(self._texts, self._counts())
+
+    def _counts(self) -> PromptCounts:
+        """Of the prompts; of several texts of one prompt the first tells what was there before the request."""
+        return PromptCounts(self._num_prompt, sum(text.num_shared for text in self._texts[:: self._asked.n]))
 
     async def events(self, queue: asyncio.Queue[Piece | ApiError]) -> AsyncIterator[bytes]:
         """The events of a stream, until all texts have ended or the job fails."""
@@ -188,7 +192,7 @@ class Progress:
             said, scores = self.add(piece)
             yield self._form.more(piece.index, said, scores, self._texts[piece.index], piece.end)
         if self._asked.tells_usage:
-            yield self._form.counts(self._texts, self._num_prompt)
+            yield self._form.counts(self._texts, self._counts())
         yield DONE
 
     async def until_complete(self, queue: asyncio.Queue[Piece | ApiError]) -> dict[str, Any]:

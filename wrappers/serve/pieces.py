@@ -21,12 +21,14 @@ class TextPieces:
 
     Attributes:
         is_stopped: whether a stop word has come.
+        num_spelled: characters of all tokens so far.
+        num_told: those of them that `add` and `end` have returned.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._spelling, self._stops = Spelling(decode, prompt[-_CONTEXT:]), stops
         self._held = ""
-        self.is_stopped = False
+        self.is_stopped, self.num_spelled, self.num_told = False, 0, 0
 
     def add(self, token: int) -> str:
         """The characters that are certain with one more token, beyond those of earlier calls."""
@@ -36,20 +38,23 @@ class TextPieces:
     def end(self) -> str:
         """The characters that were held back, when no token follows."""
         found = self._certain(self._spelling.news(is_last=True))
-        rest, self._held = self._held, ""
-        return found if self.is_stopped else found + rest
+        rest, self._held = "" if self.is_stopped else self._held, ""
+        self.num_told += len(rest)
+        return found + rest
 
     def _certain(self, text: str) -> str:
         """What is no piece of a stop word."""
         self._held += text
+        self.num_spelled += len(text)
         ends = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
         if ends:
             self.is_stopped = True
             found, self._held = self._held[: min(ends)], ""
-            return found
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        found = self._held[: len(self._held) - keep]
-        self._held = self._held[len(found) :]
+        else:
+            keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+            found = self._held[: len(self._held) - keep]
+            self._held = self._held[len(found) :]
+        self.num_told += len(found)
         return found
 
 
