@@ -156,7 +156,7 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
     """Name in the family's files -> type that it gets, "" for as it is; and why matrices stay, reason -> names.
 
     Raises:
-        UsageError: a pattern of what stays fits no tensor.
+        UsageError: a pattern of what stays fits no tensor, or a matrix has fewer bits already.
     """
     shapes, stayed = source.shapes(), dict[str, list[str]]()
     for pattern in asked.keep:
@@ -171,8 +171,27 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
         if reason:
             kinds[name] = ""
             stayed.setdefault(reason, []).append(name)
+    _check_gain(source.path, kinds, formats)
     kinds = {name: kind or formats.get(name, "") for name, kind in kinds.items()}
     return kinds, {reason: tuple(names) for reason, names in stayed.items()}
+
+
+def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]) -> None:
+    """Check that no matrix in blocks gets blocks of more bits, which only store the rounded values in more bytes.
+
+    Raises:
+        UsageError: one would.
+    """
+
+    def nbytes(kind: str) -> float:
+        return BLOCK_FORMATS[kind].block_bytes / BLOCK_FORMATS[kind].block_values
+
+    if grown := [name for name, kind in kinds.items() if kind in BLOCK_FORMATS and name in formats and nbytes(kind) > nbytes(formats[name])]:
+        name, more = grown[0], f" and {len(grown) - 1} more" if len(grown) > 1 else ""
+        raise UsageError(
+            f"{path} has {name}{more} in {formats[name]} already, and in {kinds[name]} they would be larger and no better; use the model that it was "
+            f"made from, or let them stay with --keep, names or patterns such as {name}"
+        )
 
 
 def _reason_to_stay(source: Convertible, asked: Conversion, name: str, shape: tuple[int, ...]) -> str:

@@ -119,6 +119,10 @@ def test_a_run_is_exported(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "add --merge" in capsys.readouterr().err
     assert main(["export", "run", "r.gguf", "--format=gguf", "--shard-size=1MB"]) == 2
     capsys.readouterr()
+    for name, flags, words in (("r.gguf", (), "add --format gguf"), ("r", ("--format=gguf",), "ends with .gguf, got r; name it r.gguf")):
+        assert main(["export", "run", name, *flags]) == 2
+        assert words in capsys.readouterr().err
+        assert not Path(name).exists()
     for run, more in {"run": (), "beside": ("--merge",)}.items():
         printed(capsys, "export", run, f"{run}-hf", *more)
         assert "weights of" in printed(capsys, "export", run, f"{run}.gguf", "--format=gguf", *more)
@@ -138,12 +142,29 @@ def test_adapters_beside_a_quantised_file(here: Path, capsys: pytest.CaptureFixt
         printed(capsys, "quantize", "model", name, "--type=q4_0", "--embeddings")
         assert main(["train", f"--init-from={name}", *TRAIN, "--train=lora:4", f"--run-dir=run-{name}", "--save-every=1"]) == 0
         capsys.readouterr()
-        printed(capsys, "export", f"run-{name}", f"merged-{name}", "--merge")
+        printed(capsys, "export", f"run-{name}", f"merged-beside-{'file' if name.endswith('.gguf') else 'directory'}", "--merge")
         printed(capsys, "quantize", f"run-{name}", f"again-{name}.gguf", "--type=q4_0")
     assert losses(here / "run-small.gguf") == losses(here / "run-small")
-    assert Path("merged-small.gguf/model.safetensors").read_bytes() == Path("merged-small/model.safetensors").read_bytes()
+    merged = [Path(f"merged-beside-{each}/model.safetensors").read_bytes() for each in ("file", "directory")]
+    assert merged[0] == merged[1]
     one, two = ({each.name: each.data for each in gguf.GGUFReader(here / f"again-{name}.gguf").tensors} for name in ("small.gguf", "small"))
     assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_what_quantize_refuses_to_make_larger(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks of 4 bits gain nothing in blocks of 8, unless they stay and the embedding is what is asked for; a tied head is no head of its own."""
+    printed(capsys, "quantize", "model", "four.gguf", "--type=q4_0")
+    printed(capsys, "quantize", "model", "four", "--type=q4_0")
+    for path in ("four.gguf", "four"):
+        assert main(["quantize", path, "eight.gguf", "--type=q8_0"]) == 2
+        refusal = capsys.readouterr().err
+        assert re.search(r"has transformer\.\S+ and \d+ more in q4_0 already, and in q8_0 they would be larger and no better; .*--keep", refusal)
+        assert not Path("eight.gguf").exists()
+        printed(capsys, "quantize", path, "both.gguf", "--type=q8_0", "--embeddings", "--keep=*.h.*", "--force")
+        assert {str(each.tensor_type.name) for each in gguf.GGUFReader("both.gguf").tensors} == {"F32", "Q4_0", "Q8_0"}
+        printed(capsys, "quantize", path, "floats.gguf", "--type=f32", "--force")
+    assert main(["quantize", "model", "head.gguf", "--head"]) == 2
+    assert "--head is about a head of its own, and that of model is the embedding; use --embeddings" in capsys.readouterr().err
 
 
 def test_kinds_of_workers_are_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from nntask.data import Tokenizer
 
 LARGEST_SHARD: Final = "5GB"
+SUFFIX: Final = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
     """Write a model as transformers' from_pretrained or llama.cpp reads it, or the adapters of a run that trained some as PEFT's does. RUN is a run
-    directory or one of its checkpoints, DIR a new directory, or a new file with --format gguf."""
+    directory or one of its checkpoints, DIR a new directory, or with --format gguf a new file whose name ends with .gguf."""
 
     format: Literal["hf", "gguf"] = "hf"
     """hf: a directory as transformers writes it; gguf: one file for llama.cpp and its like, see also nntask quantize"""
@@ -43,6 +44,11 @@ def run(argv: Sequence[str]) -> int:
     from nntask.config import format_size, image_shape, parse_size
     from nntask.export import export, export_adapters
 
+    target = Path(words[1])
+    if settings.format == "hf" and target.suffix == SUFFIX:
+        raise UsageError(f"{target} is the name of a GGUF file, and --format hf writes a directory; add --format gguf, or name a directory")
+    if settings.format == "gguf" and target.suffix != SUFFIX:
+        raise UsageError(f"--format gguf writes a file whose name ends with {SUFFIX}, got {target}; name it {target}{SUFFIX}, or use --format hf")
     shard_nbytes = parse_size(settings.shard_size or LARGEST_SHARD, "--shard-size")
     checkpoint = find_checkpoint(words[0])
     has_adapters = checkpoint.state.get("base") is not None
@@ -51,7 +57,6 @@ def run(argv: Sequence[str]) -> int:
     if settings.shard_size and has_adapters and not settings.merge:
         raise UsageError(f"--shard-size {settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge")
     tokenizer = _tokenizer(checkpoint, settings.tokenizer_path)
-    target = Path(words[1])
     if settings.format == "gguf":
         return _gguf(settings, checkpoint, tokenizer, target)
     if has_adapters and not settings.merge:

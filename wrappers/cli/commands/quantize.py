@@ -25,7 +25,7 @@ class QuantizeSettings:
     embeddings: bool = False
     """quantise the token embedding too, and a head that is tied to it"""
     head: bool = False
-    """quantise a head of its own too"""
+    """quantise a head of its own too; one that is tied is the embedding"""
     keep: str = ""
     """tensors that stay as they are besides: names as MODEL's files have them, or patterns such as *.layers.0.*, with commas between"""
     ram: str = ""
@@ -53,6 +53,8 @@ def run(argv: Sequence[str]) -> int:
     has_tokenizer = source.has_tokenizer or bool(settings.tokenizer_path)
     tokenizer = source.tokenizer(settings.tokenizer_path) if has_tokenizer else None
     model = Convertible.of(source.path, source.config, source.checkpoint, tokenizer)
+    if settings.head and model.config.names.head not in model.shapes():
+        raise UsageError(f"--head is about a head of its own, and that of {source.path} is the embedding; use --embeddings, or drop it")
     asked = Conversion(settings.type, settings.embeddings, settings.head, keep, nbytes)
     write = write_gguf if target.suffix == ".gguf" else write_quantised
     done = write(model, target, asked, force=settings.force)
