@@ -8,7 +8,7 @@
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md
 # make first-card  everything that only a card can show, in stages of at most nine minutes: build/first-card/summary.md
-#              (ARGS="--stage kernels streams" some of them, ARGS=--rehearse without a card; make first-card-wheels packs what may be missing)
+#              (ARGS=--list what they are, ARGS="--stage kernels streams" some of them, ARGS=--rehearse without a card; make first-card-wheels packs what may be missing)
 # make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results, docs/results and the headlines of README.md
@@ -62,8 +62,10 @@ test-gpu: $(GPU_READY)
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) benchmarks/gpu/bench.py $(ARGS)
 
-first-card: $(GPU_READY)
-	$(GPU_PYTHON) benchmarks/gpu/first_card.py $(if $(wildcard build/wheels),--wheels build/wheels) $(ARGS)
+# A list of stages takes the standard library only.
+first-card: PYTHON_OF_CARD = $(if $(filter --list,$(ARGS)),$(PYTHON),$(GPU_PYTHON))
+first-card: $(if $(filter --list,$(ARGS)),,$(GPU_READY))
+	$(PYTHON_OF_CARD) benchmarks/gpu/first_card.py $(if $(wildcard build/wheels),--wheels build/wheels) $(ARGS)
 
 first-card-wheels: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/gpu/first_card.py --pack build/wheels

@@ -120,3 +120,14 @@ def test_without_a_card_it_is_refused(first_card: Any, tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "--rehearse" in ended.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_list_of_stages_installs_nothing(tmp_path: Path) -> None:
+    """`make first-card ARGS=--list` is a script of the standard library, whatever interpreter there is."""
+    make = ["make", "--no-print-directory", "-C", str(ROOT), "first-card", f"VENV={tmp_path / 'none'}"]
+    found = subprocess.run([*make, "ARGS=--list", f"PYTHON={sys.executable} -S"], capture_output=True, text=True, check=True)
+    assert "pip install" not in found.stdout
+    assert "environment\n    machine" in found.stdout
+    assert not (tmp_path / "none").exists()
+    others = subprocess.run([*make, "--dry-run", "ARGS=--rehearse"], capture_output=True, text=True, check=True)
+    assert "pip install" in others.stdout
