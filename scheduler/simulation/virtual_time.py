@@ -231,7 +231,9 @@ def simulate(
         ValueError: the policy is unknown, or `replays` or `channels` is not positive.
     """
     if policy not in POLICIES or replays < 1 or channels < 1:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}")
+        raise ValueError(
+            f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
+        )
     last = len(nodes) - 1
     memories = [MemoryNode(name, budget, is_storage=storage and at == last) for at, (name, budget) in enumerate(nodes)]
     estimates = Given(duration, transfer)

@@ -69,7 +69,8 @@ class Flag:
         if self.choices:
             if text not in self.choices:
                 near = difflib.get_close_matches(text, self.choices, 1)
-                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}" + (f"; did you mean {near[0]}?" if near else ""))
+                advice = f"did you mean {near[0]}?" if near else "choose one of them"
+                raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}; {advice}")
             return text
         if self.value_type is bool:
             word = text.lower()
@@ -81,7 +82,7 @@ class Flag:
                 return self.value_type(text)
             except ValueError:
                 what = "a whole number" if self.value_type is int else "a number"
-                raise UsageError(f"{source} must be {what}, got {text!r}") from None
+                raise UsageError(f"{source} must be {what}, got {text!r}; write one") from None
         return text
 
 
