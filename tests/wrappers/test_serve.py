@@ -203,7 +203,12 @@ def test_beginnings_in_common(client: openai.OpenAI, alone: Alone) -> None:
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == 48
-    for prompts, n, cached in (([prompt, prompt], 1, 96), ([prompt, "another " + prompt], 1, 48), ([prompt], 2, 48), (["an unknown " + prompt], 2, 0)):
+    for prompts, n, cached in (
+        ([prompt, prompt], 1, 96),
+        ([prompt, "another " + prompt], 1, 48),
+        ([prompt], 2, 48),
+        (["an unknown " + prompt], 2, 0),
+    ):
         several = client.completions.create(model="small", prompt=prompts, n=n, temperature=0, max_tokens=9).usage
         assert several is not None
         assert several.prompt_tokens == sum(map(len, prompts))
