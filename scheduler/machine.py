@@ -4,6 +4,7 @@ Programs that only submit and record tasks need the names of `scheduler` alone.
 """
 
 from .core.actions import carry_out
+from .core.codelet import Many
 from .core.events import (
     CopyFailed,
     CopyFinished,
@@ -53,6 +54,7 @@ __all__ = [
     "HandleReleased",
     "LinkModel",
     "Machine",
+    "Many",
     "MemoryNode",
     "Models",
     "MoveTile",

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
+
+if TYPE_CHECKING:
+    from scheduler.machine import Many
 
 Backend = Literal["reference", "cpu", "cuda"]
 Kernel = Callable[..., None]
@@ -62,9 +65,6 @@ class Activation(NamedTuple):
     forward: Kernel
     backward: Kernel | None
 
-
-Many = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], None]
-"""Runs several tasks of one operation at once, from the tiles and the constants of each."""
 
 BUILT_IN_ACTIVATIONS: Final = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
