@@ -30,6 +30,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
+from ..models.config_checks import check_num_weights
 from ..models.interface import ModelConfig
 from ..models.registry import config_from_dict, untiled_type
 
@@ -81,9 +82,8 @@ class Checkpoint:
             DataError: it does, or the file is missing or broken.
         """
         with TensorFile(self.path / MODEL) as file:
-            held, asked = sum(prod(each.shape) for each in file.entries.values()), self.config.num_parameters
-        if asked > 2 * held:
-            raise DataError(f"{self.path / STATE} asks for {asked:,} weights, and {MODEL} holds {held:,}; {_instead_of(self.path)}")
+            held = sum(prod(each.shape) for each in file.entries.values())
+        check_num_weights(self.config.num_parameters, held, self.path / STATE, f"{MODEL} holds", _instead_of(self.path))
 
     def load(self, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor] | None = None, *, exact: bool = True) -> None:
         """Fill tensors with the values of the checkpoint.

@@ -27,7 +27,7 @@ from ..io.json_file import read_object
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, windows
 from ..io.tile_sources import Stored, TileSource
-from ..models.config_checks import config_values
+from ..models.config_checks import check_num_weights, config_values
 from ..models.interface import ModelConfig
 from ..models.names import is_of_head
 from ..models.registry import config_from_dict
@@ -132,7 +132,8 @@ class ModelDirectory:
         """
         stored = read_config(path)
         ranges, formats = stored_ranges(path)
-        _check_size(path, stored, ranges, formats)
+        held = sum(formats[name].columns(prod(each.shape)) if name in formats else prod(each.shape) for name, each in ranges.items())
+        check_num_weights(stored.num_parameters, held, f"the config of {path}", "its files hold", "copy both from one model")
         return cls(path, stored if config is None else config, ranges, stored, formats)
 
     @property
@@ -268,17 +269,6 @@ class ModelDirectory:
 
     def _where(self, name: str) -> Path:
         return self.ranges[name].file.path
-
-
-def _check_size(path: Path, config: ModelConfig, ranges: Mapping[str, FileRange], formats: Mapping[str, BlockFormat]) -> None:
-    """Check that a config does not ask for more than files could hold; a head that they lack is no larger than what they have.
-
-    Raises:
-        DataError: it does.
-    """
-    held = sum(formats[name].columns(prod(each.shape)) if name in formats else prod(each.shape) for name, each in ranges.items())
-    if config.num_parameters > 2 * held:
-        raise DataError(f"the config of {path} asks for {config.num_parameters:,} weights, and its files hold {held:,}; copy both from one model")
 
 
 def weight_ranges(path: Path) -> dict[str, FileRange]:

@@ -124,6 +124,23 @@ def check_choice(key: str, value: object, names: Collection[str], source: str) -
         raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}; choose one of them")
 
 
+def check_num_weights(asked: int, held: int, source: object, files: str, advice: str) -> None:
+    """Check that a config does not ask for far more weights than there are, before anything is made of its sizes; a head that files lack is no larger
+    than what they have.
+
+    Args:
+        asked: weights of the config.
+        held: of the files.
+        source: whose config it is.
+        files: that hold them, with a verb.
+
+    Raises:
+        DataError: it does.
+    """
+    if asked > 2 * held:
+        raise DataError(f"{source} asks for {asked:,} weights, and {files} {held:,}; {advice}")
+
+
 def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:
     """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`.
 
