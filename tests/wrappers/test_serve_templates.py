@@ -19,9 +19,10 @@ HOSTILE = {
     "macros that call themselves": ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "more than 1 s"),
     "a text beyond memory": ("{{ messages[0].role * 10**10 }}", "more memory than it may have"),
     "a text that doubles": ("{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "more memory than"),
+    "a constant beyond memory": ("{{ 'a' * 10**10 }}", "more memory than it may have"),
     "a filter beyond memory": ("{{ messages[0].role | center(10**10) }}", "more memory than it may have"),
-    "a large number": ("{{ (messages | length + 9) ** 10 ** 9 }}", "more than 1 s of a processor"),
-    "a long text": ("{{ messages[0].role * 5000 }}", "writes 20,000 characters of at most 10,000"),
+    "a large number": ("{{ (messages | length + 9) ** (10 ** 9) }}", "more than 1 s of a processor"),
+    "a long text": ("{{ messages[0].role * 5000 }}", "writes 20,032 characters of at most 10,000"),
     "a bug": ("{{ messages | sort(attribute='role') | round }}", "the request is not for the chat template"),
 }
 
@@ -42,19 +43,18 @@ def test_hostile_conversations(name: str, processes: list[TemplateProcess]) -> N
     source = ChatSource("{% if messages | length == 1 and messages[0].content == 'evil' %}" + piece + "{% endif %}" + CHATML, "t.jinja", {})
     ours = TemplateProcess(source, MOST, cpu_seconds=1)
     processes.append(ours)
-    want = ChatTemplate(source.source, source.name, source.words).prompt(TALK, "the request")
-    for _ in range(2):
-        with pytest.raises(DataError, match=words) as refusal:
-            ours.prompt([{"role": "user", "content": "evil"}], "the request")
-        assert "\n" not in str(refusal.value)
-        assert ours.prompt(TALK, "the request") == want
+    want = ChatTemplate(CHATML, "t.jinja", {}).prompt(TALK, "the request")
+    with pytest.raises(DataError, match=words) as refusal:
+        ours.prompt([{"role": "user", "content": "evil"}], "the request")
+    assert "\n" not in str(refusal.value)
+    assert ours.prompt(TALK, "the request") == want
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{{ 'a' * 10**10 }}", "the chat template of t.jinja takes more memory"),
-        ("{{ 10**10**9 }}", "the chat template of t.jinja takes more than 1 s of a processor"),
+        ("{{ 'a' * 200000000 ~ 'b' }}", "the chat template of t.jinja takes more memory"),
+        ("{{ 10**(10**9) }}", "the chat template of t.jinja takes more than 1 s of a processor"),
         ("{% for %}", "the chat template of t.jinja has a mistake"),
     ],
 )
