@@ -32,6 +32,8 @@ MOST_TRIED: Final = 100_000
 """Changes that make more tasks of a minibatch are not tried: capturing them takes many seconds."""
 MOST_WHOLE: Final = 10_000
 """Changes that make more tasks of a step are judged by three of its minibatches: the others need about as much each."""
+MOST_HALVED: Final = 8
+"""Tile sizes that are halved in turn to make a task small enough, each of which leaves it a quarter of its bytes at least."""
 MOST_ENLARGED: Final = 8
 """Larger devices that are tried, where tiles follow their memory."""
 _TILES: Final = {
@@ -175,7 +177,9 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
     """Tile flags halved, one after another, until the hungriest task fits, and what must be raised besides; "" if that does not help."""
     name, config = needs.hungriest.name, run.model.config
     changed, flags = run, dict[str, int]()
-    for _ in range(8):
+    if needs.task > target.largest_node_nbytes << 2 * MOST_HALVED:
+        return ""
+    for _ in range(MOST_HALVED):
         tiles = next((tiles for word, tiles in _TILES.items() if word in name), _OTHER_TILES)
         best = None
         for flag in tiles:

@@ -231,6 +231,17 @@ def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> Plan
         raise UsageError(f"--order {run.step.order}: {error}{more}") from error
 
 
+def order_and_needs(found: CapturedStep, run: LanguageRun, target: MachineModel) -> tuple[PlannedOrder, Needs]:
+    """The order that a run would choose, and what its step needs (`least_needs`); where no order fits, the submission order, without a search."""
+    if run.step.order not in (AUTO, SUBMISSION):
+        order = choose_order(found.plan, run, target.without(found.reading))
+        return order, least_needs(found.plan, run, target, order, reading=found.reading)
+    needs = least_needs(found.plan, run, target, reading=found.reading)
+    if not needs.fit(target):
+        return PlannedOrder(SUBMISSION, found.plan, {}, num_tasks=len(found.plan.tasks)), needs
+    return choose_order(found.plan, run, target.without(found.reading)), needs
+
+
 def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE, judge: Judge | None = None) -> PlannedOrder:
     """As `Runtime.plan_step`, on a machine that need not exist, under a scheduling policy.
 

@@ -34,11 +34,11 @@ from .memory_fit import (
     MOST_TASKS,
     CapturedStep,
     capture,
-    choose_order,
     has_too_many_tasks,
     least_needs,
     most_tiles,
     no_collections,
+    order_and_needs,
     work_of,
 )
 from .needs import Needs, shortage
@@ -48,6 +48,8 @@ from .virtual_replay import replay
 
 IN_FLIGHT: Final = 2
 """Steps that training has under way."""
+LEAST_BYTES_A_WEIGHT: Final = 4
+"""Of the last tier for a weight that is learnt, in any type and with any optimizer: models that need more so are not captured."""
 MANY_TASKS: Final = 40_000
 """Other models and minibatches are not looked at when capturing one would take more tasks."""
 
@@ -78,7 +80,9 @@ def plan_run(
     with no_collections():
         chosen = plan_updater(run, target)
         run, target = chosen.run, chosen.target
-        figures = plan_step(chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order)
+        figures = plan_step(
+            chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order, chosen.needs
+        )
         figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(chosen.seconds)
         figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}
         if reach:
@@ -92,19 +96,23 @@ def plan_step(
     target: MachineModel,
     changes: Callable[[Needs, str], Sequence[str]],
     order: PlannedOrder | None = None,
+    needs: Needs | None = None,
 ) -> dict[str, Any]:
     """The figures of a captured step on a machine.
 
     Args:
         changes: of what the step needs, and the memory that was too small all the same ("" for none): what would make it fit.
         order: its planned order, if that is known.
+        needs: what it needs, if that is known with its order.
 
     Raises:
         UsageError: the step has no order of the name that was asked for.
     """
     plan = found.plan
-    order = choose_order(plan, run, target.without(found.reading)) if order is None else order
-    needs = least_needs(plan, run, target, order, reading=found.reading)
+    if order is None:
+        order, needs = order_and_needs(found, run, target)
+    elif needs is None:
+        needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())
     figures = _figures(run, target, order, needs, num_trained)
@@ -279,6 +287,8 @@ def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) 
         if adapters is not None and adapters.rank > largest_rank(preset):
             continue
         if image_shape(preset) != image_shape(run.model.config):  # it takes other images than the run has
+            continue
+        if adapters is None and LEAST_BYTES_A_WEIGHT * preset.num_parameters > target.nodes[target.last][1]:
             continue
         length = min(run.model.seq_len, preset.n_positions)
         if target.rates is not None:

@@ -20,7 +20,8 @@ from ..errors import DoesNotFit
 from ..hardware.imaginary import NUM_CPU
 from ..hardware.machine_model import MachineModel, this_machine
 from .fit_advice import check_fit
-from .memory_fit import CapturedStep, capture, choose_order, least_needs
+from .memory_fit import CapturedStep, capture, order_and_needs
+from .needs import Needs
 
 Updater = Literal["device", "cpu"]
 
@@ -35,6 +36,7 @@ class ChosenUpdater(NamedTuple):
     Attributes:
         target: the machine, with the CPU workers that this takes.
         seconds: forecast of a step under each updater, where there was a choice; None where it would not fit, or nothing would move.
+        needs: of the step, if it was looked at whether that fits or not.
     """
 
     run: RunConfig
@@ -42,6 +44,7 @@ class ChosenUpdater(NamedTuple):
     step: CapturedStep
     order: PlannedOrder
     seconds: Mapping[Updater, float | None]
+    needs: Needs | None = None
 
 
 def choose_updater(run: RunConfig) -> ChosenUpdater:
@@ -86,11 +89,11 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     for updater in updaters:
         at, there = _placed(run, target, updater) if has_devices else (run, target)
         step = capture(at, frozen_base=at.start.frozen_base)
-        order = choose_order(step.plan, at, there.without(step.reading))
-        fits = least_needs(step.plan, at, there, order, reading=step.reading).fit(there)
+        order, needs = order_and_needs(step, at, there)
+        fits = needs.fit(there)
         seconds[updater] = None
         if fits or not found:
-            found[updater] = ChosenUpdater(at, there, step, order, {})
+            found[updater] = ChosenUpdater(at, there, step, order, {}, needs)
         if fits:
             fitting[updater] = found[updater]
         if fits and not order.forecasts:

@@ -79,6 +79,15 @@ def test_a_plan_that_does_not_fit_chooses_nothing(config: str, capsys: pytest.Ca
         assert word not in out
 
 
+@pytest.mark.parametrize("flags", [["--ram=1KB"], ["--ram=16KiB", "--disk=scratch:100MB"], ["--ram=1KB", "--batch=2"]], ids=" ".join)
+def test_a_plan_that_fits_in_no_order_is_told_before_a_search(flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are those of the submission order with nothing made again, which takes no search."""
+    assert main(["plan", "--model=tiny", "--seq-len=32", "--batch=4", "--minibatch=1", *flags, "--json"]) == 3
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["order"], plan["recompute"], plan["values"], plan["forecast_bytes"]) == ("submission", "none", [], None)
+    assert plan["tasks_per_step"] == sum(plan["tasks_by_name"].values())
+
+
 def test_the_least_budgets_of_the_table_are_enough(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Typed back as they are printed, the step fits."""
     flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]
