@@ -273,8 +273,8 @@ class RecordedEngine(Inference):
         return self.optimizer.tensors()
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on the GPUs, else on the CPU workers."""
-        return gpu_peak(self.runtime.gpus) or known_gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1))
+        """Flop/s of matrix products on the GPUs, else on the CPU workers, in the element type of the model."""
+        return gpu_peak(self.runtime.gpus) or known_gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1), self.run.model.dtype)
 
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..models.interface import ModelConfig
 
-_PEAK_SIZE: Final = 512
+Array = npt.NDArray[Any]
+
+_PEAK_SIZES: Final = (512, 1024)
 _PEAK_SECONDS: Final = 0.06
-_PEAK_TRIES: Final = 3
+_PEAK_TRIES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,40 +124,56 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
 
 
 @cache
-def known_gemm_peak(num_workers: int) -> float:
+def known_gemm_peak(num_workers: int, dtype: str = "fp32") -> float:
     """`gemm_peak`, measured once in a process."""
-    return gemm_peak(num_workers)
+    return gemm_peak(num_workers, dtype)
 
 
-def gemm_peak(num_workers: int) -> float:
-    """Flop/s of fp32 matrix products on `num_workers` threads at once, the best of three tries: what no step on them can beat. Takes 0.2 s."""
-    from tiles.kernels import gemm
+def gemm_peak(num_workers: int, dtype: str = "fp32") -> float:
+    """Flop/s of matrix products on `num_workers` threads at once, the best rate of two sizes and two tries of each. Takes 0.3 s.
 
+    Args:
+        dtype: value of --dtype. Products of bf16 matrices are measured where CPU workers compute them as they are, else those of fp32 copies.
+    """
     counts = [0] * num_workers
     start = threading.Barrier(num_workers + 1)
+    multiply, element = _product(dtype)
 
     def work(worker: int) -> None:
-        a = np.ones((_PEAK_SIZE, _PEAK_SIZE), np.float32)
-        out = np.empty_like(a)
-        gemm(a, a, out)
-        for _ in range(_PEAK_TRIES):
-            start.wait()
-            until = time.perf_counter() + _PEAK_SECONDS
-            while time.perf_counter() < until:
-                gemm(a, a, out)
-                counts[worker] += 1
-            start.wait()
+        for size in _PEAK_SIZES:
+            a = np.ones((size, size), element)
+            out = np.empty_like(a)
+            multiply(a, out)
+            for _ in range(_PEAK_TRIES):
+                start.wait()
+                until = time.perf_counter() + _PEAK_SECONDS
+                while time.perf_counter() < until:
+                    multiply(a, out)
+                    counts[worker] += 1
+                start.wait()
 
     threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(num_workers)]
     for thread in threads:
         thread.start()
     best = 0.0
-    for _ in range(_PEAK_TRIES):
-        before = sum(counts)
-        start.wait()
-        begin = time.perf_counter()
-        start.wait()
-        best = max(best, (sum(counts) - before) * 2.0 * _PEAK_SIZE**3 / (time.perf_counter() - begin))
+    for size in _PEAK_SIZES:
+        for _ in range(_PEAK_TRIES):
+            before = sum(counts)
+            start.wait()
+            begin = time.perf_counter()
+            start.wait()
+            best = max(best, (sum(counts) - before) * 2.0 * size**3 / (time.perf_counter() - begin))
     for thread in threads:
         thread.join()
     return best
+
+
+def _product(dtype: str) -> tuple[Callable[[Array, Array], None], np.dtype[Any]]:
+    """The product a @ a -> out of CPU workers in a type, and the type of its matrices."""
+    from tiles.kernels import BF16, bf16_kernel, gemm, has_bf16_products
+
+    native = bf16_kernel("matmul") if dtype == "bf16" and has_bf16_products() else None
+    if native is None:
+        return lambda a, out: gemm(a, a, out), np.dtype(np.float64 if dtype == "fp64" else np.float32)
+    product = native.kernel
+    return lambda a, out: product(a, a, out, trans_a=False, trans_b=False, alpha=1.0, accumulate=False), BF16

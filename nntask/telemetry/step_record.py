@@ -18,7 +18,7 @@ class StepRecord:
         seconds: since the step before ended.
         tokens_per_second: tokens / seconds.
         tflops: 10^12 model flops (6N + 12Ldn per token) per second.
-        mfu: tflops over the gemm peak of the workers.
+        mfu: tflops over the gemm peak of the workers, the best measured rate of products in the run's element type.
         resident_peak_bytes: most bytes held on each node during the step.
         moved_bytes: over each link during the step.
         evictions: replicas evicted during the step.

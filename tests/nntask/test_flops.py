@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from nntask.hardware.flops import flop_counts, flop_counts_of
+from nntask.config.resolution import resolve
+from nntask.config.settings import ModelSettings, TrainSettings
+from nntask.engine.recorded import RecordedEngine
+from nntask.hardware.flops import flop_counts, flop_counts_of, gemm_peak, known_gemm_peak
 from nntask.models.registry import PRESETS
+from scheduler import Runtime
+from tiles.kernels import has_bf16_products
 
 
 @pytest.mark.parametrize("flash", [True, False])
@@ -70,3 +75,20 @@ def test_weights_of_an_encoder_meet_the_input_and_those_of_a_decoder_the_output(
     assert found.backward - adapted.backward == 2 * n * (encoder + read) + 2 * target * decoder - 4 * sum(
         length * size for length, size in ((n, 1000 * of_input // config.num_parameters), (target, 1000 - 1000 * of_input // config.num_parameters))
     )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_is_held_against_products_of_its_type(dtype):
+    """Where a processor multiplies bf16 faster than fp32, a bf16 run is not told to be beyond the peak."""
+    config = PRESETS["tiny"]
+    with Runtime(cpu_workers=1, ram=1 << 30) as runtime:
+        run = resolve(TrainSettings(model=ModelSettings(model="tiny", dtype=dtype)), config)
+        assert RecordedEngine(run, runtime).peak_flops() == known_gemm_peak(1, dtype)
+    assert known_gemm_peak(1, "fp32") != known_gemm_peak(1, "bf16")
+
+
+@pytest.mark.skipif(not has_bf16_products(), reason="this processor has no bf16 instructions, or there is no oneDNN")
+def test_the_peak_of_bf16_is_that_of_its_own_products():
+    """More than that of fp32, by far more than the noise of a busy machine."""
+    assert max(gemm_peak(1, "bf16") for _ in range(3)) > 1.2 * max(gemm_peak(1) for _ in range(3))
+    assert gemm_peak(1, "fp64") > 0

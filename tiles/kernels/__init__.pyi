@@ -1,4 +1,4 @@
-from .catalog import bf16_operations, kernel, operations
+from .catalog import bf16_kernel, bf16_operations, kernel, operations
 from .cpu import kernel_versions
 from .cpu.attention import attention_scratch_nbytes
 from .cpu.blas import fp32_products, gemm, set_blas_threads
@@ -31,6 +31,7 @@ __all__ = [
     "Pair",
     "StreamPointer",
     "attention_scratch_nbytes",
+    "bf16_kernel",
     "bf16_operations",
     "bf16_products",
     "device",

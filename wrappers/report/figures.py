@@ -182,7 +182,7 @@ class CodeletRow:
         seconds: seconds of its kernels in a step, of all workers together.
         share: fraction of all seconds in kernels.
         flops_per_second, bytes_per_second: rates while one of its tasks runs; None where its cost function gives none.
-        of_peak: flops per second divided by one worker's fp32 product peak, measured while all workers run; None where the peak is unknown.
+        of_peak: flops per second divided by one worker's measured peak of products, while all workers run; None where the peak is unknown.
     """
 
     name: str

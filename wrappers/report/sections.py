@@ -187,9 +187,9 @@ def _codelets(nodes: Sequence[NodeRecord]) -> Section:
     against = "The peak is not recorded in this directory."
     if peaks:
         against = (
-            f"The peak is what {'the nodes' if len(peaks) > 1 else 'all workers together'} reached in fp32 products before the first step, "
+            f"The peak is what {'the nodes' if len(peaks) > 1 else 'all workers together'} reached in matrix products before the first step, "
             f"{sum(peaks) / 1e9:,.1f} GF/s, a worker's share of it; a rate above it means that the machine was busier then, "
-            "or that products of 512 x 512 x 512 are not its best."
+            "or that square products of 512 and 1,024 are not its best."
         )
     table = _table(
         ("codelet", "tasks a step", "ms a step", "share", "GF/s", "of peak", "GB/s"),

@@ -69,8 +69,8 @@ class TorchEngine:
         return self._session.optimizer_tensors()
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on the CPU workers."""
-        return known_gemm_peak(max(len(self._session.runtime.stats()["busy_seconds"]), 1))
+        """Flop/s of matrix products on the CPU workers, in the element type of the model."""
+        return known_gemm_peak(max(len(self._session.runtime.stats()["busy_seconds"]), 1), self._run.model.dtype)
 
     def reset_optimizer(self) -> None:
         """Begin anew with the weights as they are now."""
