@@ -6,7 +6,7 @@
 
 Each training is `nntask train` in a process of its own on random tokens, read from its metrics.jsonl: the median over the steps after the first
 few. The peers are those of `peers`: the hand-written GPT-2 of `torch_gpt2` behind torch.compile, and under FSDP2 with all in host memory. Flops
-of the model are 6N + 12Ldn a token; utilisation is of the card's dense bf16 peak where its name is known, else of the products measured on it. A row
+of the model are 6N + 12Ldn a token; utilisation is of the card's dense bf16 peak, and told where its name is known. A row
 that did not run in time, or has no peer installed, says so; nothing is filled in.
 """
 
