@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from ..core.records import HandleRecord
 from ..core.step_plan import StepPlan
+from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks
 from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
 from .machine_pace import reads_files
 from .orders import Repetition, candidates, named, repetition
@@ -92,6 +92,7 @@ def plan_order(
     pace: Callable[[StepPlan], Pace] | None = None,
     only: Sequence[str] = (),
     is_draft: bool = False,
+    is_share: bool = False,
 ) -> PlannedOrder:
     """Choose the order of a step, and the device of each minibatch.
 
@@ -108,31 +109,29 @@ def plan_order(
         pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
         only: names of the orders that "auto" chooses from, as far as the step has them, or else the submission order; none for all.
         is_draft: whether the plan need not be made: that of the outcome is the step as it was.
+        is_share: whether the plan is the share of one of the devices (`device_share`), whose orders are those of one.
 
     Raises:
         ValueError: the step has no order of that name.
     """
-    repeated = repetition(plan) if num_devices > 1 else None
-    if repeated is not None:
-        plan = plan.divided(devices_of_tasks(plan, repeated, num_devices))
+    plan, repeated = _divided(plan, num_devices, is_share=is_share)
     needed, last_bytes = device_bytes(plan, num_devices), last_tier_bytes(plan, computes=computes_on_last)
-    fits = not plan.has_aside and needed <= memory and last_bytes <= last
-    if order in (AUTO, SUBMISSION) and fits:
+    if order in (AUTO, SUBMISSION) and not plan.has_aside and needed <= memory and last_bytes <= last:
         chosen = plan if ROOMY * needed <= memory else _permuted(plan, range(len(plan.tasks)), plan.partitions, num_devices)
         return PlannedOrder(SUBMISSION, chosen, {}, num_tasks=len(plan.tasks), last_bytes=last_bytes)
-    found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else candidates(plan, repeated)
-    speed = None if pace is None else pace(plan)
-    step = _Assessed(plan, memory, num_devices, speed, only_files=computes_on_last and reads_files(plan))
+    found = _asked_for(plan, order, repeated) if order != AUTO else _some(plan, only, repeated) if only else _all(plan, repeated, is_share=is_share)
+    step = _Assessed(plan, memory, num_devices, pace, only_files=computes_on_last and reads_files(plan))
 
     def devices_of(name: str) -> Sequence[int]:
-        return plan.partitions if repeated is None else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
+        return plan.partitions if repeated is None or is_share else devices_of_tasks(plan, repeated, num_devices, _group_of(name, num_devices))
 
     def assess(name: str) -> tuple[int, Forecast]:
         positions = found[name]
         return last_tier_bytes(plan, computes=computes_on_last, ranks=_ranks(positions)), step.forecast(positions, devices_of(name))
 
     if order == AUTO:
-        assessed, considered = _considered(_pools(found, num_devices if plan.partitions else 1), assess, last, () if only else (SUBMISSION,))
+        pools = [[*found]] if not plan.partitions else _pools(found, 1 if is_share else num_devices)
+        assessed, considered = _considered(pools, assess, last, () if only else (SUBMISSION,))
     else:
         assessed, considered = {name: assess(name) for name in dict.fromkeys([SUBMISSION, order])}, [order]
     order, moves_least = _best({name: assessed[name][1] for name in considered})
@@ -141,6 +140,14 @@ def plan_order(
         step.foresee(chosen, found[order], devices_of(order))
     shown = {name: assessed[name][1] for name in dict.fromkeys([SUBMISSION, *considered]) if name in assessed}
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks), last_bytes=assessed[order][0])
+
+
+def _divided(plan: StepPlan, num_devices: int, *, is_share: bool) -> tuple[StepPlan, Repetition | None]:
+    """The step with the devices of its tasks, and its repetition, if that was needed."""
+    if num_devices == 1:
+        return plan, None
+    repeated = repetition(plan)
+    return plan.divided(devices_of_share(plan, repeated.updates) if is_share else devices_of_tasks(plan, repeated, num_devices)), repeated
 
 
 def _ranks(positions: Sequence[int]) -> list[int]:
@@ -184,6 +191,13 @@ def _considered(
     return assessed, considered or [min(assessed, key=lambda name: assessed[name][0])]
 
 
+def _all(plan: StepPlan, repeated: Repetition | None, *, is_share: bool) -> dict[str, list[int]]:
+    """Positions of all candidates; one minibatch after another is a side-by-side order for the share of a device."""
+    repeated = repetition(plan) if repeated is None else repeated
+    alone = named(plan, repeated, f"{SIDE_BY_SIDE}:1") if is_share else None
+    return candidates(plan, repeated) | ({} if alone is None else {f"{SIDE_BY_SIDE}:1": alone})
+
+
 def _some(plan: StepPlan, names: Sequence[str], repeated: Repetition | None) -> dict[str, list[int]]:
     """Positions of the named orders that the step has; those of the submission order if it has none."""
     repeated = repetition(plan) if repeated is None else repeated
@@ -204,35 +218,21 @@ def _asked_for(plan: StepPlan, order: str, repeated: Repetition | None) -> dict[
     return {SUBMISSION: list(range(len(plan.tasks))), order: positions}
 
 
-def devices_of_tasks(plan: StepPlan, found: Repetition, num_devices: int, group: int | None = None) -> list[int]:
-    """For each task the device of its minibatch, from 0, or -1 outside all minibatches; empty if the minibatches are not a multiple of the devices.
-
-    Neighbouring minibatches of a group share a device, so a gradient that all of them add to travels from device to device once.
-
-    Args:
-        group: number of minibatches that pass a layer side by side, a multiple of the devices; 0 for all, None for as many as there are devices.
-    """
-    num = found.num_minibatches
-    if not num or num % num_devices:
-        return []
-    group = num_devices if group is None else group or num
-    device = [at % group * num_devices // min(group, num - at // group * group) for at in range(num)]
-    return [device[at] if at >= 0 and task.pin is None else -1 for task, at in zip(plan.tasks, found.minibatch, strict=True)]
-
-
 class _Assessed:
     """A step whose orders are forecast: as one pool of memory, or with parts as equal devices, whose copies from each other count as from below.
 
     Args:
         plan: the step in submission order.
         memory: bytes where tasks run, all devices together.
+        pace: as of `plan_order`.
         only_files: as of `forecast`.
     """
 
-    def __init__(self, plan: StepPlan, memory: int, num_devices: int, pace: Pace | None, *, only_files: bool) -> None:
+    def __init__(self, plan: StepPlan, memory: int, num_devices: int, pace: Callable[[StepPlan], Pace] | None, *, only_files: bool) -> None:
         self._touches, self._num_devices, self._only_files = Touches(plan), num_devices if plan.partitions else 1, only_files
         self._memory = memory // self._num_devices
-        self._pace = pace if pace is None or not plan.partitions else replace(pace, num_devices=num_devices)
+        speed = None if pace is None else pace(plan)
+        self._pace = speed if speed is None or not plan.partitions else replace(speed, num_devices=num_devices)
 
     def forecast(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
         """The cost of a step.
@@ -243,10 +243,10 @@ class _Assessed:
         """
         if not devices:
             return forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
-        own, pace, plan = self._own(positions, devices, 0), self._pace, self._touches.plan
+        own, pace, plan = own_tasks(positions, devices, 0, self._num_devices), self._pace, self._touches.plan
         if pace is not None and pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
-            excess = last_tier_bytes(_of_tasks(plan, positions), computes=False) - pace.spill.capacity
-            capacity = max(0, last_tier_bytes(_of_tasks(plan, own), computes=False) - excess // self._num_devices)
+            excess = last_tier_bytes(of_tasks(plan, positions), computes=False) - pace.spill.capacity
+            capacity = max(0, last_tier_bytes(of_tasks(plan, own), computes=False) - excess // self._num_devices)
             pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
         one = forecast(self._touches, own, self._memory, pace, share=SHARE_BESIDE)
         return Forecast(one.read * self._num_devices, one.written * self._num_devices, one.seconds)
@@ -262,52 +262,31 @@ class _Assessed:
         returns: list[list[tuple[int, int]]] = []
         ranks, period = {position: at for at, position in enumerate(positions)}, len(positions)
         for device in range(self._num_devices):
-            own = self._own(positions, devices, device)
+            own = own_tasks(positions, devices, device, self._num_devices)
             found = foresee(self._touches, own, self._memory, SHARE_LEAVING)
             for handle, uses in found.leaves.items():
                 leaves.setdefault(handle, set()).update(ranks[own[at]] for at in uses)
             returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[at]]) for begin, at in found.returns])
         chosen.foresee(leaves, returns)
 
-    def _own(self, positions: Sequence[int], devices: Sequence[int], device: int) -> list[int]:
-        """Positions of the tasks that one device executes, in their order: its own minibatches', and every D-th of the tasks outside all of them."""
-        outside = itertools.count()
-        return [at for at in positions if devices[at] == device or (devices[at] < 0 and next(outside) % self._num_devices == device)]
 
+def _pools(found: Iterable[str], unit: int) -> list[list[str]]:
+    """Names of candidates on several devices in pools, of which the first with a fitting order decides: that of the side-by-side orders.
 
-def _of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
-    """A plan of some tasks of another."""
-    return StepPlan([plan.tasks[at] for at in positions], plan.owned)
-
-
-def device_bytes(plan: StepPlan, num_devices: int) -> int:
-    """Bytes of device memory, all devices together, with which data moves between devices only."""
-    if not plan.partitions:
-        return plan.needed_bytes()
-    outside = itertools.count()
-    own = [at for at, owner in enumerate(plan.partitions) if owner == 0 or (owner < 0 and next(outside) % num_devices == 0)]
-    return num_devices * _of_tasks(plan, own).needed_bytes()
-
-
-def _pools(found: Iterable[str], num_devices: int) -> list[list[str]]:
-    """Names of candidates in pools, of which the first with a fitting order decides. On several devices, the first pool has the side-by-side
-    orders."""
+    Args:
+        unit: number of minibatches of which such an order takes a multiple through each layer.
+    """
     pools: tuple[list[str], list[str]] = ([], [])
     for name in found:
-        pools[not _is_side_by_side(name, num_devices)].append(name)
+        pools[_group_of(name, unit) is None].append(name)
     return [*pools]
 
 
-def _is_side_by_side(name: str, num_devices: int) -> bool:
-    """Whether the order takes a multiple of `num_devices` minibatches through each layer side by side; true of any order on one device."""
-    return num_devices == 1 or _group_of(name, num_devices) is not None
-
-
-def _group_of(name: str, num_devices: int) -> int | None:
-    """Number of minibatches that an order takes through each layer side by side, 0 for all of them; None unless it is a multiple of the devices."""
+def _group_of(name: str, unit: int) -> int | None:
+    """Number of minibatches that an order takes through each layer side by side, 0 for all of them; None unless it is a multiple of a unit."""
     kind, _, size = name.partition(":")
-    group = int(size or 0) if kind == "layers" else -1
-    return group if group >= 0 and group % num_devices == 0 else None
+    group = int(size or 0) if kind == SIDE_BY_SIDE else -1
+    return group if group >= 0 and group % unit == 0 else None
 
 
 def _permuted(plan: StepPlan, positions: Sequence[int], devices: Sequence[int], num_devices: int) -> StepPlan:

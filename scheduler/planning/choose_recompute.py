@@ -8,7 +8,8 @@ A *mix* makes the first K groups again, the last of them for the leading share o
 them. What it does not make again stays in memory or moves, as the planned order and eviction by next use have it. The search begins with no group,
 under all orders, and with all groups or all blocks, under those that are likely then. It goes to the best K in between by bisection, under the
 orders that were best at the ends, and tries shares there. Every candidate is a forecast of the whole step, so recomputation, orders, devices, files
-and the disk are weighed together. A judge has the last word among the best few, if there is one (`weighing`).
+and the disk are weighed together. A judge has the last word among the best few, if there is one (`weighing`). Of a step of many tasks on equal
+devices, the share of one device is searched, and all devices get what is chosen for it (`device_share`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, plan_order
+from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
+from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
-from .orders import repetition
+from .orders import Repetition, repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
-from .weighing import CLOSE, Judge, Rival, Weighing
+from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
 
 LEAST_SHARE: Final = 0.01
 """Groups of a smaller share of the bytes of all are kept."""
@@ -60,10 +62,14 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
     return chosen
 
 
-def all_groups(values: Values) -> list[ValueGroup]:
-    """All groups of values that are away for a while, without their seconds."""
+def all_groups(values: Values, repeated: Repetition | None = None) -> list[ValueGroup]:
+    """All groups of values that are away for a while, without their seconds.
+
+    Args:
+        repeated: `repetition` of the step, if it is known.
+    """
     plan = values.plan
-    stages = repetition(plan).stage
+    stages = (repeated or repetition(plan)).stage
     found = defaultdict[tuple[str, int, tuple[str, ...]], dict[int, list[HandleRecord]]](lambda: defaultdict(list))
     for handle in plan.uses:
         if (value := values.of(handle)) is None:
@@ -133,6 +139,10 @@ def choose_plan(
         ValueError: the step has no order of that name, or nothing that such an operation makes and that could be made again.
     """
     find = partial(plan_order, memory=memory, last=last, computes_on_last=computes_on_last, num_devices=num_devices, pace=pace)
+    if recompute == AUTO and num_devices > 1 and pace is not None and len(plan.tasks) > MOST_JUDGED:
+        by_one = _chosen_by_one(plan, order, find, last=last, num_devices=num_devices, pace=pace)
+        if by_one is not None:
+            return by_one
     asked = as_asked(plan, recompute)
     found = replace(find(asked, order), recompute=NONE if recompute == AUTO else recompute)
     is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
@@ -142,6 +152,51 @@ def choose_plan(
     if recompute != AUTO or weighing.is_bound_by_tasks(found):
         return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, find)])
     return _Search(plan, found, order, find, weighing).best()
+
+
+def _chosen_by_one(
+    plan: StepPlan, order: str, find: Callable[..., PlannedOrder], *, last: int, num_devices: int, pace: PaceOf
+) -> PlannedOrder | None:
+    """What the share of one device would best make again, for all of equal devices.
+
+    Returns:
+        None where the share does not stand for the step, nothing is short, or the last tiers may be.
+    """
+    one_order, repeated = AUTO if order == AUTO else order_of_one(order, num_devices), repetition(plan)
+    devices, spill = devices_of_tasks(plan, repeated, num_devices), pace(plan).spill
+    if one_order is None or not devices or last_tier_bytes(plan, computes=False) > (last if spill is None else min(last, spill.capacity)):
+        return None
+    share = share_of(plan, devices, repeated.updates)
+
+    def pace_of_one(each: StepPlan) -> Pace:
+        return replace(pace(each), num_devices=num_devices)
+
+    find_one = partial(find, pace=pace_of_one, is_share=True, is_draft=True)
+    base = replace(find_one(share, one_order), recompute=NONE)
+    weighing = Weighing(share, last, pace_of_one)
+    if not base.forecasts or weighing.is_bound_by_tasks(base):
+        return None
+    best = _Search(share, base, one_order, find_one, weighing).best()
+    values = Values(plan)
+    mix = None if best.mix is None else _mix_of_all(best.mix, values, repeated)
+    if mix is None or mix.name != best.recompute:
+        return None
+    found = find(mix.apply(values), order_of_all(best.name, num_devices))
+    if found.last_bytes > last:
+        return None
+    forecasts = {order_of_all(name, num_devices): each for name, each in best.forecasts.items()}
+    forecasts |= {name: each for name, each in found.forecasts.items() if name != SUBMISSION}
+    return replace(found, recompute=mix.name, mix=mix, forecasts=forecasts, moves_least_of_equals=best.moves_least_of_equals)
+
+
+def _mix_of_all(mix: Mix, values: Values, repeated: Repetition) -> Mix | None:
+    """A mix of the share of one device for the whole step; None where that has other groups."""
+    known = {group.name: group for group in all_groups(values, repeated)}
+    if any(group.name not in known for group in mix.groups):
+        return None
+    groups = [replace(known[each.name], seconds=each.seconds * known[each.name].nbytes / each.nbytes) for each in mix.groups]
+    blocks = blocks_again(values) if mix.inside else Mix()
+    return replace(mix, groups=groups, inside=blocks.inside, between=blocks.between)
 
 
 def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
@@ -263,8 +318,9 @@ class _Search:
 
 
 def _fastest(chosen: PlannedOrder, count: int) -> list[str]:
-    """The fastest orders of those that were assessed."""
-    return sorted(chosen.forecasts, key=lambda name: chosen.forecasts[name].seconds)[:count]
+    """The fastest orders of those that were assessed; on several devices without submission order, which is there for comparison."""
+    names = [name for name in chosen.forecasts if name != SUBMISSION or not chosen.plan.partitions]
+    return sorted(names, key=lambda name: chosen.forecasts[name].seconds)[:count]
 
 
 def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, find: Callable[..., PlannedOrder]) -> Rival:

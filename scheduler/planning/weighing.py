@@ -57,6 +57,11 @@ class Rival(NamedTuple):
         return self.chosen.recompute in (NONE, BLOCK)
 
 
+def _tasks_alone(pace: Pace) -> float:
+    """Seconds of a step, or of the share of one device, where nothing waits for copies."""
+    return sum(pace.seconds.values()) * pace.num_devices
+
+
 class Weighing:
     """What planned steps are compared by.
 
@@ -74,7 +79,7 @@ class Weighing:
         self._least, self._slowness = 0.0, (0.0, 0.0)
         if pace is not None:
             rates = pace(plan)
-            self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
+            self._least, self._slowness = _tasks_alone(rates), (1 / rates.read, 1 / rates.write)
 
     def fits(self, chosen: PlannedOrder) -> bool:
         """Whether the last tier holds the data of a planned step."""
@@ -93,7 +98,7 @@ class Weighing:
         found = chosen.forecasts.get(chosen.name)
         if found is not None:
             return self._cost(found)
-        return 0.0 if self.pace is None else sum(self.pace(chosen.plan).seconds.values())
+        return 0.0 if self.pace is None else _tasks_alone(self.pace(chosen.plan))
 
     def _cost(self, found: Forecast) -> float:
         return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])
