@@ -103,7 +103,7 @@ def plan_step(
         UsageError: the step has no order of the name that was asked for.
     """
     plan = found.plan
-    order = choose_order(plan, run, target.without(found.reading)) if order is None else order
+    order = choose_order(found, run, target.without(found.reading)) if order is None else order
     needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())

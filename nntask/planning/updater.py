@@ -86,7 +86,7 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     for updater in updaters:
         at, there = _placed(run, target, updater) if has_devices else (run, target)
         step = capture(at, frozen_base=at.start.frozen_base)
-        order = choose_order(step.plan, at, there.without(step.reading))
+        order = choose_order(step, at, there.without(step.reading))
         fits = least_needs(step.plan, at, there, order, quick=True, reading=step.reading).fit(there)
         seconds[updater] = None
         if fits or not found:

@@ -1,6 +1,6 @@
 from .bounds import lower_bounds
 from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_order
-from .choose_recompute import as_asked, choose_plan, most_again
+from .choose_recompute import as_asked, choose_plan, most_again, what_is_asked
 from .forecast import Pace
 from .machine_pace import pace_of
 from .orders import arrange, candidates, repetition
@@ -27,4 +27,5 @@ __all__ = [
     "pace_of",
     "plan_order",
     "repetition",
+    "what_is_asked",
 ]

@@ -27,7 +27,7 @@ from .choose_order import AUTO, SUBMISSION, PlannedOrder, last_tier_bytes, plan_
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
 from .orders import Repetition, repetition
-from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
+from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
 from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
 
 LEAST_SHARE: Final = 0.01
@@ -208,9 +208,30 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     if recompute in (NONE, AUTO):
         return plan
     values = Values(plan)
+    return _asked_mix(values, recompute).apply(values)
+
+
+def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Mix:
+    """What "none", "block" or names of operations make again of a step, among the groups that a planner would choose from.
+
+    Args:
+        pace: as of `groups_of`.
+    """
+    values = Values(plan)
+    return replace(_asked_mix(values, recompute), groups=groups_of(values, pace), seconds_without=inf)
+
+
+def _asked_mix(values: Values, recompute: str) -> Mix:
+    """What "none", "block" or names of operations make again.
+
+    Raises:
+        ValueError: as of `as_asked`.
+    """
+    if recompute == NONE:
+        return Mix()
     if recompute == BLOCK:
-        return blocks_again(values).apply(values)
-    again: list[HandleRecord] = []
+        return blocks_again(values)
+    again = set[HandleRecord]()
     groups = all_groups(values)
     for asked in recompute.split(","):
         name, _, share = asked.strip().partition(":")
@@ -218,8 +239,8 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
         if not found:
             known = ", ".join(sorted({group.op for group in groups})) or "no operation"
             raise ValueError(f"this step has nothing to make again that {name!r} makes; name some of {known}")
-        again += [handle for group in found for handle in group.leading(float(share or 1))]
-    return recomputed(values, again)
+        again.update(handle for group in found for handle in group.leading(float(share or 1)))
+    return Mix(inside=again, asked=recompute)
 
 
 def most_again(plan: StepPlan) -> Iterator[StepPlan]:

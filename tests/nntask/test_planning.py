@@ -65,9 +65,9 @@ def test_a_step_that_fits_moves_nothing() -> None:
 def test_the_memory_of_those_who_read_files_is_part_of_the_peak() -> None:
     """As scratch memory of RAM, beside what the step uses."""
     small = resolve(settings(ncpu=1), CONFIG)  # one after another, whatever durations are measured
-    target, plan = this_machine(small.machine), memory_fit.capture(small).plan
-    order = memory_fit.choose_order(plan, small, target)
-    needs = memory_fit.least_needs(plan, small, target, order)
+    target, step = this_machine(small.machine), memory_fit.capture(small)
+    order = memory_fit.choose_order(step, small, target)
+    needs = memory_fit.least_needs(step.plan, small, target, order)
     (alone, *_), (beside, *_) = (planning._simulate(order, small, target, replace(needs, reading=nbytes)) for nbytes in (0, 3 * PAGE))
     assert alone is not None
     assert beside is not None
