@@ -7,8 +7,8 @@ a half of its need behind 12 GB/s, under two orders). A judge runs these rules, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final, NamedTuple
@@ -44,12 +44,12 @@ class Rival(NamedTuple):
 
     Attributes:
         orders: forecasts of those orders; none where everything fits.
-        under: plans it under one of them.
+        under: plans it under some of them.
     """
 
     chosen: PlannedOrder
     orders: Mapping[str, Forecast]
-    under: Callable[[str], PlannedOrder]
+    under: Callable[[Sequence[str]], Iterable[PlannedOrder]]
 
     @property
     def is_plain(self) -> bool:
@@ -112,29 +112,30 @@ class Weighing:
         """
         if self._judge is None or not best.forecasts:
             return best
-        finalists = list(self._finalists(best, rivals))
-        if len(finalists) == 1:
+        finalists = self._finalists(best, rivals)
+        if not finalists:
             return best
-        seconds = [self._judge(each.plan) for each in finalists]
-        least = min(seconds)
-        return best if least == inf else replace(finalists[seconds.index(least)], judged_seconds=least)
+        fastest, least = best, self._judge(best.plan)
+        for at, names in finalists.items():
+            for planned in rivals[at].under(names):
+                seconds = self._judge(planned.plan)
+                if seconds < least:
+                    fastest, least = planned, seconds
+        return best if least == inf else replace(fastest, judged_seconds=least)
 
-    def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> Iterator[PlannedOrder]:
-        """The best, and others that are forecast to be about as fast."""
-        yield best
+    def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> dict[int, list[str]]:
+        """Orders of rivals beside the best that are forecast to be about as fast; those of one rival are planned together."""
         rows = sorted((cost, at, name) for at, rival in enumerate(rivals) for name, cost in self._costs(rival).items())
-        num_left, num_orders = FINALISTS - 1, Counter[int]()
+        found = defaultdict[int, list[str]](list)
         for cost, at, name in rows:
-            if cost > NEAR * self.cost(best) or not num_left:
-                return
-            is_best = (rivals[at].chosen.recompute, name) == (best.recompute, best.name)
-            if is_best or num_orders[at] == FINAL_ORDERS:
-                continue
-            num_orders[at] += 1
-            planned = rivals[at].under(name)
-            if self.fits(planned):
-                num_left -= 1
-                yield planned
+            if cost > NEAR * self.cost(best) or sum(map(len, found.values())) == FINALISTS - 1:
+                break
+            rival = rivals[at]
+            is_best = (rival.chosen.recompute, name) == (best.recompute, best.name)
+            last_bytes = rival.orders[name].last_bytes if rival.orders else rival.chosen.last_bytes
+            if not is_best and len(found[at]) < FINAL_ORDERS and last_bytes <= self._last:
+                found[at].append(name)
+        return {at: names for at, names in found.items() if names}
 
     def _costs(self, rival: Rival) -> dict[str, float]:
         """Of each order of a step, what it costs as finalists are ranked."""
