@@ -26,15 +26,16 @@ CLOSE: Final = 0.99
 FRICTION: Final = 0.2
 """Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
 better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
-FINALISTS: Final = 9
+FINALISTS: Final = 10
 """Planned steps that are judged, at most."""
 FINAL_ORDERS: Final = 3
-"""Orders of one of them, at most."""
+"""Orders of one of them, at most; one more of what a program could ask for, as many as are judged then."""
 NEAR: Final = 1.1
 """A step that is forecast to take longer than the best by more than this factor is not judged."""
 PLAIN: Final = 1.2
-"""What a program could ask for instead of a choice, nothing or all blocks made again, is ranked as if it took less by this factor. Forecasts without
-recomputation are up to 23 % too long, and who leaves the choice to a planner expects no worse than either."""
+"""What a program could ask for instead of a choice, nothing or all blocks made again, is judged where it is forecast to take longer by up to this
+factor more, under as many of its own best orders as if it had been asked for. Forecasts without recomputation are up to 23 % too long, and who leaves
+the choice to a planner expects no worse than either."""
 MOST_JUDGED: Final = 10_000
 """Steps of more tasks are chosen by forecasts alone: judging one of them takes more than ten seconds."""
 
@@ -125,19 +126,27 @@ class Weighing:
 
     def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> dict[int, list[str]]:
         """Orders of rivals beside the best that are forecast to be about as fast; those of one rival are planned together."""
-        rows = sorted((cost, at, name) for at, rival in enumerate(rivals) for name, cost in self._costs(rival).items())
+        least = self.cost(best)
+        rows = sorted((cost, at, name) for at, rival in enumerate(rivals) for name, cost in self._costs(rival, least).items())
         found = defaultdict[int, list[str]](list)
         for cost, at, name in rows:
-            if cost > NEAR * self.cost(best) or sum(map(len, found.values())) == FINALISTS - 1:
+            if cost > NEAR * least or sum(map(len, found.values())) == FINALISTS - 1:
                 break
             rival = rivals[at]
             is_best = (rival.chosen.recompute, name) == (best.recompute, best.name)
             last_bytes = rival.orders[name].last_bytes if rival.orders else rival.chosen.last_bytes
-            if not is_best and len(found[at]) < FINAL_ORDERS and last_bytes <= self._last:
+            if not is_best and len(found[at]) < FINAL_ORDERS + rival.is_plain and last_bytes <= self._last:
                 found[at].append(name)
         return {at: names for at, names in found.items() if names}
 
-    def _costs(self, rival: Rival) -> dict[str, float]:
-        """Of each order of a step, what it costs as finalists are ranked."""
+    def _costs(self, rival: Rival, least: float) -> dict[str, float]:
+        """Of each order of a step, what it costs as finalists are ranked.
+
+        Args:
+            least: cost of the best.
+        """
         costs = {name: self._cost(found) for name, found in rival.orders.items()} or {rival.chosen.name: self.cost(rival.chosen)}
-        return {name: cost / PLAIN for name, cost in costs.items()} if rival.is_plain else costs
+        own = min(costs.values())
+        if not rival.is_plain or own > NEAR * PLAIN * least:
+            return costs
+        return {name: cost / PLAIN * min(1.0, least / own if own else 1.0) for name, cost in costs.items()}
