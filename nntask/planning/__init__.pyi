@@ -1,5 +1,5 @@
 from .fit_advice import more_memory
-from .memory_fit import CapturedStep, capture, choose_order, needs_of, no_collections, order_on, recomputing, thriftiest_needs, untouched
+from .memory_fit import CapturedStep, capture, choose_order, needs_of, no_collections, order_on, thriftiest_needs, untouched
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step, with_few_tasks
 from .updater import told_updater
@@ -20,7 +20,6 @@ __all__ = [
     "order_on",
     "plan_run",
     "plan_step",
-    "recomputing",
     "shortage",
     "thriftiest_needs",
     "told_updater",

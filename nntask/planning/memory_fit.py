@@ -9,13 +9,26 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from scheduler import CapturingRuntime, Codelet
 from scheduler.machine import FILE, POLICIES, RecordedTask, StepPlan
-from scheduler.planning import AUTO, NONE, SUBMISSION, Judge, PlannedOrder, arrange, as_asked, choose_plan, last_tier_bytes, most_again, repetition
+from scheduler.planning import (
+    AUTO,
+    NONE,
+    SUBMISSION,
+    Judge,
+    PlannedOrder,
+    arrange,
+    as_asked,
+    choose_plan,
+    last_tier_bytes,
+    most_again,
+    repetition,
+    what_is_asked,
+)
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase
@@ -40,10 +53,11 @@ class CapturedStep:
     """A model without memory, and its training step.
 
     Attributes:
-        plan: the step in submission order.
+        plan: the step in submission order, with what --recompute says made again.
         trained, frozen: the model's tensors by name, those that are learnt and those that are not; they have shapes and types, and no data.
         optimizer: likewise, of its state.
         reading: bytes of host memory for the readers of the files that the weights begin in.
+        recorded: the step that makes nothing again; None where that is the plan.
     """
 
     plan: StepPlan
@@ -51,6 +65,20 @@ class CapturedStep:
     frozen: Mapping[str, TileTensor]
     optimizer: Mapping[str, TileTensor]
     reading: int = 0
+    recorded: StepPlan | None = None
+
+    def recomputing(self, recompute: str) -> CapturedStep:
+        """The step with what --recompute says made again; unless that is left to the planner, who looks at budgets.
+
+        Raises:
+            UsageError: nothing that an operation makes here could be made again.
+        """
+        try:
+            again = as_asked(self.plan, recompute)
+        except ValueError as error:
+            raise UsageError(f"--recompute {recompute}: {error}") from error
+        again.idle = self.plan.idle
+        return self if again is self.plan else replace(self, plan=again, recorded=self.plan)
 
 
 def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[MachineModel, Needs], Sequence[str]]) -> PlannedOrder:
@@ -67,7 +95,7 @@ def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[Mach
     needs = least_needs(found.plan, run, target, quick=True, reading=found.reading)
     if not needs.fit(target):
         raise DoesNotFit(f"{shortage(target, needs)}; it would fit with {', or '.join(changes(target, needs))}")
-    return choose_order(found.plan, run, target.without(found.reading))
+    return choose_order(found, run, target.without(found.reading))
 
 
 def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
@@ -105,21 +133,10 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
     with runtime.record():
         outputs = emit_training_step(model, optimizer, inputs)
     del outputs
-    plan = recomputing(runtime.plan, run.step.recompute)
-    plan.idle = untouched(runtime.plan, [*model.tensors().values(), *optimizer.tensors().values()])
-    return CapturedStep(plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
-
-
-def recomputing(plan: StepPlan, recompute: str) -> StepPlan:
-    """The step with what --recompute says made again; unless that is left to the planner, who looks at budgets.
-
-    Raises:
-        UsageError: nothing that an operation makes here could be made again.
-    """
-    try:
-        return as_asked(plan, recompute)
-    except ValueError as error:
-        raise UsageError(f"--recompute {recompute}: {error}") from error
+    plan = runtime.plan
+    plan.idle = untouched(plan, [*model.tensors().values(), *optimizer.tensors().values()])
+    found = CapturedStep(plan, model.trained_tensors(), model.frozen_tensors(), optimizer.tensors(), runtime.reading_nbytes)
+    return found.recomputing(run.step.recompute)
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
@@ -170,7 +187,7 @@ def least_needs(
     """
     name = run.step.order
     if name not in (AUTO, SUBMISSION):
-        return needs_of((order or choose_order(plan, run, target)).plan, reading=reading)
+        return needs_of((order or _ordered(plan, run, target)).plan, reading=reading)
     found = needs_of(plan, reading=reading)
     if name != AUTO or (quick and found.fit(target)):
         return found
@@ -220,8 +237,20 @@ def _tiles_of_positions(run: RunConfig) -> int:
     return -(-rows // cut.seq_tile) * -(-config.n_embd // cut.embd_tile)
 
 
-def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
-    """As `Runtime.plan_step`, of a step that has been given what --recompute says."""
+def choose_order(step: CapturedStep, run: LanguageRun, target: MachineModel) -> PlannedOrder:
+    """As `Runtime.plan_step`, of a step that has been given what --recompute says, with what else it could make again.
+
+    Raises:
+        UsageError: the step has no order of the name that was asked for.
+    """
+    found, recompute = _ordered(step.plan, run, target), run.step.recompute
+    if recompute == AUTO or not found.forecasts:
+        return found
+    return replace(found, mix=what_is_asked(step.recorded or step.plan, recompute, lambda planned: pace_on(planned, target)))
+
+
+def _ordered(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
+    """`choose_order` without what else the step could make again."""
     try:
         judge = partial(replay_seconds, target=target, how=run.machine.scheduling)
         return order_on(plan, run.step.order, target, target.policy, AUTO if run.step.recompute == AUTO else NONE, judge)
@@ -231,15 +260,16 @@ def choose_order(plan: StepPlan, run: LanguageRun, target: MachineModel) -> Plan
         raise UsageError(f"--order {run.step.order}: {error}{more}") from error
 
 
-def order_and_needs(found: CapturedStep, run: LanguageRun, target: MachineModel) -> tuple[PlannedOrder, Needs]:
-    """The order that a run would choose, and what its step needs (`least_needs`); where no order fits, the submission order, without a search."""
-    if run.step.order not in (AUTO, SUBMISSION):
-        order = choose_order(found.plan, run, target.without(found.reading))
-        return order, least_needs(found.plan, run, target, order, reading=found.reading)
-    needs = least_needs(found.plan, run, target, reading=found.reading)
-    if not needs.fit(target):
-        return PlannedOrder(SUBMISSION, found.plan, {}, num_tasks=len(found.plan.tasks)), needs
-    return choose_order(found.plan, run, target.without(found.reading)), needs
+def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -> tuple[PlannedOrder, Needs | None]:
+    """The order that a run would choose; where none fits, the submission order, without a search, and what the step needs at least."""
+    if run.step.order in (AUTO, SUBMISSION):
+        needs = least_needs(step.plan, run, target, quick=True, reading=step.reading)
+        if not needs.fit(target):
+            return PlannedOrder(SUBMISSION, step.plan, {}, num_tasks=len(step.plan.tasks)), needs
+        return choose_order(step, run, target.without(step.reading)), None
+    order = choose_order(step, run, target.without(step.reading))
+    needs = least_needs(step.plan, run, target, order, quick=True, reading=step.reading)
+    return order, None if needs.fit(target) else needs
 
 
 def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE, judge: Judge | None = None) -> PlannedOrder:

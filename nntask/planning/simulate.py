@@ -38,7 +38,7 @@ from .memory_fit import (
     least_needs,
     most_tiles,
     no_collections,
-    order_and_needs,
+    order_or_needs,
     work_of,
 )
 from .needs import Needs, shortage
@@ -110,8 +110,8 @@ def plan_step(
     """
     plan = found.plan
     if order is None:
-        order, needs = order_and_needs(found, run, target)
-    elif needs is None:
+        order, needs = order_or_needs(found, run, target)
+    if needs is None:
         needs = least_needs(plan, run, target, order, reading=found.reading)
     simulation, refusal, full = _simulate(order, run, target, needs)
     num_trained = sum(prod(tensor.shape) for tensor in found.trained.values())

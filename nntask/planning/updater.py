@@ -20,7 +20,7 @@ from ..errors import DoesNotFit
 from ..hardware.imaginary import NUM_CPU
 from ..hardware.machine_model import MachineModel, this_machine
 from .fit_advice import check_fit
-from .memory_fit import CapturedStep, capture, order_and_needs
+from .memory_fit import CapturedStep, capture, order_or_needs
 from .needs import Needs
 
 Updater = Literal["device", "cpu"]
@@ -36,7 +36,7 @@ class ChosenUpdater(NamedTuple):
     Attributes:
         target: the machine, with the CPU workers that this takes.
         seconds: forecast of a step under each updater, where there was a choice; None where it would not fit, or nothing would move.
-        needs: of the step, if it was looked at whether that fits or not.
+        needs: of the step, where it does not fit.
     """
 
     run: RunConfig
@@ -89,8 +89,8 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
     for updater in updaters:
         at, there = _placed(run, target, updater) if has_devices else (run, target)
         step = capture(at, frozen_base=at.start.frozen_base)
-        order, needs = order_and_needs(step, at, there)
-        fits = needs.fit(there)
+        order, needs = order_or_needs(step, at, there)
+        fits = needs is None
         seconds[updater] = None
         if fits or not found:
             found[updater] = ChosenUpdater(at, there, step, order, {}, needs)

@@ -47,11 +47,10 @@ def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any
     for group in order.mix.groups:
         again = order.mix.again(group)
         others = set(group.leading(1.0)).difference(again)
-        blocks = {order.plan.tasks[order.plan.uses[handle].positions[0]].block for handle in group.leading(1.0)}
         yield {
             "name": group.name,
             "operation": group.op,
-            "layers": len(blocks - {None}) // max(map(len, group.layers)),
+            "layers": group.num_blocks(order.plan),
             "bytes": group.nbytes,
             "again_bytes": sum(handle.size for handle in again),
             "moved_bytes": sum(handle.size for handle in others if handle in gone),

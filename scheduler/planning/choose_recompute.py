@@ -8,7 +8,8 @@ A *mix* makes the first K groups again, the last of them for the leading share o
 them. What it does not make again stays in memory or moves, as the planned order and eviction by next use have it. The search begins with no group,
 under all orders, and with all groups or all blocks, under those that are likely then. It goes to the best K in between by bisection, under the
 orders that were best at the ends, and tries shares there. Every candidate is a forecast of the whole step, so recomputation, orders, devices, files
-and the disk are weighed together. A judge has the last word among the best few, if there is one (`weighing`).
+and the disk are weighed together. A judge has the last word among the best few, if there is one (`weighing`). Of a step of many tasks on equal
+devices, the share of one device is searched, and all devices get what is chosen for it (`device_share`).
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, SUBMISSION, PlannedOrder, device_bytes, plan_order
+from .choose_order import AUTO, PlannedOrder, plan_order, planned_orders
+from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
-from .orders import repetition
-from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of, recomputed
-from .weighing import CLOSE, Judge, Rival, Weighing
+from .ordered_step import SUBMISSION, last_tier_bytes
+from .orders import Repetition, repetition
+from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
+from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
 
 LEAST_SHARE: Final = 0.01
 """Groups of a smaller share of the bytes of all are kept."""
@@ -42,6 +44,8 @@ MANY_TASKS: Final = 20_000
 """Steps of more tasks make all or nothing of a group again: weighing one mix of them takes a second for 20,000 tasks."""
 
 PaceOf = Callable[[StepPlan], Pace]
+_Machine = Mapping[str, Any]
+"""Further arguments of `plan_order`."""
 
 
 def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
@@ -60,10 +64,14 @@ def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
     return chosen
 
 
-def all_groups(values: Values) -> list[ValueGroup]:
-    """All groups of values that are away for a while, without their seconds."""
+def all_groups(values: Values, repeated: Repetition | None = None) -> list[ValueGroup]:
+    """All groups of values that are away for a while, without their seconds.
+
+    Args:
+        repeated: `repetition` of the step, if it is known.
+    """
     plan = values.plan
-    stages = repetition(plan).stage
+    stages = (repeated or repetition(plan)).stage
     found = defaultdict[tuple[str, int, tuple[str, ...]], dict[int, list[HandleRecord]]](lambda: defaultdict(list))
     for handle in plan.uses:
         if (value := values.of(handle)) is None:
@@ -132,16 +140,63 @@ def choose_plan(
     Raises:
         ValueError: the step has no order of that name, or nothing that such an operation makes and that could be made again.
     """
-    find = partial(plan_order, memory=memory, last=last, computes_on_last=computes_on_last, num_devices=num_devices, pace=pace)
+    machine: _Machine = {"memory": memory, "last": last, "computes_on_last": computes_on_last, "num_devices": num_devices, "pace": pace}
+    if recompute == AUTO and num_devices > 1 and pace is not None and len(plan.tasks) > MOST_JUDGED:
+        by_one = _chosen_by_one(plan, order, machine, last=last, num_devices=num_devices, pace=pace)
+        if by_one is not None:
+            return by_one
     asked = as_asked(plan, recompute)
-    found = replace(find(asked, order), recompute=NONE if recompute == AUTO else recompute)
+    found = replace(plan_order(asked, order, **machine), recompute=NONE if recompute == AUTO else recompute)
     is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
     if is_settled or (recompute != AUTO and judge is None):
         return found
     weighing = Weighing(plan, last, pace, judge)
     if recompute != AUTO or weighing.is_bound_by_tasks(found):
-        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, find)])
-    return _Search(plan, found, order, find, weighing).best()
+        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, machine)])
+    return _Search(plan, found, order, machine, weighing).best()
+
+
+def _chosen_by_one(plan: StepPlan, order: str, machine: _Machine, *, last: int, num_devices: int, pace: PaceOf) -> PlannedOrder | None:
+    """What the share of one device would best make again, for all of equal devices.
+
+    Returns:
+        None where the share does not stand for the step, nothing is short, or the last tiers may be.
+    """
+    one_order, repeated = AUTO if order == AUTO else order_of_one(order, num_devices), repetition(plan)
+    devices, spill = devices_of_tasks(plan, repeated, num_devices), pace(plan).spill
+    if one_order is None or not devices or last_tier_bytes(plan, computes=False) > (last if spill is None else min(last, spill.capacity)):
+        return None
+    share = share_of(plan, devices, repeated.updates)
+
+    def pace_of_one(each: StepPlan) -> Pace:
+        return replace(pace(each), num_devices=num_devices)
+
+    one: _Machine = {**machine, "pace": pace_of_one, "is_share": True}
+    base = replace(plan_order(share, one_order, **one, is_draft=True), recompute=NONE)
+    weighing = Weighing(share, last, pace_of_one)
+    if not base.forecasts or weighing.is_bound_by_tasks(base):
+        return None
+    best = _Search(share, base, one_order, one, weighing).by_forecasts().chosen
+    values = Values(plan)
+    mix = None if best.mix is None else _mix_of_all(best.mix, values, repeated)
+    if mix is None or mix.name != best.recompute:
+        return None
+    found = plan_order(mix.apply(values), order_of_all(best.name, num_devices), **machine)
+    if found.last_bytes > last:
+        return None
+    forecasts = {order_of_all(name, num_devices): each for name, each in best.forecasts.items()}
+    forecasts |= {name: each for name, each in found.forecasts.items() if name != SUBMISSION}
+    return replace(found, recompute=mix.name, mix=mix, forecasts=forecasts, moves_least_of_equals=best.moves_least_of_equals)
+
+
+def _mix_of_all(mix: Mix, values: Values, repeated: Repetition) -> Mix | None:
+    """A mix of the share of one device for the whole step; None where that has other groups."""
+    known = {group.name: group for group in all_groups(values, repeated)}
+    if any(group.name not in known for group in mix.groups):
+        return None
+    groups = [replace(known[each.name], seconds=each.seconds * known[each.name].nbytes / each.nbytes) for each in mix.groups]
+    blocks = blocks_again(values) if mix.inside else Mix()
+    return replace(mix, groups=groups, inside=blocks.inside, between=blocks.between)
 
 
 def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
@@ -153,9 +208,30 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
     if recompute in (NONE, AUTO):
         return plan
     values = Values(plan)
+    return _asked_mix(values, recompute).apply(values)
+
+
+def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Mix:
+    """What "none", "block" or names of operations make again of a step, among the groups that a planner would choose from.
+
+    Args:
+        pace: as of `groups_of`.
+    """
+    values = Values(plan)
+    return replace(_asked_mix(values, recompute), groups=groups_of(values, pace), seconds_without=inf)
+
+
+def _asked_mix(values: Values, recompute: str) -> Mix:
+    """What "none", "block" or names of operations make again.
+
+    Raises:
+        ValueError: as of `as_asked`.
+    """
+    if recompute == NONE:
+        return Mix()
     if recompute == BLOCK:
-        return blocks_again(values).apply(values)
-    again: list[HandleRecord] = []
+        return blocks_again(values)
+    again = set[HandleRecord]()
     groups = all_groups(values)
     for asked in recompute.split(","):
         name, _, share = asked.strip().partition(":")
@@ -163,8 +239,8 @@ def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
         if not found:
             known = ", ".join(sorted({group.op for group in groups})) or "no operation"
             raise ValueError(f"this step has nothing to make again that {name!r} makes; name some of {known}")
-        again += [handle for group in found for handle in group.leading(float(share or 1))]
-    return recomputed(values, again)
+        again.update(handle for group in found for handle in group.leading(float(share or 1)))
+    return Mix(inside=again, asked=recompute)
 
 
 def most_again(plan: StepPlan) -> Iterator[StepPlan]:
@@ -202,20 +278,28 @@ class _Search:
 
     Args:
         base: the step without any.
-        find: plans a step under an order, or the best of some.
+        machine: further arguments of `plan_order`.
     """
 
-    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, find: Callable[..., PlannedOrder], weighing: Weighing) -> None:
-        self._values, self._base, self._order, self._find, self._weighing = Values(plan), base, order, find, weighing
+    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, machine: _Machine, weighing: Weighing) -> None:
+        self._values, self._base, self._order, self._machine, self._weighing = Values(plan), base, order, machine, weighing
         self._seconds_without = base.seconds if weighing.fits(base) else inf
         self._groups = groups_of(self._values, weighing.pace if weighing.fits(base) else None)
         if weighing.pace is not None and not weighing.fits(base):  # sorted as `most_again` does, which knows no machine
             self._groups = _priced(self._values, self._groups, weighing.pace)
-        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, find)}
+        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, machine)}
         self._keys: dict[str, tuple[bool, float, int]] = {NONE: weighing.key(base)}
 
     def best(self) -> PlannedOrder:
         """The step with the best mix; the base where none is better."""
+        best = self.by_forecasts()
+        planned = best.chosen
+        if planned is not self._rivals[NONE].chosen:  # a draft
+            (planned,) = best.under([planned.name])
+        return self._weighing.judged(planned, [*self._rivals.values()])
+
+    def by_forecasts(self) -> Rival:
+        """The step with the best mix by forecasts alone."""
         most, none = len(self._groups), self._keys[NONE]
         blocks = replace(blocks_again(self._values), groups=self._groups, seconds_without=self._seconds_without)
         ends = [mix for mix in (self._mix(most), blocks) if mix.name != NONE]
@@ -226,9 +310,7 @@ class _Search:
             self._look_between(most)
         name = min(self._keys, key=self._keys.__getitem__)
         is_worth_it = none[0] or self._keys[name][1] <= CLOSE * none[1]
-        best = self._rivals[name if is_worth_it else NONE]
-        planned = best.chosen if best.chosen is self._rivals[NONE].chosen else best.under(best.chosen.name)
-        return self._weighing.judged(planned, [*self._rivals.values()])
+        return self._rivals[name if is_worth_it else NONE]
 
     def _look_between(self, most: int) -> None:
         """Try fewer groups, and smaller shares of the best number of them, under the orders that were the best at both ends."""
@@ -254,31 +336,35 @@ class _Search:
         """Plan the step with a mix under the best of some orders, or of all if none is named, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            found = self._find(mix.apply(self._values), self._order, only=only, is_draft=True)
+            found = plan_order(mix.apply(self._values), self._order, **self._machine, only=only, is_draft=True)
             plain = {SUBMISSION: self._base.forecasts[SUBMISSION]}  # what would run without a planner
             chosen = replace(found, recompute=mix.name, mix=mix, forecasts={**plain, **found.forecasts})
-            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._find)
+            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._machine)
             self._keys[mix.name] = self._weighing.key(found)
         return self._keys[mix.name]
 
 
 def _fastest(chosen: PlannedOrder, count: int) -> list[str]:
-    """The fastest orders of those that were assessed."""
-    return sorted(chosen.forecasts, key=lambda name: chosen.forecasts[name].seconds)[:count]
+    """The fastest orders of those that were assessed; on several devices without submission order, which is there for comparison."""
+    names = [name for name in chosen.forecasts if name != SUBMISSION or not chosen.plan.partitions]
+    return sorted(names, key=lambda name: chosen.forecasts[name].seconds)[:count]
 
 
-def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, find: Callable[..., PlannedOrder]) -> Rival:
+def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, machine: _Machine) -> Rival:
     """A planned step for the last choice.
 
     Args:
         step: the same step in submission order.
         found: forecasts of the orders that it was planned from; none where everything fits.
         order: that was asked for.
-        find: as of `_Search`.
+        machine: as of `_Search`.
     """
 
-    def under(name: str) -> PlannedOrder:
-        only = [name] if order == AUTO else ()
-        return replace(find(step(), order, only=only), recompute=chosen.recompute, mix=chosen.mix, forecasts=chosen.forecasts)
+    def under(names: Sequence[str]) -> Iterator[PlannedOrder]:
+        for name, plan in zip(names, planned_orders(step(), names, **machine), strict=True):
+            last_bytes = found[name].last_bytes if name in found else chosen.last_bytes
+            yield replace(
+                chosen, name=name, plan=plan, last_bytes=last_bytes, moves_least_of_equals=chosen.moves_least_of_equals and name == chosen.name
+            )
 
     return Rival(chosen, found if order == AUTO else {name: each for name, each in found.items() if name == order}, under)

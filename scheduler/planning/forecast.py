@@ -45,11 +45,13 @@ class Forecast:
     Attributes:
         read, written: bytes from and to the tier below.
         seconds: from the end of the step before to its own end; 0 without a pace.
+        last_bytes: what the last tier must hold, if that is known (`ordered_step`).
     """
 
     read: int
     written: int
     seconds: float = 0.0
+    last_bytes: int = 0
 
     @property
     def total(self) -> int:

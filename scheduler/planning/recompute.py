@@ -202,6 +202,11 @@ class ValueGroup:
         """The handles of the leading share of the layers."""
         return [handle for layer in self.layers[: ceil(share * len(self.layers))] for handle in layer]
 
+    def num_blocks(self, plan: StepPlan) -> int:
+        """Number of blocks of a model that make such values, in each minibatch; 0 for values outside blocks."""
+        blocks = [{plan.tasks[plan.uses[handle].positions[0]].block for handle in handles} - {None} for handles in self.layers]
+        return len(set().union(*blocks)) // max(1, *map(len, blocks))
+
     @property
     def middle(self) -> HandleRecord:
         """One that stands for all."""
@@ -216,8 +221,10 @@ class Mix:
         groups: all of the step, the cheapest first; K of them are made again.
         num_groups: K.
         share: of the values of the last one.
-        inside: instead of groups, the values that nothing outside their block reads, which "block" asks for; empty where groups were chosen.
+        inside: instead of groups, values that were asked for: those that nothing outside their block reads, or what operations make; empty where
+            groups were chosen.
         between: what blocks read from each other, which is kept then.
+        asked: what `inside` was asked for by.
         seconds_without: forecast of the step that makes nothing again; infinite where the machine cannot hold that one's data.
     """
 
@@ -226,6 +233,7 @@ class Mix:
     share: float = 1.0
     inside: Set[HandleRecord] = frozenset()
     between: Set[HandleRecord] = frozenset()
+    asked: str = BLOCK
     seconds_without: float = 0.0
 
     def again(self, group: ValueGroup) -> list[HandleRecord]:
@@ -243,7 +251,7 @@ class Mix:
     def name(self) -> str:
         """By which it can be asked for."""
         if self.inside:
-            return BLOCK
+            return self.asked
         share = "" if self.share == 1 else f":{self.share:g}"
         return ",".join(group.name for group in self.groups[: self.num_groups]) + share or NONE
 

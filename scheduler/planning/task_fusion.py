@@ -22,8 +22,9 @@ from typing import Any, Final, NamedTuple
 from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
-from .choose_order import PlannedOrder, last_tier_bytes
+from .choose_order import PlannedOrder
 from .fused_tasks import Make, ScratchView, join, merged
+from .ordered_step import last_tier_bytes
 
 LOOK_BACK: Final = 8
 """Starts between two tasks that start together, at most: what one of them reads is kept for the other."""

@@ -7,8 +7,8 @@ a half of its need behind 12 GB/s, under two orders). A judge runs these rules, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final, NamedTuple
@@ -26,15 +26,16 @@ CLOSE: Final = 0.99
 FRICTION: Final = 0.2
 """Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
 better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
-FINALISTS: Final = 9
+FINALISTS: Final = 10
 """Planned steps that are judged, at most."""
 FINAL_ORDERS: Final = 3
-"""Orders of one of them, at most."""
+"""Orders of one of them, at most; one more of what a program could ask for, as many as are judged then."""
 NEAR: Final = 1.1
 """A step that is forecast to take longer than the best by more than this factor is not judged."""
 PLAIN: Final = 1.2
-"""What a program could ask for instead of a choice, nothing or all blocks made again, is ranked as if it took less by this factor. Forecasts without
-recomputation are up to 23 % too long, and who leaves the choice to a planner expects no worse than either."""
+"""What a program could ask for instead of a choice, nothing or all blocks made again, is judged where it is forecast to take longer by up to this
+factor more, under as many of its own best orders as if it had been asked for. Forecasts without recomputation are up to 23 % too long, and who leaves
+the choice to a planner expects no worse than either."""
 MOST_JUDGED: Final = 10_000
 """Steps of more tasks are chosen by forecasts alone: judging one of them takes more than ten seconds."""
 
@@ -44,17 +45,22 @@ class Rival(NamedTuple):
 
     Attributes:
         orders: forecasts of those orders; none where everything fits.
-        under: plans it under one of them.
+        under: plans it under some of them.
     """
 
     chosen: PlannedOrder
     orders: Mapping[str, Forecast]
-    under: Callable[[str], PlannedOrder]
+    under: Callable[[Sequence[str]], Iterable[PlannedOrder]]
 
     @property
     def is_plain(self) -> bool:
         """Whether it could be asked for by a word."""
         return self.chosen.recompute in (NONE, BLOCK)
+
+
+def _tasks_alone(pace: Pace) -> float:
+    """Seconds of a step, or of the share of one device, where nothing waits for copies."""
+    return sum(pace.seconds.values()) * pace.num_devices
 
 
 class Weighing:
@@ -74,7 +80,7 @@ class Weighing:
         self._least, self._slowness = 0.0, (0.0, 0.0)
         if pace is not None:
             rates = pace(plan)
-            self._least, self._slowness = sum(rates.seconds.values()), (1 / rates.read, 1 / rates.write)
+            self._least, self._slowness = _tasks_alone(rates), (1 / rates.read, 1 / rates.write)
 
     def fits(self, chosen: PlannedOrder) -> bool:
         """Whether the last tier holds the data of a planned step."""
@@ -93,7 +99,7 @@ class Weighing:
         found = chosen.forecasts.get(chosen.name)
         if found is not None:
             return self._cost(found)
-        return 0.0 if self.pace is None else sum(self.pace(chosen.plan).seconds.values())
+        return 0.0 if self.pace is None else _tasks_alone(self.pace(chosen.plan))
 
     def _cost(self, found: Forecast) -> float:
         return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])
@@ -107,31 +113,40 @@ class Weighing:
         """
         if self._judge is None or not best.forecasts:
             return best
-        finalists = list(self._finalists(best, rivals))
-        if len(finalists) == 1:
+        finalists = self._finalists(best, rivals)
+        if not finalists:
             return best
-        seconds = [self._judge(each.plan) for each in finalists]
-        least = min(seconds)
-        return best if least == inf else replace(finalists[seconds.index(least)], judged_seconds=least)
+        fastest, least = best, self._judge(best.plan)
+        for at, names in finalists.items():
+            for planned in rivals[at].under(names):
+                seconds = self._judge(planned.plan)
+                if seconds < least:
+                    fastest, least = planned, seconds
+        return best if least == inf else replace(fastest, judged_seconds=least)
 
-    def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> Iterator[PlannedOrder]:
-        """The best, and others that are forecast to be about as fast."""
-        yield best
-        rows = sorted((cost, at, name) for at, rival in enumerate(rivals) for name, cost in self._costs(rival).items())
-        num_left, num_orders = FINALISTS - 1, Counter[int]()
+    def _finalists(self, best: PlannedOrder, rivals: Sequence[Rival]) -> dict[int, list[str]]:
+        """Orders of rivals beside the best that are forecast to be about as fast; those of one rival are planned together."""
+        least = self.cost(best)
+        rows = sorted((cost, at, name) for at, rival in enumerate(rivals) for name, cost in self._costs(rival, least).items())
+        found = defaultdict[int, list[str]](list)
         for cost, at, name in rows:
-            if cost > NEAR * self.cost(best) or not num_left:
-                return
-            is_best = (rivals[at].chosen.recompute, name) == (best.recompute, best.name)
-            if is_best or num_orders[at] == FINAL_ORDERS:
-                continue
-            num_orders[at] += 1
-            planned = rivals[at].under(name)
-            if self.fits(planned):
-                num_left -= 1
-                yield planned
+            if cost > NEAR * least or sum(map(len, found.values())) == FINALISTS - 1:
+                break
+            rival = rivals[at]
+            is_best = (rival.chosen.recompute, name) == (best.recompute, best.name)
+            last_bytes = rival.orders[name].last_bytes if rival.orders else rival.chosen.last_bytes
+            if not is_best and len(found[at]) < FINAL_ORDERS + rival.is_plain and last_bytes <= self._last:
+                found[at].append(name)
+        return {at: names for at, names in found.items() if names}
 
-    def _costs(self, rival: Rival) -> dict[str, float]:
-        """Of each order of a step, what it costs as finalists are ranked."""
+    def _costs(self, rival: Rival, least: float) -> dict[str, float]:
+        """Of each order of a step, what it costs as finalists are ranked.
+
+        Args:
+            least: cost of the best.
+        """
         costs = {name: self._cost(found) for name, found in rival.orders.items()} or {rival.chosen.name: self.cost(rival.chosen)}
-        return {name: cost / PLAIN for name, cost in costs.items()} if rival.is_plain else costs
+        own = min(costs.values())
+        if not rival.is_plain or own > NEAR * PLAIN * least:
+            return costs
+        return {name: cost / PLAIN * min(1.0, least / own if own else 1.0) for name, cost in costs.items()}

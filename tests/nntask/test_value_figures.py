@@ -18,7 +18,7 @@ CONFIG = GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=4, n_head
 
 def figures_of(**resources: Any) -> dict[str, Any]:
     """The figures of a step that holds 7 MiB, on two CPU workers."""
-    tiling = TilingSettings(batch=8, minibatch=8, minibatch_tile=8)
+    tiling = TilingSettings(batch=8, minibatch=8, minibatch_tile=4)
     run = resolve(TrainSettings(data=DataSettings(tokenizer="bytes"), tiling=tiling, resources=ResourceSettings(ncpu=2, **resources)), CONFIG)
     return order_figures(check_fit(run)[1], run, this_machine(run.machine))
 
@@ -48,11 +48,20 @@ def test_a_step_that_only_fits_like_that() -> None:
     assert len(rows) == len(found["values"])
 
 
-def test_what_was_asked_for() -> None:
-    """Is called given; nothing was weighed."""
-    found = figures_of(ram="1GB", recompute="layer_norm:0.5")
-    assert headline(found) == "layer_norm:0.5 (given)"
-    assert found["values"] == []
+@pytest.mark.parametrize("asked", ["layer_norm:0.5", "block", "none"])
+def test_what_was_asked_for(asked: str) -> None:
+    """Is called given, with what becomes of each kind of value and what the other ways would cost, as where a planner chooses."""
+    found = figures_of(ram={"block": "2MB"}.get(asked, "4MB"), disk="scratch:1GiB", recompute=asked)
+    assert headline(found) == f"{asked} (given)"
+    assert found["seconds_without_recompute"] is None
+    shares = {value["name"]: value["again_bytes"] / value["bytes"] for value in found["values"]}
+    assert len(shares) > 3
+    if asked == "block":
+        assert min(shares.values()) < 0.5 < max(shares.values())
+    else:
+        assert {name: share for name, share in shares.items() if share} == ({} if asked == "none" else {"layer_norm[0]>matmul": 0.5})
+    assert all(value["again_bytes"] + value["moved_bytes"] + value["kept_bytes"] == value["bytes"] for value in found["values"])
+    assert all(value["seconds_again"] > 0 and value["seconds_moved"] > 0 for value in found["values"])
 
 
 @pytest.mark.parametrize(

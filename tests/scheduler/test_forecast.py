@@ -11,8 +11,9 @@ from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.core.records import FILE, Replica, W
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import forecast as forecasts
-from scheduler.planning.choose_order import AUTO, EQUAL, SUBMISSION, plan_order
+from scheduler.planning.choose_order import AUTO, EQUAL, plan_order
 from scheduler.planning.forecast import Forecast, Foreseen, Pace, Spill
+from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.planning.orders import candidates
 from scheduler.planning.tile_traffic import Touches
 from scheduler.simulation.virtual_time import Simulation, simulate

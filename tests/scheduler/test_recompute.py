@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from support.toy_steps import PAGE, PlanBuilder, toy_step
+from support.toy_steps import PAGE, PlanBuilder, toy_step, wide_step
 
 from scheduler.core.codelet import Codelet, Tail
 from scheduler.core.records import HandleRecord
@@ -175,30 +175,6 @@ def test_names_of_operations() -> None:
 def pace(plan: StepPlan) -> Pace:
     """Computing that costs less than moving."""
     return Pace(dict.fromkeys(plan.tasks, 1e-3), read=PAGE / 1e-3, write=PAGE / 1e-3, duplex=True)
-
-
-def wide_step(layers: int = 10, minibatches: int = 2) -> StepPlan:
-    """A residual stream beside which each layer makes four times as much from it, cheaply."""
-    builder = PlanBuilder()
-    weights = [builder.tile(f"w{at}", "persistent", 1) for at in range(layers)]
-    gradients = [builder.tile(f"d{at}", pages=1) for at in range(layers)]
-    for minibatch in range(minibatches):
-        data, copy = builder.tile("data", "input"), builder.tile("copy")
-        builder.task("copy input", (data, "R"), (copy, "W"))
-        x, wide = [copy], []
-        for weight in weights:
-            wide.append(builder.tile("wide", pages=8))
-            x.append(builder.tile("x"))
-            builder.task("widen", (x[-2], "R"), (wide[-1], "W"))
-            builder.task("product", (wide[-1], "R"), (weight, "R"), (x[-2], "R"), (x[-1], "W"))
-        dx = builder.tile("dx")
-        builder.task("loss", (x[-1], "R"), (dx, "W"))
-        for at in reversed(range(layers)):
-            before, dx = dx, builder.tile("dx")
-            builder.task("backward", (wide[at], "R"), (x[at], "R"), (before, "R"), (gradients[at], "RW" if minibatch else "W"), (dx, "W"))
-    for weight, gradient in zip(weights, gradients, strict=True):
-        builder.task("update", (weight, "RW"), (gradient, "R"))
-    return builder.plan()
 
 
 def test_what_can_only_be_made_from_its_like_is_kept() -> None:

@@ -64,3 +64,27 @@ def toy_step(layers: int = 3, minibatches: int = 4, recompute: bool = False) -> 
     for weight, moment, gradient in zip(weights, moments, gradients, strict=True):
         builder.task("adam", (weight, "RW"), (moment, "RW"), (gradient, "R"))
     return builder.plan()
+
+
+def wide_step(layers: int = 10, minibatches: int = 2) -> StepPlan:
+    """A residual stream beside which each layer makes four times as much from it, cheaply."""
+    builder = PlanBuilder()
+    weights = [builder.tile(f"w{at}", "persistent", 1) for at in range(layers)]
+    gradients = [builder.tile(f"d{at}", pages=1) for at in range(layers)]
+    for minibatch in range(minibatches):
+        data, copy = builder.tile("data", "input"), builder.tile("copy")
+        builder.task("copy input", (data, "R"), (copy, "W"))
+        x, wide = [copy], []
+        for weight in weights:
+            wide.append(builder.tile("wide", pages=8))
+            x.append(builder.tile("x"))
+            builder.task("widen", (x[-2], "R"), (wide[-1], "W"))
+            builder.task("product", (wide[-1], "R"), (weight, "R"), (x[-2], "R"), (x[-1], "W"))
+        dx = builder.tile("dx")
+        builder.task("loss", (x[-1], "R"), (dx, "W"))
+        for at in reversed(range(layers)):
+            before, dx = dx, builder.tile("dx")
+            builder.task("backward", (wide[at], "R"), (x[at], "R"), (before, "R"), (gradients[at], "RW" if minibatch else "W"), (dx, "W"))
+    for weight, gradient in zip(weights, gradients, strict=True):
+        builder.task("update", (weight, "RW"), (gradient, "R"))
+    return builder.plan()

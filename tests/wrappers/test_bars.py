@@ -13,7 +13,8 @@ from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
 from nntask.models.gpt2 import GPT2Config
 from scheduler.core.performance_model import Models
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning.choose_order import AUTO, SUBMISSION, PlannedOrder, plan_order
+from scheduler.planning.choose_order import AUTO, PlannedOrder, plan_order
+from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.simulation.virtual_time import Simulation, simulate
 from wrappers.cli.bench.access_trace import trace_of
 from wrappers.cli.bench.byte_bound import lower_bound

@@ -17,7 +17,7 @@ import torch
 from nntask.checkpoints import Checkpoint
 from nntask.config import LanguageRun, OptimizerSpec, ResourceSettings, TrainSettings, parse_size, resolve_untiled
 from nntask.hardware import FlopCounts, MachineModel, check_budgets, devices_of, reuse_freed_memory, this_machine, with_budgets
-from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, recomputing, thriftiest_needs
+from nntask.planning import CapturedStep, Needs, more_memory, no_collections, plan_step, thriftiest_needs
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime
 
@@ -142,7 +142,7 @@ class TorchModel:
         passes = [self._pass(run)] * count
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
         found = captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
-        return replace(found, plan=recomputing(found.plan, run.step.recompute))
+        return found.recomputing(run.step.recompute)
 
     def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
         """Changes of flags of which each would make the step fit."""

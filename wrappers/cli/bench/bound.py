@@ -74,7 +74,7 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     job = with_few_tasks(run_of(train, config), target, "--device")
     with no_collections():
         found = capture(job)
-        order = choose_order(found.plan, job, target)
+        order = choose_order(found, job, target)
         planned = plan_step(found, job, target, lambda needs, full: (), order)
         if not planned["feasible"]:
             raise DoesNotFit(f"{planned['refusal']}; enlarge --device {settings.device}" + (f" or --ram {settings.ram}" if settings.ram else ""))

@@ -1,0 +1,189 @@
+"""A recorded step in some of its orders: what each would cost where memory is short, and the plan of the one that is taken.
+
+Tasks run in one pool of memory, or on equal devices, each of which executes its own minibatches; copies from another device count as from below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Final
+
+from ..core.records import HandleRecord
+from ..core.step_plan import StepPlan
+from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks
+from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
+from .machine_pace import reads_files
+from .orders import Repetition, candidates, named, repetition
+from .tile_traffic import Touches
+
+SUBMISSION: Final = "submission"
+
+WINDOW: Final = 256
+"""Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
+
+ROOMY: Final = 2
+"""A step that fits this many times into the memory runs without a window. Out of order it needs more bytes than in order: GPT-2 XL, which needs
+45 GiB, moved 31 GB a step in 60 GiB."""
+
+
+def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | None = None) -> int:
+    """Bytes that the last tier must hold for a program around a recorded step: the step's minimum, and a second set of inputs (for validation).
+
+    Args:
+        computes: whether tasks run on the last tier.
+        ranks: of the tasks, where they run in another order.
+    """
+    return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
+
+
+class OrderedStep:
+    """A step on a machine; arguments as of `plan_order`.
+
+    Attributes:
+        plan: the step in submission order, with the devices of its tasks where it has such.
+        fits: whether nothing moves in submission order.
+        last_bytes: what the last tier must hold in submission order.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        *,
+        memory: int,
+        last: int,
+        computes_on_last: bool,
+        num_devices: int = 1,
+        pace: Callable[[StepPlan], Pace] | None = None,
+        is_share: bool = False,
+    ) -> None:
+        self._recorded, self._asked_devices, self._is_share, self._pace_of = plan, num_devices, is_share, pace
+        self._computes_on_last, self._orders = computes_on_last, dict[str, list[int]]()
+        self.plan = (
+            plan if num_devices == 1 else plan.divided(devices_of_share(plan, self._repeated.updates) if is_share else self._devices(num_devices))
+        )
+        self._num_devices = num_devices if self.plan.partitions else 1
+        self._memory, self._needed = memory // self._num_devices, device_bytes(self.plan, num_devices)
+        self._is_roomy = ROOMY * self._needed <= memory
+        self.last_bytes = last_tier_bytes(self.plan, computes=computes_on_last)
+        self.fits = not plan.has_aside and self._needed <= memory and self.last_bytes <= last
+
+    def names(self) -> list[str]:
+        """Names of all candidates; one minibatch after another is a side-by-side order for the share of a device."""
+        self._orders |= candidates(self._recorded, self._repeated)
+        found = [*self._orders]
+        return [*found, alone] if self._is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else found
+
+    def has(self, name: str) -> bool:
+        """Whether the step has an order of that name, if no candidate."""
+        if name not in self._orders:
+            found = named(self._recorded, self._repeated, name)
+            if found is None:
+                return False
+            self._orders[name] = found
+        return True
+
+    def pools(self, names: Sequence[str]) -> list[list[str]]:
+        """The names in pools, of which the first with a fitting order decides: on several devices, that of the orders that take a multiple of their
+        number of minibatches through each layer side by side."""
+        if not self.plan.partitions:
+            return [[*names]]
+        pools: tuple[list[str], list[str]] = ([], [])
+        for name in names:
+            pools[_group_of(name, self._unit) is None].append(name)
+        return [*pools]
+
+    def forecast(self, name: str) -> Forecast:
+        """The cost of the step in an order, and what the last tier must hold."""
+        positions, devices = self._orders[name], self._devices_of(name)
+        if devices:
+            found = self._of_device(positions, devices)
+        else:
+            found = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
+        ranks = [0] * len(positions)
+        for at, position in enumerate(positions):
+            ranks[position] = at
+        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self._computes_on_last, ranks=ranks))
+
+    def planned(self, name: str) -> StepPlan:
+        """The step in an order, with what will leave the memory where tasks run, if something moves and there is a tier below."""
+        if name == SUBMISSION and self.fits:
+            return self.plan if self._is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
+        positions, devices = self._orders[name], self._devices_of(name)
+        chosen = self._permuted(positions, devices)
+        if not self._computes_on_last:  # the last tier has no tier below to write back to
+            self._foresee(chosen, positions, devices)
+        return chosen
+
+    @cached_property
+    def _repeated(self) -> Repetition:
+        return repetition(self._recorded)
+
+    @cached_property
+    def _touches(self) -> Touches:
+        return Touches(self.plan)
+
+    @cached_property
+    def _pace(self) -> Pace | None:
+        found = None if self._pace_of is None else self._pace_of(self.plan)
+        return found if found is None or not self.plan.partitions else replace(found, num_devices=self._num_devices)
+
+    @cached_property
+    def _only_files(self) -> bool:
+        """As of `forecast`."""
+        return self._computes_on_last and reads_files(self.plan)
+
+    @property
+    def _unit(self) -> int:
+        """Minibatches of which an order takes a multiple through each layer side by side on all devices."""
+        return 1 if self._is_share else self._asked_devices
+
+    def _devices(self, group: int | None) -> list[int]:
+        return devices_of_tasks(self._recorded, self._repeated, self._asked_devices, group)
+
+    def _devices_of(self, name: str) -> Sequence[int]:
+        """The device of each task in an order; none for one pool."""
+        return self.plan.partitions if self._asked_devices == 1 or self._is_share else self._devices(_group_of(name, self._unit))
+
+    def _of_device(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
+        """The cost for equal devices, by that of the first."""
+        own, pace, plan = own_tasks(positions, devices, 0, self._num_devices), self._pace, self.plan
+        if pace is not None and pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
+            excess = last_tier_bytes(of_tasks(plan, positions), computes=False) - pace.spill.capacity
+            capacity = max(0, last_tier_bytes(of_tasks(plan, own), computes=False) - excess // self._num_devices)
+            pace = replace(pace, spill=replace(pace.spill, capacity=capacity))
+        one = forecast(self._touches, own, self._memory, pace, share=SHARE_BESIDE)
+        return replace(one, read=one.read * self._num_devices, written=one.written * self._num_devices)
+
+    def _foresee(self, chosen: StepPlan, positions: Sequence[int], devices: Sequence[int]) -> None:
+        """Note in the plan in that order which data will leave the memory of equal devices before which use, and when it may come back; for data that
+        several devices use, departures from any."""
+        if not devices:
+            found = foresee(self._touches, positions, self._memory)
+            chosen.foresee(found.leaves, [found.returns])
+            return
+        leaves: dict[HandleRecord, set[int]] = {}
+        returns: list[list[tuple[int, int]]] = []
+        ranks, period = {position: at for at, position in enumerate(positions)}, len(positions)
+        for device in range(self._num_devices):
+            own = own_tasks(positions, devices, device, self._num_devices)
+            found = foresee(self._touches, own, self._memory, SHARE_LEAVING)
+            for handle, uses in found.leaves.items():
+                leaves.setdefault(handle, set()).update(ranks[own[at]] for at in uses)
+            returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[at]]) for begin, at in found.returns])
+        chosen.foresee(leaves, returns)
+
+    def _permuted(self, positions: Sequence[int], devices: Sequence[int]) -> StepPlan:
+        """The same tasks in another order. Every order that keeps conflicting accesses in sequence has the same dependencies."""
+        plan = self.plan
+        tasks = [plan.tasks[position] for position in positions]
+        devices = [devices[position] for position in positions] if devices else ()
+        return StepPlan(tasks, plan.owned, window=WINDOW * self._asked_devices, partitions=devices, idle=plan.idle)
+
+
+def _group_of(name: str, unit: int) -> int | None:
+    """Number of minibatches that an order takes through each layer side by side, 0 for all of them; None unless it is a multiple of a unit."""
+    kind, _, size = name.partition(":")
+    group = int(size or 0) if kind == SIDE_BY_SIDE else -1
+    return group if group >= 0 and group % unit == 0 else None

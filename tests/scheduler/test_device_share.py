@@ -1,0 +1,113 @@
+"""The share of one device, which is searched for all where a step has many tasks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from support.toy_steps import PAGE, toy_step, wide_step
+
+from scheduler.core.step_plan import StepPlan
+from scheduler.planning import AUTO, NONE, choose_plan, plan_order, repetition
+from scheduler.planning.device_share import devices_of_tasks, order_of_all, order_of_one, share_of
+from scheduler.planning.forecast import Pace, Spill
+
+
+def pace(plan: StepPlan) -> Pace:
+    """Computing that costs less than moving."""
+    return Pace(dict.fromkeys(plan.tasks, 1e-3), read=PAGE / 1e-3, write=PAGE / 1e-3, duplex=True)
+
+
+def short(plan: StepPlan, num_devices: int, part: int) -> dict[str, Any]:
+    """Devices that hold a part of what the step needs together."""
+    return {"memory": plan.needed_bytes() // part, "last": 1 << 40, "computes_on_last": False, "num_devices": num_devices, "pace": pace}
+
+
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step that is forecast from now on, whether it is a share; and shares are searched, however few tasks there are."""
+    seen: list[bool] = []
+
+    def watch(*args: Any, is_share: bool = False, **more: Any) -> Any:
+        seen.append(is_share)
+        return plan_order(*args, is_share=is_share, **more)
+
+    monkeypatch.setattr("scheduler.planning.choose_recompute.plan_order", watch)
+    monkeypatch.setattr("scheduler.planning.choose_recompute.MOST_JUDGED", 0)
+    return seen
+
+
+def test_names_of_orders() -> None:
+    """Those of one device take a D-th of the minibatches through each layer."""
+    assert [order_of_one(name, 4) for name in ("layers", "layers:8", "layers:4", "layers:2", "turn:1/8", "submission")] == [
+        "layers",
+        "layers:2",
+        "layers:1",
+        None,
+        None,
+        None,
+    ]
+    assert [order_of_all(name, 4) for name in ("layers", "layers:2", "layers:1", "submission")] == ["layers", "layers:8", "layers:4", "submission"]
+
+
+@pytest.mark.parametrize("minibatches", [2, 8])
+def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> None:
+    """In every order that both have: a device's own minibatches, and its part of the rest."""
+    plan, num_devices = wide_step(minibatches=minibatches), 2
+    repeated = repetition(plan)
+    share = share_of(plan, devices_of_tasks(plan, repeated, num_devices), repeated.updates)
+    num_updates = sum(repeated.updates)
+    assert num_updates > 0
+    assert 2 * (len(share.tasks) - num_updates) == len(plan.tasks) - num_updates
+    given = short(plan, num_devices, 3)
+    whole = plan_order(plan, AUTO, **given).forecasts
+    part = plan_order(share, AUTO, **given, is_share=True, is_draft=True).forecasts
+    assert {order_of_all(name, num_devices) for name in part} >= set(whole)
+    for name, found in part.items():
+        if (other := whole.get(order_of_all(name, num_devices))) is not None:
+            assert found.seconds == pytest.approx(other.seconds, rel=0.1)
+            assert found.total == pytest.approx(other.total, rel=0.1)
+
+
+@pytest.mark.parametrize(("minibatches", "num_devices"), [(2, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize("part", [2, 3, 6])
+@pytest.mark.parametrize("step", [wide_step, toy_step])
+def test_all_devices_get_what_one_has_chosen(monkeypatch: pytest.MonkeyPatch, minibatches: int, num_devices: int, part: int, step: Any) -> None:
+    """A plan of all tasks, about as fast by forecast as that of a search of the whole step; it can be asked for by its names."""
+    plan = step(minibatches=minibatches)
+    given = short(plan, num_devices, part)
+    whole = choose_plan(plan, AUTO, AUTO, **given)
+    seen = searches(monkeypatch)
+    found = choose_plan(plan, AUTO, AUTO, **given)
+    assert seen.count(False) == (1 if found.mix is not None else seen.count(False))
+    assert found.seconds <= 1.05 * whole.seconds
+    assert found.num_tasks >= len(plan.tasks)
+    assert set(found.plan.partitions) == {-1, *range(num_devices)}
+    again = choose_plan(plan, found.name, found.recompute, **given)
+    assert (again.seconds, [task.name for task in again.plan.tasks]) == (found.seconds, [task.name for task in found.plan.tasks])
+    if found.mix is not None and found.recompute != NONE:
+        clones = sum(task.is_clone for task in found.plan.tasks)
+        assert clones == len(found.plan.tasks) - len(plan.tasks) > 0
+        assert sum(group.nbytes for group in found.mix.groups) > sum(handle.size for group in found.mix.groups for handle in group.leading(0.5))
+
+
+def test_where_a_share_does_not_stand_for_the_step_all_of_it_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minibatches that do not divide, orders that devices do not take side by side, data that the tier below does not hold; nothing where it fits."""
+    plan = wide_step(minibatches=4)
+    seen = searches(monkeypatch)
+    given = short(plan, 2, 3)
+
+    def is_searched(order: str = AUTO, **changes: Any) -> bool:
+        seen.clear()
+        choose_plan(plan, order, AUTO, **{**given, **changes})
+        return True in seen
+
+    assert is_searched()
+    assert is_searched("layers:2")
+    assert not is_searched("eager-update")
+    assert not is_searched(num_devices=3)
+    assert not is_searched(last=plan.needed_bytes() // 4)
+    assert not is_searched(pace=lambda each: replace(pace(each), spill=Spill(plan.needed_bytes() // 4, 1e6, 1e6)))
+    assert not choose_plan(plan, AUTO, AUTO, **{**given, "memory": 1 << 40}).forecasts
+    assert choose_plan(plan, AUTO, AUTO, **given).seconds < inf
