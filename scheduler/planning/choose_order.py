@@ -243,7 +243,7 @@ class _Assessed:
         """
         if not devices:
             return forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
-        own, pace, plan = self._own(positions, devices, 0), self._pace, self._touches.plan
+        own, pace, plan = _own(positions, devices, 0, self._num_devices), self._pace, self._touches.plan
         if pace is not None and pace.spill is not None:  # live data beyond the capacity is spread evenly; data of several devices is held once
             excess = last_tier_bytes(_of_tasks(plan, positions), computes=False) - pace.spill.capacity
             capacity = max(0, last_tier_bytes(_of_tasks(plan, own), computes=False) - excess // self._num_devices)
@@ -262,17 +262,12 @@ class _Assessed:
         returns: list[list[tuple[int, int]]] = []
         ranks, period = {position: at for at, position in enumerate(positions)}, len(positions)
         for device in range(self._num_devices):
-            own = self._own(positions, devices, device)
+            own = _own(positions, devices, device, self._num_devices)
             found = foresee(self._touches, own, self._memory, SHARE_LEAVING)
             for handle, uses in found.leaves.items():
                 leaves.setdefault(handle, set()).update(ranks[own[at]] for at in uses)
             returns.append([(ranks[own[begin % len(own)]] - (period if begin < 0 else 0), ranks[own[at]]) for begin, at in found.returns])
         chosen.foresee(leaves, returns)
-
-    def _own(self, positions: Sequence[int], devices: Sequence[int], device: int) -> list[int]:
-        """Positions of the tasks that one device executes, in their order: its own minibatches', and every D-th of the tasks outside all of them."""
-        outside = itertools.count()
-        return [at for at in positions if devices[at] == device or (devices[at] < 0 and next(outside) % self._num_devices == device)]
 
 
 def _of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
@@ -282,11 +277,21 @@ def _of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
 
 def device_bytes(plan: StepPlan, num_devices: int) -> int:
     """Bytes of device memory, all devices together, with which data moves between devices only."""
+    return num_devices * largest_device_bytes(plan, num_devices) if plan.partitions else plan.needed_bytes()
+
+
+def largest_device_bytes(plan: StepPlan, num_devices: int) -> int:
+    """Bytes of the device that needs most: with minibatches that devices do not share evenly, one with more of them. What all tasks need is spread
+    evenly where no task belongs to a device."""
     if not plan.partitions:
-        return plan.needed_bytes()
+        return -(-plan.needed_bytes() // num_devices)
+    return max(_of_tasks(plan, _own(range(len(plan.tasks)), plan.partitions, device, num_devices)).needed_bytes() for device in range(num_devices))
+
+
+def _own(positions: Iterable[int], devices: Sequence[int], device: int, num_devices: int) -> list[int]:
+    """Positions of the tasks that one device executes, in their order: its own minibatches', and every D-th of the tasks outside all of them."""
     outside = itertools.count()
-    own = [at for at, owner in enumerate(plan.partitions) if owner == 0 or (owner < 0 and next(outside) % num_devices == 0)]
-    return num_devices * _of_tasks(plan, own).needed_bytes()
+    return [at for at in positions if devices[at] == device or (devices[at] < 0 and next(outside) % num_devices == device)]
 
 
 def _pools(found: Iterable[str], num_devices: int) -> list[list[str]]:
