@@ -29,7 +29,10 @@ import common
 
 Check = tuple[str, Callable[[], Any]]
 NEEDED: Final = ("numpy", "ml-dtypes", "numba", "safetensors", "cloudpickle", "dask", "distributed", "psutil", "threadpoolctl", "tyro", "lazy-loader")
-USED: Final = ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13", "cuda-pathfinder")
+USED: Final = (
+    "cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13", "cuda-pathfinder",
+    "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
+)  # fmt: skip
 WHOLE: Final = "--seq-tile=-1 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 --vocab-tile=-1 --ngpu=1"
 CPU_LOSSES: Final = 1e-3
 """Most that losses of the CPU and the card differ by, relative."""
@@ -485,7 +488,7 @@ def _profile(here: Here, size: str, minibatch: int) -> Iterator[Check]:
 
 
 def attention(here: Here) -> Iterator[Check]:
-    """One layer's attention, forward and backward, beside cuDNN's and scaled_dot_product_attention."""
+    """One layer's attention, forward and backward, beside cuDNN's and scaled_dot_product_attention; and what a training chooses by itself."""
     from attention_speed import cudnn_seconds, ours_seconds, torch_seconds
 
     for length, size in ((8, 64),) if here.rehearse else ((1024, 64), (4096, 64), (1024, 128), (4096, 128)):
@@ -499,6 +502,13 @@ def attention(here: Here) -> Iterator[Check]:
             return words | {f"torch {name}": f"{1e3 * seconds:.3f} ms" for name, seconds in torch_seconds(8, length, heads, size).items()}
 
         yield f"{length} x {size}", run
+
+    def auto() -> dict[str, Any]:
+        found = here.work.train(here.config("gpt2"), f"{here.sizes(16, 8)} --dtype=bf16 --gpu-attention=auto", here.steps(12))
+        plan = json.loads((here.work.folder / f"run{here.work.count}" / "plan.json").read_text())
+        return {**plan["gpu_attention"], "tokens/s": round(found["tokens_per_second"])}
+
+    yield "the choice of --gpu-attention auto", auto
 
 
 COMMANDS: Final[dict[str, Callable[[Here], Iterator[Check]]]] = {

@@ -64,11 +64,13 @@ def tiles_of(causal: bool, group: int, dtype: Any = BF16) -> tuple[list[np.ndarr
 def test_cudnn_has_the_numbers_of_the_reference(causal: bool, group: int, cuda: FakeCuda, cudnn: StrictCudnn) -> None:
     """Forward and backward, with shared heads of keys; nothing is refused, and none of our kernels starts."""
     (gpu,) = opened(cuda)
-    library, bench = gpu.open_attention(), KernelBench(gpu)
+    told: list[str] = []
+    gpu.open_attention(told.append)
+    bench = KernelBench(gpu)
     before, (forward, backward, at) = cuda.num_launches, tiles_of(causal, group)
     bench.check("whole_attention", forward, {"at": at}, **CLOSE)
     bench.check("whole_attention_backward", backward, {"at": at}, **CLOSE)
-    assert (cudnn.num_planned, cudnn.num_started, library.num_served, library.num_declined) == (2, 2, 1, 0)
+    assert (cudnn.num_planned, cudnn.num_started, told) == (2, 2, [])
     assert cuda.num_launches == before
     gpu.close()
     assert cuda.found == []
@@ -76,18 +78,25 @@ def test_cudnn_has_the_numbers_of_the_reference(causal: bool, group: int, cuda: 
 
 @pytest.mark.parametrize("why", ["not opened", "fp32", "declined", "workspace"])
 def test_what_cudnn_does_not_take_is_ours(why: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both passes of it: cuDNN starts nothing at all then."""
+    """Both passes of it: cuDNN starts nothing at all then; a shape that it was asked about is told once, with the reason."""
+    told: list[str] = []
     if why == "workspace":
         monkeypatch.setattr(library_attention, "ATTENTION_WORKSPACE_NBYTES", 64)
     with strict_cudnn.installed(cuda, declines=lambda queries: why == "declined") as cudnn:
         (gpu,) = opened(cuda)
         if why != "not opened":
-            gpu.open_attention()
+            gpu.open_attention(told.append)
         bench, (forward, backward, at) = KernelBench(gpu), tiles_of(True, 1, np.float32 if why == "fp32" else BF16)
         bench.check("whole_attention", forward, {"at": at}, **CLOSE)
         bench.check("whole_attention_backward", backward, {"at": at}, **CLOSE)
         assert cudnn.num_started == 0
         assert cuda.found == []
+        words = {
+            "declined": "no plan of the forward pass, with at most 320 MiB of workspace (no engine supports this graph)",
+            "workspace": "no plan of the backward pass, with at most 0 MiB of workspace (every plan wants more workspace)",
+        }
+        shape = "2 x 9 tokens, 2 heads of 8, causal"
+        assert told == ([f"cuDNN leaves attention of {shape} to nntask's kernels: {words[why]}"] if why in words else [])
 
 
 def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +104,10 @@ def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.M
     (gpu,) = opened(cuda)
     monkeypatch.setitem(sys.modules, "cudnn", None)
     library_attention.frontend.cache_clear()
+    before = cuda.memGetInfo()
     with pytest.raises(ImportError, match=r"nvidia-cudnn-frontend, and it cannot be imported .*; pip install -e '\.\[cudnn13\]'"):
         gpu.open_attention()
+    assert cuda.memGetInfo() == before  # the workspace is given back
 
 
 def test_nothing_is_planned_while_a_graph_is_recorded(cuda: FakeCuda, cudnn: StrictCudnn) -> None:
@@ -165,7 +176,7 @@ def test_only_whole_plain_sequences_ask_for_a_library(cuda: FakeCuda) -> None:
     def names(runtime: TaskRuntime, dtype: Any = BF16, cut: int = T, **more: Any) -> set[str]:
         q, k, v = (TileTensor(runtime, (2, T, 2 * SIZE), (2, cut, 2 * SIZE), dtype, name=name) for name in "qkv")
         with runtime.record() as step:  # type: ignore[attr-defined]
-            kept = attention.attention(q, k, v, head_size=SIZE, scale=1.0, library=True, **more)
+            kept = attention.attention(q, k, v, **{"head_size": SIZE, "scale": 1.0, "library": True} | more)
         del kept
         return {task.name for task in step.plan.tasks}
 
@@ -173,6 +184,7 @@ def test_only_whole_plain_sequences_ask_for_a_library(cuda: FakeCuda) -> None:
         assert names(runtime) == {"whole_attention"}
         assert names(runtime, causal=False) == {"whole_attention"}
         assert names(runtime, np.float32) == names(runtime, cut=4) == names(runtime, scoring=attention.Scoring(window=3)) == {"attention"}
+        assert names(runtime, head_size=SIZE // 2) == {"attention"}
         key = TileTensor(runtime, (2,), (2,), np.uint64, name="key")
         assert names(runtime, dropout=attention.Dropout(0.1, key, 0)) == {"attention"}
     assert not InlineRuntime().has_gpus

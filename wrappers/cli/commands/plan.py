@@ -209,6 +209,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["forecast_bytes"] == {}:
         memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
+    yield from _attention(figures)
     if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
         yield f"weights             updated {told_updater(figures['update_on'], figures['seconds_by_update'])}"
     yield from _recomputed(figures)
@@ -235,6 +236,19 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
     """Neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
     groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
     return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
+
+
+def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Who computes attention on GPUs, where that is not only nntask itself."""
+    from nntask.config import format_size
+    from tiles.kernels import ATTENTION_WORKSPACE_NBYTES
+
+    size = format_size(ATTENTION_WORKSPACE_NBYTES)
+    if figures["gpu_attention"] == "cudnn":
+        count = sum(number for name, number in figures["tasks_by_name"].items() if name.startswith("whole_attention"))
+        yield f"attention           cuDNN's in {count:,} tasks a step where it can; {size} of each GPU for its workspace are not in the budget"
+    if figures["gpu_attention"] == "auto" and any(name.startswith("cuda") for name in figures["workers"]):
+        yield f"attention           planned as nntask's own; training times cuDNN's beside it, whose workspace is {size} of each GPU's budget"
 
 
 def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:
