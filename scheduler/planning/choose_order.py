@@ -281,10 +281,10 @@ def device_bytes(plan: StepPlan, num_devices: int) -> int:
 
 
 def largest_device_bytes(plan: StepPlan, num_devices: int) -> int:
-    """Bytes of the device that needs most: with minibatches that devices do not share evenly, one with more of them. What all tasks need is spread
-    evenly where no task belongs to a device."""
+    """Bytes of the device that needs most. Where no task belongs to a device, as when minibatches are not a multiple of the devices, that is as much
+    as all tasks need one by one: each device may compute any minibatch, with all data that lasts."""
     if not plan.partitions:
-        return -(-plan.needed_bytes() // num_devices)
+        return plan.needed_bytes()
     return max(_of_tasks(plan, _own(range(len(plan.tasks)), plan.partitions, device, num_devices)).needed_bytes() for device in range(num_devices))
 
 
