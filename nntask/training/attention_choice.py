@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import scheduler
@@ -40,7 +41,7 @@ class ChosenAttention(NamedTuple):
     """A run of which it is settled who computes its attention.
 
     Attributes:
-        figures: what it was chosen by, for plan.json; empty where there was nothing to choose.
+        figures: what it was chosen by, for plan.json, of a run that goes on what that has there already; empty where there was nothing to choose.
     """
 
     run: RunConfig
@@ -58,29 +59,25 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
         StorageError: a card stopped working.
     """
     if run.settings.model.gpu_attention != "auto":
-        return ChosenAttention(run, {})
+        return ChosenAttention(run, {} if run.start.resumed is None else _recorded(run.directory))
     found = _measured(run, measure)
     is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
     chosen = _computed_by(run, "cudnn") if is_faster else _computed_by(run, "own")
     say(f"gpu-attention: {_words(found, is_faster=is_faster)}")
-    return ChosenAttention(
-        chosen,
-        {"chosen": chosen.settings.model.gpu_attention, "own_seconds": found.own, "cudnn_seconds": found.cudnn, "why_not_cudnn": found.why_not},
-    )
+    seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
+    return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": found.why_not}})
 
 
-def kept_figures(run: RunConfig, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """What plan.json says of the choice: `figures`, or what the run that is continued has there already."""
-    if not figures and run.start.resumed is not None:
-        with suppress(OSError, ValueError, AttributeError):  # the file is for people, and a run goes on without it
-            figures = json.loads((run.directory / PLAN).read_text(encoding="utf-8")).get(_KEY, {})
-    return {_KEY: figures} if figures else {}
+def _recorded(directory: Path) -> dict[str, Any]:
+    """What plan.json of a run says of its choice."""
+    with suppress(OSError, ValueError, AttributeError):  # the file is for people, and a run goes on without it
+        figures = json.loads((directory / PLAN).read_text(encoding="utf-8")).get(_KEY)
+        return {_KEY: figures} if figures else {}
+    return {}
 
 
 def told_attention(run: RunConfig, tasks: Iterable[RecordedTask]) -> str:
-    """What cuDNN has to do in a step of a run that lets it compute attention, and if that is nothing, why; "" where it may not."""
-    if not run.model.library:
-        return ""
+    """What cuDNN has to do in a step of a run that lets it compute attention, and if that is nothing, why."""
     count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
     if not count:
         return f"attention: none of it is cuDNN's: {_why_none(run)}"
