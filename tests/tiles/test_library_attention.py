@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tiles import TileTensor
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes
 from tiles.kernels.cuda import library_attention
+from tiles.kernels.cuda.device import SPARE_NBYTES
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.registry import BF16
 from tiles.ops import attention
@@ -76,13 +77,18 @@ def test_cudnn_has_the_numbers_of_the_reference(causal: bool, group: int, cuda: 
     assert cuda.found == []
 
 
-@pytest.mark.parametrize("why", ["not opened", "fp32", "declined", "workspace"])
+def refuse(queries: Sequence[int]) -> bool:
+    """What cuDNN says of graphs that its descriptors cannot express."""
+    raise RuntimeError("CUDNN_STATUS_BAD_PARAM\nno such descriptor")
+
+
+@pytest.mark.parametrize("why", ["not opened", "fp32", "declined", "workspace", "descriptor"])
 def test_what_cudnn_does_not_take_is_ours(why: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both passes of it: cuDNN starts nothing at all then; a shape that it was asked about is told once, with the reason."""
     told: list[str] = []
     if why == "workspace":
         monkeypatch.setattr(library_attention, "ATTENTION_WORKSPACE_NBYTES", 64)
-    with strict_cudnn.installed(cuda, declines=lambda queries: why == "declined") as cudnn:
+    with strict_cudnn.installed(cuda, declines=refuse if why == "descriptor" else lambda queries: why == "declined") as cudnn:
         (gpu,) = opened(cuda)
         if why != "not opened":
             gpu.open_attention(told.append)
@@ -93,10 +99,31 @@ def test_what_cudnn_does_not_take_is_ours(why: str, cuda: FakeCuda, monkeypatch:
         assert cuda.found == []
         words = {
             "declined": "no plan of the forward pass, with at most 320 MiB of workspace (no engine supports this graph)",
+            "descriptor": "no plan of the forward pass, with at most 320 MiB of workspace (CUDNN_STATUS_BAD_PARAM no such descriptor)",
             "workspace": "no plan of the backward pass, with at most 0 MiB of workspace (every plan wants more workspace)",
         }
         shape = "2 x 9 tokens, 2 heads of 8, causal"
         assert told == ([f"cuDNN leaves attention of {shape} to nntask's kernels: {words[why]}"] if why in words else [])
+
+
+def test_plans_that_find_no_memory_get_what_is_held_back(cuda: FakeCuda) -> None:
+    """The shape is cuDNN's then, as in a run with more memory: the choice does not depend on how much is free at the moment."""
+    asked = iter(["CUDNN_STATUS_ALLOC_FAILED"])
+
+    def short(queries: Sequence[int]) -> bool:
+        for words in asked:
+            raise RuntimeError(words)
+        return False
+
+    told: list[str] = []
+    with strict_cudnn.installed(cuda, declines=short) as cudnn:
+        (gpu,) = opened(cuda)
+        gpu.open_attention(told.append)
+        before, (forward, _, at) = cuda.memGetInfo()[0], tiles_of(True, 1)
+        KernelBench(gpu).check("whole_attention", forward, {"at": at}, **CLOSE)
+        assert cuda.memGetInfo()[0] - before == SPARE_NBYTES
+        assert (cudnn.num_started, told) == (1, [])
+    assert cuda.found == []
 
 
 def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

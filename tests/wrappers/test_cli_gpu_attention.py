@@ -147,6 +147,22 @@ def test_auto_is_ours_where_cudnn_declines_a_shape(cuda: FakeCuda, capsys: pytes
     assert cuda.found == []
 
 
+def test_a_card_that_stops_while_it_is_timed_ends_the_run(
+    cuda: FakeCuda, cudnn: StrictCudnn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no reason to choose one or the other; nothing has been written yet."""
+    inner = cuda.launchKernel
+
+    def launch(*arguments: Any) -> None:
+        cuda.break_device(0)
+        inner(*arguments)
+
+    monkeypatch.setattr(cuda, "launchKernel", launch)
+    assert main([*TRAIN, "--steps=2", "--run-dir=never", AUTO]) == 6
+    assert "GPU 0 (Stand-in) stopped working: cudaError 700" in capsys.readouterr().err
+    assert not Path("never").exists()
+
+
 def test_a_run_on_several_devices_has_one_choice(cuda: FakeCuda, cudnn: StrictCudnn) -> None:
     """Which is measured once for both parts of a card, and has the losses of a single device."""
     assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=one", AUTO]) == 0

@@ -88,7 +88,8 @@ def run(argv: Sequence[str]) -> int:
                 there = devices_of(stored.resources, stored.model.dtype, checks=False) if asked.devices is None else asked.devices
                 return there.gpus.device_class
 
-            sized(stored, asked.config, asked.resumed, device_class)
+            filled, _, _ = sized(stored, asked.config, asked.resumed, device_class)
+            settings = replace(settings, model=replace(settings.model, gpu_attention=filled.model.gpu_attention))  # it has chosen where this is auto
         if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
