@@ -40,7 +40,8 @@ from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
 from .placement import Ability, find_ability, too_large
-from .recorded_step import Recorder, RecordingError, RecordingRuntime, Step, Ticket
+from .recorded_step import Step, Ticket
+from .recording import Recorder, RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
 NEW: Final = TaskId(-1)
