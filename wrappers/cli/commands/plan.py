@@ -166,8 +166,7 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
-    from nntask.config import format_least, format_size
-    from nntask.hardware import BOUNDLESS, DISK
+    from nntask.config import format_size
     from nntask.planning import told_updater
 
     yield f"parameters          {figures['parameters']:,}"
@@ -192,23 +191,14 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"needed              {format_size(figures['submission_needed_bytes'])} at once where nothing moves; {in_order}most of each kind "
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
-    least = figures["minimum_budget_bytes"]
-    for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
-        budget, nbytes = figures["budget_bytes"][nodes[0]], least[nodes[0]]
-        shown = "boundless" if budget == BOUNDLESS else format_size(budget)
-        peaks = [figures["peak_bytes"][node] for node in nodes if node in figures["peak_bytes"]] if figures["feasible"] else []
-        word = "reserved" if name == DISK else "peak"
-        yield (
-            f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
-            + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
-        )
+    yield from _budgets(figures)
     why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
     mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == order else "")
     if figures["forecast_bytes"] == {}:
-        memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
+        memories = "" if len(figures["minimum_budget_bytes"]) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
     yield from _attention(figures)
     if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
@@ -237,6 +227,23 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
     """Neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
     groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
     return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
+
+
+def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Of each memory what it has, needs at least and takes at most."""
+    from nntask.config import format_least, format_size
+    from nntask.hardware import BOUNDLESS, DISK
+
+    least = figures["minimum_budget_bytes"]
+    for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
+        budget, nbytes = figures["budget_bytes"][nodes[0]], least[nodes[0]]
+        shown = "boundless" if budget == BOUNDLESS else format_size(budget)
+        peaks = [figures["peak_bytes"][node] for node in nodes if node in figures["peak_bytes"]] if figures["feasible"] else []
+        word = "reserved" if name == DISK else "peak"
+        yield (
+            f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
+            + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
+        )
 
 
 def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
