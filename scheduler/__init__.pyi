@@ -1,6 +1,7 @@
 from .api.capturing_runtime import CapturingRuntime
 from .api.inline_runtime import InlineRuntime
-from .api.recorded_step import RecordingError, Step, Ticket
+from .api.recorded_step import Step, Ticket
+from .api.recording import RecordingError
 from .api.runtime import Runtime
 from .api.task_runtime import Access, Handle, TaskRuntime, View, contribution, kept_in_contribution, tree
 from .core.codelet import Codelet, Cost, Tail

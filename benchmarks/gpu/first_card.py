@@ -248,10 +248,11 @@ def carry_out(name: str, log: Path, skipped: Sequence[str], rehearse: bool, faul
         return 3
     if fault == "hang":
         signal.pause()
+    import first_card_here
     import first_card_items as items
 
     num_failed = 0
-    with items.opened(rehearse) as here:
+    with first_card_here.opened(rehearse) as here:
         for check, run in items.COMMANDS[name](here):
             if check in skipped:
                 continue

@@ -1,141 +1,27 @@
-"""The commands of `first_card`: each yields (name of a check, function that carries it out and returns what it found).
-
-A check that finds something wrong raises. Trainings run `nntask train` in this process. In a rehearsal the card is that of
-`tests/support/strict_cuda`, models are tiny, and figures of speed mean nothing.
+"""The commands of `first_card`: each yields (name of a check, function that carries it out and returns what it found). A check that finds something
+wrong raises. Here are those of the card, its libraries and its kernels; those that train are in `first_card_trainings`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import bench
 import common
+import first_card_trainings as trainings
+import numpy as np
+from first_card_here import Check, Here
 
-Check = tuple[str, Callable[[], Any]]
 NEEDED: Final = ("numpy", "ml-dtypes", "numba", "safetensors", "cloudpickle", "dask", "distributed", "psutil", "threadpoolctl", "tyro", "lazy-loader")
-USED: Final = ("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13", "cuda-pathfinder")
-WHOLE: Final = "--seq-tile=-1 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 --vocab-tile=-1 --ngpu=1"
-CPU_LOSSES: Final = 1e-3
-"""Most that losses of the CPU and the card differ by, relative."""
-
-
-class Work(bench.Work):
-    """Trainings in this process, whose cards may be emulated."""
-
-    def run(self, argv: Sequence[str]) -> tuple[int, str]:
-        """Run `nntask`; its exit code and what it said."""
-        from wrappers.cli import main
-
-        said, before = io.StringIO(), Path.cwd()
-        os.chdir(self.folder)
-        try:
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                code = main(list(argv))
-        finally:
-            os.chdir(before)
-        return code, said.getvalue()
-
-
-@dataclass
-class Here:
-    """What a command has: cards, a folder, trainings.
-
-    Attributes:
-        rehearse: whether the card is emulated.
-    """
-
-    rehearse: bool
-    work: Work
-    cuda: Any = None
-    rehearsed: Any = None
-    opened: list[Any] = field(default_factory=list)
-
-    def devices(self, count: int = 1, *, tf32: bool = False) -> list[Any]:
-        """Parts of the first card, or all of it."""
-        (card,) = self.cards.choose(1)
-        parts: list[Any] = self.cards.open([(card, part if count > 1 else None) for part in range(count)], tf32=tf32, dtype="fp32")
-        self.opened += parts
-        return parts
-
-    def look(self) -> None:
-        """Look at what a rehearsal's libraries have refused.
-
-        Raises:
-            AssertionError: there is something.
-        """
-        assert not (self.cuda and self.cuda.found), f"CUDA would refuse: {self.cuda.found[:3]}"
-
-    @property
-    def cards(self) -> Any:
-        """Where devices come from."""
-        from nntask.hardware import cards
-
-        return self.rehearsed or cards
-
-    def is_lost(self) -> bool:
-        """Whether the card answers nothing more in this process."""
-        try:
-            if self.opened:
-                self.opened[0]._cuda.setDevice(0)
-                self.opened[0]._cuda.deviceSynchronize()
-        except (RuntimeError, AttributeError) as error:
-            return isinstance(error, RuntimeError)
-        return False
-
-    def config(self, size: str) -> Any:
-        """A model without dropout."""
-        found = bench.gpt2("tiny" if self.rehearse else size)
-        return replace(found, vocab_size=60, n_positions=8, n_embd=8, n_layer=1, n_head=2) if self.rehearse else found
-
-    def steps(self, count: int) -> int:
-        """Steps of a training."""
-        return min(count, 3) if self.rehearse else count
-
-    def sizes(self, batch: int, minibatch: int) -> str:
-        """Flags of a batch, and whole tiles."""
-        if self.rehearse:
-            batch, minibatch = 2, 1
-        return f"{WHOLE} --batch={batch} --minibatch={minibatch} --minibatch-tile={minibatch}"
-
-
-@contextlib.contextmanager
-def opened(rehearse: bool) -> Iterator[Here]:
-    """A folder, and cards."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        here = Here(rehearse, Work(Path(folder), 0.0))
-        if rehearse:
-            from support.cuda_emulator import build_folder
-            from support.strict_cuda import rehearsed
-
-            here.cuda, here.rehearsed = stack.enter_context(rehearsed(build_folder(common.ROOT / "build" / "emulated"), Path(folder) / "code"))
-        yield here
-
-
-def near(found: Sequence[float], want: Sequence[float], relative: float) -> float:
-    """The largest relative difference.
-
-    Raises:
-        AssertionError: it is above `relative`.
-    """
-    away = max(abs(a / b - 1) for a, b in zip(found, want, strict=True))
-    assert away <= relative, f"{away:.2e} apart, at most {relative:.0e} is rounding: {list(found)[:6]} and {list(want)[:6]}"
-    return away
+USED: Final = (
+    "cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13", "cuda-pathfinder",
+    "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
+)  # fmt: skip
 
 
 def machine(here: Here) -> Iterator[Check]:
@@ -366,141 +252,6 @@ def nccl(here: Here) -> Iterator[Check]:
         yield "sends to itself", run
 
 
-def tiny(here: Here) -> Iterator[Check]:
-    """A little GPT-2 on Python's library, or random tokens in a rehearsal."""
-    data = "" if here.rehearse else "--dataset=stdlib"
-    kept: dict[str, list[float]] = {}
-
-    def train(config: Any, flags: str) -> list[float]:
-        found: list[float] = here.work.train(config, flags, here.steps(12), data)["losses"]
-        return found
-
-    def run(name: str) -> dict[str, Any]:
-        config, sizes = here.config("tiny"), here.sizes(4, 2)
-        if name == "dropout":
-            config = replace(config, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-        key = "dropout" if name == "dropout" else "plain"
-        if key not in kept:
-            kept[key] = train(config, f"{sizes.replace('--ngpu=1', '--ngpu=0 --ncpu=1')} --dtype=fp32")
-        dtype, band = {"tf32": ("tf32", 5e-3), "bf16": ("bf16", 2e-2)}.get(name, ("fp32", CPU_LOSSES))
-        away = near(train(config, f"{sizes} --dtype={dtype}"), kept[key], band)
-        return {"away": float(f"{away:.2e}"), "last loss": kept[key][-1]}
-
-    for name in ("fp32", "dropout", "tf32", "bf16"):
-        yield name, lambda name=name: run(name)
-
-
-def small(here: Here) -> Iterator[Check]:
-    """Two sequences a step are enough to be wrong."""
-
-    def run() -> dict[str, Any]:
-        config, sizes = here.config("gpt2"), here.sizes(2, 2)
-        workers = 1 if here.rehearse else min(8, common.usable_cores())
-        ours = here.work.train(config, f"{sizes} --dtype=fp32", here.steps(4))
-        want = here.work.train(config, f"{sizes.replace('--ngpu=1', f'--ngpu=0 --ncpu={workers}')} --dtype=fp32", here.steps(4))
-        away = near(ours["losses"], want["losses"], CPU_LOSSES)
-        return {"away": float(f"{away:.2e}"), "losses": ours["losses"], "seconds a step": ours["seconds"], "the CPU's": want["seconds"]}
-
-    yield "fp32", run
-
-
-def _beyond(here: Here, size: str, batch: int, minibatch: int) -> Iterator[Check]:
-    kept: dict[str, Any] = {}
-
-    def run(name: str, share: float) -> dict[str, Any]:
-        flags = f"{here.sizes(batch, minibatch)} --dtype=bf16 --recompute=block"
-        if name != "whole":
-            assert kept, "the run with all memory has failed, so there is nothing to compare with"
-            nbytes = max(int(kept["peak_bytes"]["cuda:0"] * share), 1 << 17 if here.rehearse else 1 << 30)
-            flags += f" --gpu-memory={nbytes}B"
-        found = here.work.train(here.config(size), flags, here.steps(6))
-        if not kept:
-            kept.update(found)
-        assert found["losses"] == kept["losses"], "losses depend on memory"
-        words = {
-            "tokens/s": round(found["tokens_per_second"]),
-            "of the rate in memory": round(found["tokens_per_second"] / kept["tokens_per_second"], 3),
-        }
-        return words | {"peak bytes": found["peak_bytes"]["cuda:0"], "moved a step": found["moved_bytes_per_step"]}
-
-    for name, share in (("whole", 1.0), ("half", 0.5), ("quarter", 0.25)):
-        yield name, lambda name=name, share=share: run(name, share)
-
-
-def copies(here: Here) -> Iterator[Check]:
-    """`bench.copies`."""
-    if not here.rehearse:
-        yield "tiles", lambda: bench.copies(here.work, "")
-
-
-def _speed(here: Here, size: str, minibatch: int) -> Iterator[Check]:
-    config = here.config(size)
-
-    def ours() -> dict[str, Any]:
-        found = here.work.train(config, f"{here.sizes(16, minibatch)} --dtype=bf16", here.steps(14))
-        peak = bench.nominal_peak(here.cards.choose(1)[0].name)
-        mfu = found["tokens_per_second"] * common.model_flops(config, config.n_positions) / config.n_positions / peak if peak else None
-        return {"tokens/s": round(found["tokens_per_second"]), "MFU": mfu and round(mfu, 3), "tasks a step": found["tasks_per_step"]}
-
-    def peer(kind: str) -> dict[str, Any]:
-        batch, steps = (2, 2) if here.rehearse else (16, 12)
-        found = bench.peer(kind, config, steps, batch, min(batch, minibatch), 150.0, device="cpu" if here.rehearse else "cuda")
-        return {"tokens/s": round(found["tokens_per_second"])} if found else {"failed": "this Python has no torch with CUDA"}
-
-    yield "ours", ours
-    yield "torch eager", lambda: peer("eager")
-    if not here.rehearse:  # a compiler of its own
-        yield "torch compiled", lambda: peer("compiled")
-
-
-def host(here: Here) -> Iterator[Check]:
-    """A model so small that the card waits for the host: the step over its tasks is the host's time."""
-
-    def run(flags: str) -> dict[str, Any]:
-        config = here.config("tiny") if here.rehearse else replace(bench.gpt2("tiny"), n_layer=24)
-        found = here.work.train(config, f"{here.sizes(4, 1)} --dtype=bf16 {flags}", here.steps(30))
-        return {"us a task": round(1e6 * found["seconds"] / found["tasks_per_step"], 2), "tasks a step": found["tasks_per_step"]}
-
-    yield "graphs", lambda: run("")
-    yield "no graphs", lambda: run("--no-graphs")
-
-
-def _profile(here: Here, size: str, minibatch: int) -> Iterator[Check]:
-    def run(graphs: str) -> dict[str, Any]:
-        number = here.work.count + 1
-        steps = here.steps(8)
-        flags = f"{here.sizes(16, minibatch)} --dtype=bf16 {graphs} --trace=trace{number}.json --trace-steps={steps - 1}:{steps}"
-        found = here.work.train(here.config(size), flags, steps)
-        events = json.loads((here.work.folder / f"trace{number}.json").read_text())["traceEvents"]
-        spent: Counter[str] = Counter()
-        for event in events:
-            if event.get("ph") == "X" and event["pid"] == 1:
-                spent[event["name"]] += event["dur"]
-        whole = sum(spent.values()) or 1.0
-        rows = {name: f"{1e-3 * us / 2:.2f} ms, {us / whole:.0%}" for name, us in spent.most_common(14)}
-        return {"seconds a step": found["seconds"], "busy a step": round(1e-6 * whole / 2, 4)} | rows
-
-    yield "single tasks", lambda: run("--no-graphs")
-    yield "fused", lambda: run("")
-
-
-def attention(here: Here) -> Iterator[Check]:
-    """One layer's attention, forward and backward, beside cuDNN's and scaled_dot_product_attention."""
-    from attention_speed import cudnn_seconds, ours_seconds, torch_seconds
-
-    for length, size in ((8, 64),) if here.rehearse else ((1024, 64), (4096, 64), (1024, 128), (4096, 128)):
-
-        def run(length: int = length, size: int = size) -> dict[str, Any]:
-            heads = 1 if here.rehearse else 12
-            ours = ours_seconds(here.devices()[0], 1 if here.rehearse else 8, length, heads, size)
-            words = {name: f"{1e3 * seconds:.3f} ms" for name, seconds in ours.items()}
-            for name, value in cudnn_seconds(here.devices()[0], 1 if here.rehearse else 8, length, heads, size).items():
-                words[f"cuDNN {name}"] = f"{1e3 * value:.3f} ms" if name.endswith("ward") else str(value)
-            return words | {f"torch {name}": f"{1e3 * seconds:.3f} ms" for name, seconds in torch_seconds(8, length, heads, size).items()}
-
-        yield f"{length} x {size}", run
-
-
 COMMANDS: Final[dict[str, Callable[[Here], Iterator[Check]]]] = {
     "machine": machine,
     "cupy": cupy,
@@ -514,15 +265,15 @@ COMMANDS: Final[dict[str, Callable[[Here], Iterator[Check]]]] = {
     "graphs": graphs,
     "locked": locked,
     "nccl": nccl,
-    "tiny": tiny,
-    "small": small,
-    "small_beyond": lambda here: _beyond(here, "gpt2", 16, 4),
-    "xl_beyond": lambda here: _beyond(here, "gpt2-xl", 32, 4),
-    "copies": copies,
-    "small_speed": lambda here: _speed(here, "gpt2", 16),
-    "host": host,
-    "xl_speed": lambda here: _speed(here, "gpt2-xl", 4),
-    "small_profile": lambda here: _profile(here, "gpt2", 16),
-    "xl_profile": lambda here: _profile(here, "gpt2-xl", 4),
-    "attention": attention,
+    "tiny": trainings.tiny,
+    "small": trainings.small,
+    "small_beyond": lambda here: trainings.beyond(here, "gpt2", 16, 4),
+    "xl_beyond": lambda here: trainings.beyond(here, "gpt2-xl", 32, 4),
+    "copies": trainings.copies,
+    "small_speed": lambda here: trainings.speed(here, "gpt2", 16),
+    "host": trainings.host,
+    "xl_speed": lambda here: trainings.speed(here, "gpt2-xl", 4),
+    "small_profile": lambda here: trainings.profile(here, "gpt2", 16),
+    "xl_profile": lambda here: trainings.profile(here, "gpt2-xl", 4),
+    "attention": trainings.attention,
 }

@@ -46,8 +46,12 @@ WARM: Final = 6
 """Replays until addresses, graphs and caches are as they stay."""
 
 
-def measure(size: str, steps: int, *, graphs: bool, profile: bool) -> dict[str, Any]:
-    """Figures of a model's recorded step."""
+def measure(size: str, steps: int, *, graphs: bool, profile: bool, in_turn: bool = False) -> dict[str, Any]:
+    """Figures of a model's recorded step.
+
+    Args:
+        in_turn: whether a step begins when the one before is over: then counts do not depend on who is faster, the program or the worker.
+    """
     from nntask import GPT2, PRESETS, AdamW, ModelTiling
     from scheduler import Runtime
     from tiles.kernels import BF16, HollowGpu
@@ -82,6 +86,8 @@ def measure(size: str, steps: int, *, graphs: bool, profile: bool) -> dict[str, 
             if before is not None:
                 before.read(loss.data)
             before = ticket
+            if in_turn:
+                runtime.wait()
             if number >= WARM:
                 wall.append(perf_counter() - now[0])
                 processor.append(process_time() - now[1])

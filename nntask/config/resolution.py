@@ -141,6 +141,7 @@ def sized(
         UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
         DataError: --tile-table is no such table.
     """
+    settings = _with_recorded_attention(settings, resumed)
     with _differing_first(settings, resumed):
         asked = with_tokenizer(filled(settings, config))
         settings, tiling = in_tiles(asked, table_tiling(asked, config, device_class()), config)
@@ -343,6 +344,14 @@ def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Ite
         if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
             raise _differs(resumed, found) from None
         raise
+
+
+def _with_recorded_attention(settings: TrainSettings, resumed: Checkpoint | None) -> TrainSettings:
+    """Settings with the attention that the run has which they continue, where they leave that open: its bits depend on it."""
+    if resumed is None or settings.model.gpu_attention != "auto":
+        return settings
+    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
+    return replace(settings, model=replace(settings.model, gpu_attention=stored.model.gpu_attention))
 
 
 def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:

@@ -36,8 +36,9 @@ class ModelSettings:
     """probability for all dropouts of the config (default: the config's)"""
     flashattention: bool = True
     """attention without the full score matrix; --no-flashattention stores the scores"""
-    gpu_attention: Literal["own", "cudnn"] = "own"
-    """who computes attention on GPUs: nntask's kernels, or cuDNN where it can, which is bf16 in tiles of whole sequences; rounds otherwise"""
+    gpu_attention: Literal["own", "cudnn", "auto"] = "own"
+    """who computes attention on GPUs: nntask's kernels, or cuDNN where it can, which is bf16 in tiles of whole sequences; rounds otherwise. auto
+    times both when a run begins, which then keeps the faster one"""
 
 
 @dataclass(frozen=True, slots=True)

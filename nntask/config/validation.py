@@ -16,7 +16,7 @@ from ..models.interface import LanguageConfig
 from .cluster import check_cluster
 from .disk import disk_of
 from .objective import check_objective, image_shape
-from .settings import TrainSettings
+from .settings import ModelSettings, TrainSettings
 from .units import LARGEST, fraction_of, is_size, parse_size
 
 DEFAULT_LENGTH: Final = 4096
@@ -178,8 +178,12 @@ def _check_combinations(settings: TrainSettings) -> None:
         raise UsageError(f"devices are real or simulated, got --ngpu {resources.ngpu} and --sim-gpu {resources.sim_gpu}; drop one of them")
     if model.dtype == "fp64" and resources.ngpu:
         raise UsageError(f"--dtype fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype")
+    if model.gpu_attention != "own" and settings.cluster.dask:
+        raise UsageError(
+            f"--gpu-attention {model.gpu_attention} is for training on one machine, got --dask {settings.cluster.dask}; use --gpu-attention own"
+        )
     if model.gpu_attention == "cudnn":
-        _check_cudnn(settings)
+        _check_cudnn(model)
     if model.fp32_fast_tf32 and model.dtype not in ("auto", "fp32", "tf32"):
         raise UsageError(f"--fp32-fast-tf32 means --dtype tf32, got --dtype {model.dtype}; drop one of them")
     if tiling.redux and tiling.lanes not in (None, 4):
@@ -199,19 +203,17 @@ def _check_combinations(settings: TrainSettings) -> None:
     check_cluster(settings)
 
 
-def _check_cudnn(settings: TrainSettings) -> None:
+def _check_cudnn(model: ModelSettings) -> None:
     """Check that cuDNN could compute attention somewhere in the run.
 
     Raises:
         UsageError: it could not.
     """
-    model, flag = settings.model, "--gpu-attention cudnn"
+    flag = "--gpu-attention cudnn"
     if model.dtype != "bf16":
         raise UsageError(f"{flag} computes in bf16, got --dtype {model.dtype}; add --dtype bf16, or use --gpu-attention own")
     if not model.flashattention:
         raise UsageError(f"{flag} keeps no scores, which --no-flashattention asks for; drop one of them")
-    if settings.cluster.dask:
-        raise UsageError(f"{flag} is for training on one machine, got --dask {settings.cluster.dask}; use --gpu-attention own")
 
 
 def rank_of(settings: TrainSettings) -> int | None:

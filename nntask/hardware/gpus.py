@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
+from threading import Lock
 from typing import Any, Final, Protocol
 
 from scheduler import Codelet, usable_cores
@@ -225,33 +225,6 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     return nbytes
 
 
-def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
-    """GPUs on which cuDNN computes attention, with what its workspace leaves of the budget.
-
-    Raises:
-        UsageError: there are none, or the frontend of cuDNN is not installed.
-        DoesNotFit: nothing is left.
-    """
-    from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN
-
-    if not gpus.devices:
-        raise UsageError("--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own, or continue where there is one")
-    if not _has_frontend():
-        raise UsageError(f"--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or use --gpu-attention own")
-    left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
-    if left <= 0:
-        raise DoesNotFit(
-            f"--gpu-attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and this is {format_size(gpus.nbytes)}; "
-            "raise --gpu-memory, or use --gpu-attention own"
-        )
-    return replace(gpus, nbytes=left, has_cudnn=True)
-
-
-def _has_frontend() -> bool:
-    """Whether the frontend of cuDNN can be imported, as far as that shows without importing it."""
-    return sys.modules["cudnn"] is not None if "cudnn" in sys.modules else find_spec("cudnn") is not None
-
-
 def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
     """The devices of a plan.
 
@@ -268,8 +241,9 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         with ExitStack() as unused:
             devices: list[Any] = cards.open(plan.devices, tf32=dtype == "tf32", dtype=dtype)
             unused.callback(close_gpus, devices)
+            tell = _told_once()
             for device in devices if plan.has_cudnn else ():
-                device.open_attention()
+                device.open_attention(tell)
             unused.pop_all()
         return devices
     except MemoryError as error:
@@ -281,6 +255,19 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
             f"{' and '.join(plan.names)} could not be opened ({error}); see in nvidia-smi whether another program has it, or compute on the CPU with "
             "--ngpu 0"
         ) from error
+
+
+def _told_once() -> Callable[[str], None]:
+    """Takes sentences of all devices of a run, and prints each once."""
+    told, lock = set[str](), Lock()
+
+    def tell(sentence: str) -> None:
+        with lock:
+            if sentence not in told:
+                told.add(sentence)
+                print(f"nntask: {sentence}", file=sys.stderr)
+
+    return tell
 
 
 def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, *, strict: bool) -> dict[str, int]:

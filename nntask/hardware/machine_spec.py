@@ -20,7 +20,8 @@ from ..config.disk import disk_of
 from ..config.settings import ResourceSettings
 from ..config.units import parse_rate, parse_size
 from ..errors import DoesNotFit
-from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, gpus_with_cudnn, num_cpu_workers
+from .gpu_attention import gpus_with_cudnn
+from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu_workers
 
 
 @dataclass(frozen=True, slots=True)

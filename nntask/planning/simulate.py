@@ -83,6 +83,7 @@ def plan_run(
         figures = plan_step(
             chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order, chosen.needs
         )
+        figures["gpu_attention"] = settings.model.gpu_attention
         figures["update_on"], figures["seconds_by_update"] = run.step.update_on, dict(chosen.seconds)
         figures["tiles"] = {name: getattr(run.model.tiling, name) for name in run.model.tiling.__slots__}
         if reach:
@@ -221,6 +222,7 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
         "evict": run.machine.scheduling.evict,
         "workers": dict(Counter(f"{kind}@{target.nodes[node][0]}" for kind, node, _ in target.workers)),
         "tasks_by_name": dict(names.most_common()),
+        "gpu_attention": "own",
         "update_on": "device",
         "seconds_by_update": {},
         "tiles": {},

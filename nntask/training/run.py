@@ -31,6 +31,7 @@ from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
 from ..telemetry.timing import print_timing
 from ..telemetry.tracing import Tracer
+from .attention_choice import choose_attention, told_attention
 from .autotune import in_best_tiles
 from .closing import validate
 from .continuation import interrupted, left_behind
@@ -75,6 +76,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
             return found
         run = found
     run = with_known_base(run)
+    run, attention = choose_attention(run, printer.say)
     foreseen = None
     if cluster is None:
         warn_of_disk(run.machine.disk)
@@ -82,7 +84,10 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         run, step, order = chosen.run, chosen.step, chosen.order
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
         explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
-        foreseen = _Foreseen(order, order_figures(order, run, this_machine(run.machine)), explained, fallbacks, chosen.seconds)
+        if run.model.library:
+            printer.say(told_attention(run, step.plan.tasks))
+        figures = {**order_figures(order, run, this_machine(run.machine)), **attention}
+        foreseen = _Foreseen(order, figures, explained, fallbacks, chosen.seconds)
     else:
         step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
     check_weights(run, step)

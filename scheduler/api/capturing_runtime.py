@@ -22,7 +22,7 @@ from ..core.records import FILE, Mode, Replica, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.disk import Source, readers_nbytes
 from .placement import kinds_beside, kinds_on
-from .recorded_step import Recorder, RecordingError, RecordingRuntime
+from .recording import Recorder, RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
 

@@ -40,7 +40,8 @@ from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
 from .placement import Ability, find_ability, too_large
-from .recorded_step import Recorder, RecordingError, RecordingRuntime, Step, Ticket
+from .recorded_step import Step, Ticket
+from .recording import Recorder, RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
 NEW: Final = TaskId(-1)
@@ -402,17 +403,17 @@ class Runtime(RecordingRuntime):
     @property
     def tier_failure(self) -> TierFailed | None:
         """The first failure of the disk tier, which explains data lost since; None without one."""
-        return self._executor.tier_failure
+        return self._executor.failures.tier
 
     @property
     def source_failure(self) -> BaseException | None:
         """The first error of a source, which explains data lost since; None without one."""
-        return self._executor.source_failure
+        return self._executor.failures.source
 
     @property
     def refusal(self) -> DoesNotFit | None:
         """The first task that no memory could hold, which explains data lost and tasks cancelled since; None without one."""
-        return self._executor.refusal
+        return self._executor.failures.refusal
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
         """Counters since the start: bytes per node and link, tasks and the clones among them, evictions, seconds in kernels and stalled

@@ -60,6 +60,7 @@ class Codelet:
         cost: from the ``view`` objects of the task's handles (they know shapes) and its constants to the task's `Cost`.
         tail: the end of the computation, where a part of its results follows from the rest.
         cuda_many: runs several tasks on a CUDA worker, bit by bit as `cuda` would one after another, where none writes what another one uses.
+        again: share of its work that makes again what another task of the step has made, for a program that has arranged that by itself.
         cpu_only: whether CPU workers alone run it, over data in host memory, although simulated devices could.
     """
 
@@ -71,6 +72,7 @@ class Codelet:
     tail: Tail | None = None
     cuda_many: Many | None = None
     cpu_only: bool = False
+    again: float = 0.0
 
     @property
     def kinds(self) -> tuple[WorkerKind, ...]:

@@ -76,8 +76,8 @@ class EventLog:
                 self.entries.append(("step", self._steps[replay], replay.number, replay.first_order))
             case TaskFinished(task):
                 self.entries.append(("finished", task.id))
-            case TaskFailed(task, error):
-                self.entries.append(("failed", task.id, str(error)))
+            case TaskFailed(task, error, has_begun):
+                self.entries.append(("failed", task.id, str(error), has_begun))
             case CopyFinished(source, target):
                 self.entries.append(("copied", source.handle.id, source.node, target.node))
             case CopyFailed(source, target, error):
@@ -235,8 +235,8 @@ class Revival:
     def _on_finished(self, number: int) -> TaskFinished:
         return TaskFinished(self._tasks[number])
 
-    def _on_failed(self, number: int, message: str) -> TaskFailed:
-        return TaskFailed(self._tasks[number], LoggedError(message))
+    def _on_failed(self, number: int, message: str, has_begun: bool) -> TaskFailed:
+        return TaskFailed(self._tasks[number], LoggedError(message), has_begun)
 
     def _on_copied(self, number: int, source: NodeId, target: NodeId) -> CopyFinished:
         replicas = self._handles[number].replicas

@@ -33,10 +33,11 @@ class TaskFinished:
 
 @dataclass(slots=True, eq=False)
 class TaskFailed:
-    """The kernel of `task` raised `error`."""
+    """The kernel of `task` raised `error`; where it has not begun, what it should have written is as it was."""
 
     task: Task
     error: BaseException
+    has_begun: bool = True
 
 
 @dataclass(slots=True, eq=False)

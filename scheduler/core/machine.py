@@ -11,7 +11,7 @@ Promises:
   - a pinned replica is never evicted, moved or freed;
   - when nothing runs or moves, any task that fits anywhere is let through; if there is none, the oldest blocked one fails with `DoesNotFit`.
     Nothing ever hangs, as long as the program gives back what it has acquired;
-  - a task that fails makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it;
+  - a task that fails once it has begun makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it;
   - a task of a replay that is cancelled, and so never began, leaves data alone that outlives the replay and that the replay was to update: to the
     rest of this replay it is lost, to all other tasks it is what it was before.
 
@@ -268,10 +268,13 @@ class Machine:
         if task.state != "running":
             raise InvalidEvent(f"{task!r} failed while {task.state}\n{tell(self._history, task)}")
         for replica in task.replicas:
-            self._replicas.unpin(replica)
-            if replica.state == "scratch":
-                self._replicas.drop(replica, actions)
-        self._give_up(task, event.error, "failed", actions)
+            if event.has_begun:
+                self._replicas.unpin(replica)
+                if replica.state == "scratch":
+                    self._replicas.drop(replica, actions)
+            else:
+                self._let_go(replica, actions)
+        self._give_up(task, event.error, "failed", actions, keeps=not event.has_begun)
         self._retire(task, actions)
 
     def _on_copy_finished(self, event: CopyFinished, actions: list[Action]) -> None:
@@ -413,8 +416,8 @@ class Machine:
         if self._dispatch.throttled:
             self._dispatch.release_throttled(actions)
 
-    def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action]) -> None:
-        """Mark what the task should have written as lost, or as behind, and report."""
+    def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action], *, keeps: bool) -> None:
+        """Mark what the task should have written as lost, or where it `keeps` what was there as behind, and report."""
         task.state = state
         step = task.step
         if step is not None:
@@ -428,7 +431,7 @@ class Machine:
             reason = f"{task!r} was cancelled, because {root}"
         for handle, mode in task.accesses:
             handle.num_uses -= 1
-            if (mode == W or mode == RW) and (state == "failed" or not self._leave_behind(task, handle, root or reason, actions)):
+            if (mode == W or mode == RW) and not (keeps and self._leave_behind(task, handle, root or reason, actions)):
                 self._lose(handle, reason, actions, root)
             if handle.released and not handle.num_uses:
                 self._free(handle, actions)
@@ -437,7 +440,7 @@ class Machine:
         actions.append(ReportFailure(task, error))
 
     def _leave_behind(self, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-        """Whether a handle that a cancelled task should have written still holds what it held before the replay, and is therefore not lost.
+        """Whether a handle that a task has not begun to write still holds what it held before the replay, and is therefore not lost.
 
         It does if no task of the replay has begun to write it, and if the replay has not made it worthless by planning to overwrite it unread.
         """
@@ -466,7 +469,7 @@ class Machine:
             self._dispatch.withdraw(task)
             for replica in task.replicas:
                 self._let_go(replica, actions)
-        self._give_up(task, error, "cancelled", actions)
+        self._give_up(task, error, "cancelled", actions, keeps=True)
         self._release_successors(task, None, actions)
 
     def _let_go(self, replica: Replica, actions: list[Action]) -> None:

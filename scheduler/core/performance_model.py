@@ -6,7 +6,7 @@ shapes, dtypes and modes of its tiles, and its constants (`footprint` says which
 bandwidth from kernels many durations lie above the median and few below, and a step takes their sum. Without any, the codelet's cost function over
 what the kind of worker does per second.
 
-Links. Latency + bytes / bandwidth per (source, target), fitted to measured copies by medians (Theil and Sen), so a few slow ones move nothing.
+Links. A `LinkModel` per (source, target).
 
 Rules: durations come in as arguments, nothing here knows time, tasks in flight or files (`storage.performance_store` keeps models between runs).
 Nothing is locked: threads record under the machine's lock.
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from typing import Final, NamedTuple, Protocol, cast
 
+from .link_model import DISK_LINK, MEMORY_LINK, LinkModel, median
 from .records import FILE, NodeId, Task, WorkerKind
 
 KEPT: Final = 32
@@ -28,23 +29,8 @@ KEPT: Final = 32
 SPIKE: Final = 2.0
 """Durations of more than so many times the median are those of something else."""
 
-KEPT_COPIES: Final = 16
-"""Copies remembered per link, and as many small ones."""
-
-LARGE: Final = 1 << 16
-"""Copies of fewer bytes take what it costs to start them: they say nothing of a link's bandwidth."""
-
-REFIT: Final = 8
-"""A link is fitted anew after so many copies, sooner while it has few."""
-
 UNKNOWN_SECONDS: Final = 1e-4
 """What a task without measurements and cost function is taken to last."""
-
-MEMORY_LINK: Final = (2e-5, 5e9)
-"""Seconds and bytes per second of a copy between memories, until one has been measured."""
-
-DISK_LINK: Final = (1e-4, 4e8)
-"""The same of one of the requests in flight of a disk."""
 
 Key = tuple[str, int, str]
 """(codelet name, footprint, worker kind)."""
@@ -255,66 +241,6 @@ class History:
         """Mean duration in seconds without spikes, or None without samples."""
         series = self.series.get(key)
         return None if series is None else series.typical
-
-
-class LinkModel:
-    """Latency + bytes / bandwidth of one link.
-
-    Args:
-        latency: seconds, until copies have been measured.
-        bandwidth: bytes per second, until copies of at least `LARGE` bytes have been measured.
-        is_given: whether that is how the link is, whatever copies take: of simulated links and imaginary machines.
-    """
-
-    def __init__(self, latency: float = MEMORY_LINK[0], bandwidth: float = MEMORY_LINK[1], *, is_given: bool = False) -> None:
-        self.latency = latency
-        self.bandwidth = bandwidth
-        self.is_given = is_given
-        self._small: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
-        self._large: deque[tuple[int, float]] = deque(maxlen=KEPT_COPIES)
-        self._num_new = 0
-
-    @property
-    def samples(self) -> list[tuple[int, float]]:
-        """(bytes, seconds) of the latest copies, small ones first."""
-        return [*self._small, *self._large]
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """Record the time a copy took, waiting for the link not included."""
-        if nbytes <= 0 or seconds <= 0.0 or self.is_given:
-            return
-        self.remember([(nbytes, seconds)])
-        self._num_new += 1
-        if self._num_new >= min(REFIT, (len(self._small) + len(self._large) + 1) // 2):
-            self.fit()
-
-    def remember(self, samples: Iterable[tuple[int, float]]) -> None:
-        """Take note of (bytes, seconds) of copies, without a fit."""
-        for nbytes, seconds in samples:
-            (self._small if nbytes < LARGE else self._large).append((nbytes, seconds))
-
-    def fit(self) -> None:
-        """Fit latency and bandwidth to the samples, by medians over pairs of copies one of which is large and at least twice the other."""
-        self._num_new = 0
-        samples = self.samples
-        slopes = [(t - s) / (b - a) for b, t in self._large for a, s in samples if b >= 2 * a]
-        slope = median(slopes) if slopes else 0.0
-        if slope <= 0.0:  # sizes too much alike to tell latency from bandwidth
-            slope = median([seconds / nbytes for nbytes, seconds in self._large]) if self._large else 1.0 / self.bandwidth
-        if samples:
-            self.latency = max(0.0, median([seconds - nbytes * slope for nbytes, seconds in samples]))
-        self.bandwidth = 1.0 / slope
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds to move so many bytes while nothing else uses the link."""
-        return self.latency + nbytes / self.bandwidth
-
-
-def median(values: Iterable[float]) -> float:
-    """The middle value, or the mean of the two in the middle; there must be one."""
-    ordered = sorted(values)
-    middle = len(ordered) >> 1
-    return ordered[middle] if len(ordered) & 1 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 class Models:

@@ -161,7 +161,8 @@ class Task:
         token: the waiter of the program, where the program waits for the task to run.
         model_key: codelet name and footprint, once a performance model has asked for them.
         next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where the submitter knows it.
-        is_clone: of a recorded task, whether it makes again what another task of its step has made.
+        num_clones: of a recorded task, how many it stands for, itself or those that are fused, that make again what others of the step have made.
+        clone_share: their share of its time, as far as that is known.
     """
 
     id: TaskId
@@ -190,7 +191,8 @@ class Task:
     token: object | None = None
     model_key: tuple[str, int] | None = None
     next_uses: Sequence[int] = ()
-    is_clone: bool = False
+    num_clones: int = 0
+    clone_share: float = 0.0
 
     @property
     def planned_node(self) -> NodeId | None:

@@ -22,7 +22,6 @@ class RecordedTask:
 
     Attributes:
         block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all.
-        is_clone: whether it makes again what another task of the step has made.
         aside: whether workers run it that stand aside (`Worker.aside`), in host memory.
     """
 
@@ -35,7 +34,8 @@ class RecordedTask:
     pin: WorkerId | None = None
     model_key: tuple[str, int] | None = None
     block: int | None = None
-    is_clone: bool = False
+    num_clones: int = 0
+    clone_share: float = 0.0
     aside: bool = False
 
 
@@ -317,7 +317,8 @@ class StepPlan:
             aside=recorded.aside,
             is_exit=False,
             model_key=recorded.model_key,
-            is_clone=recorded.is_clone,
+            num_clones=recorded.num_clones,
+            clone_share=recorded.clone_share,
         )
 
     @staticmethod

@@ -15,7 +15,7 @@ from .cuda_cupy import (
     name_of,
 )
 from .disk import THREADS, DiskEngine, Marks, staging_nbytes
-from .gpu import Event, Gpu, Stream
+from .gpu import NUM_STARTED, Event, Gpu, Stream
 from .nccl import CupyNccl, Nccl, UniqueId
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "INSTALL",
     "MOST_PARTITIONS",
     "NOT_READY",
+    "NUM_STARTED",
     "THREADS",
     "CupyGpu",
     "CupyGraph",

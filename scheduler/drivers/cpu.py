@@ -71,7 +71,7 @@ class WorkerThread(threading.Thread):
     Attributes:
         mailbox: tasks to run; None ends the thread.
         busy_ns: nanoseconds spent in kernels so far.
-        clone_ns, num_clones: those of tasks that made values again, and how many these were.
+        clone_ns, num_clones: those of tasks that made values again, and how many these were; of fused tasks their share.
     """
 
     def __init__(self, executor: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
@@ -84,7 +84,8 @@ class WorkerThread(threading.Thread):
         self.busy_ns = 0
         self._seconds: float | None = None
         self.num_tasks = 0
-        self.clone_ns = self.num_clones = 0
+        self.clone_ns = 0.0
+        self.num_clones = 0
 
     def run(self) -> None:
         """Run tasks until `stop`."""
@@ -128,9 +129,9 @@ class WorkerThread(threading.Thread):
             self._seconds = (end - start) * 1e-9
             self.busy_ns += end - start
             self.num_tasks += 1
-            if task.is_clone:
-                self.clone_ns += end - start
-                self.num_clones += 1
+            if task.num_clones:
+                self.clone_ns += (end - start) * task.clone_share
+                self.num_clones += task.num_clones
             if executor.trace is not None:
                 executor.observe(self.worker, task, start, end)
         if executor.watch.callback is not None:

@@ -17,7 +17,7 @@ from ..core.events import CopyTile, TaskFailed, TaskFinished
 from ..core.records import Task, Worker
 from ..storage.device import Arena, DeviceArena, mark_of
 from . import cpu
-from .gpu import Ended, Event, Flow, Gpu, device_failed
+from .gpu import NUM_STARTED, Ended, Event, Flow, Gpu, device_failed
 
 COPIES_IN_FLIGHT: Final = 4
 """Most unfinished copies on one stream."""
@@ -35,6 +35,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None] | None:
 def copy_on_gpu(source: Any, target: Any) -> None:
     """Copy one view over another of the same size, as a kernel of the GPU whose worker thread calls this."""
     flow: Flow = _here.flow
+    flow.gpu.num_started += 1
     flow.entered.copy(target.address, source.address, target.nbytes)
 
 
@@ -83,14 +84,14 @@ class CudaThread(cpu.WorkerThread):
         flow, watch = self.flow, self.executor.watch
         self._note(flow.begin())
         self.num_tasks += 1
-        start = perf_counter_ns()
+        start, num_started = perf_counter_ns(), flow.gpu.num_started
         try:
             task.codelet.cuda(*self.views_of(task), **task.constants)  # type: ignore[attr-defined]
         except DeviceFailed:
             raise
         except BaseException as error:  # a kernel may raise anything, SystemExit included; the worker must survive it
             _note_mark(task, flow.mark())
-            return TaskFailed(task, error)
+            return TaskFailed(task, error, has_begun=getattr(error, NUM_STARTED, None) != num_started)
         _note_mark(task, flow.mark(task))
         if watch.callback is not None:
             flow.wait()
@@ -100,9 +101,10 @@ class CudaThread(cpu.WorkerThread):
     def _note(self, ended: Sequence[Ended]) -> None:
         if ended:
             self.busy_ns += sum(task.end_ns - task.start_ns for task in ended)
-            clones = [each.end_ns - each.start_ns for each in ended if each.task.is_clone]
-            self.clone_ns += sum(clones)
-            self.num_clones += len(clones)
+            for task, start_ns, end_ns in ended:
+                if task.num_clones:
+                    self.clone_ns += (end_ns - start_ns) * task.clone_share
+                    self.num_clones += task.num_clones
             self.executor.ended(self.worker, ended)
 
 

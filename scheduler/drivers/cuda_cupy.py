@@ -294,6 +294,7 @@ class CupyGpu:
         self.name = name_of(facts, partition)
         self._cuda = _runtime()
         self._sizes: dict[int, int] = {}
+        self.num_started = 0
 
     def adopt(self) -> None:
         """Make this GPU the calling thread's current device."""

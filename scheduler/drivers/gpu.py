@@ -59,8 +59,19 @@ class Stream(Protocol):
         """Append all work that `Gpu.capture` has recorded, in its order."""
 
 
+NUM_STARTED: Final = "num_started"
+"""Attribute of an error that a GPU's own calls raise: `Gpu.num_started` at that moment. Where it is what it was before the task, the task has not
+begun; an error without it may be of anything that a kernel does by itself."""
+
+
 class Gpu(Protocol):
-    """One GPU, or a partition of one."""
+    """One GPU, or a partition of one.
+
+    Attributes:
+        num_started: pieces of work that kernels have put on streams through it; what is recorded for a graph does not count.
+    """
+
+    num_started: int
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ..core.actions import carry_out
 from ..core.dependencies import predecessors
-from ..core.errors import DoesNotFit, RuntimeBroken, SchedulerError, TaskError, TierFailed
+from ..core.errors import DoesNotFit, RuntimeBroken, SchedulerError
 from ..core.events import (
     Action,
     CopyFailed,
@@ -43,12 +43,14 @@ from ..core.machine import Machine
 from ..core.memory.extents import MemoryNode
 from ..core.performance_model import Models
 from ..core.policies import POLICIES, Placement
-from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind, data_of
+from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
 from ..drivers.callbacks import Watch
 from ..drivers.disk import Source, readers_nbytes
 from ..drivers.gpu import Ended, Gpu
 from ..storage.performance_store import PerfStore, machine_fingerprint
 from ..storage.tier import DiskTier
+from .counters import counters_of
+from .failures import Failures
 from .holds import Holds
 from .trace import Trace
 from .waiting import Waiter, WaiterSet
@@ -81,7 +83,7 @@ class Executor:
         inbox: handles whose finalizer has run.
         closing: whether workers should stop after the kernel they are in.
         endings: what to call with the first error, or None, when a replay has ended.
-        tier_failure: the first failure of the disk tier, if there was one; `source_failure` of a source; `refusal` of a task that did not fit.
+        failures: what has gone wrong so far.
         watch: who sees finished tasks.
         pool: memory and threads of the nodes.
     """
@@ -116,16 +118,13 @@ class Executor:
         self._stalls = self.machine.stalls
         self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
-        self.tier_failure: TierFailed | None = None
-        self.source_failure: BaseException | None = None
-        self.refusal: DoesNotFit | None = None
+        self.failures = Failures()
         self._lock = threading.Lock()
         self.holds = Holds()
         self._has_gpus = bool(gpus)
         self.pool = WorkerPool(self, budgets, None if disk is None else disk[0], gpus)
         self._drained: list[Waiter] = []
         self._throttled: list[Waiter] = []
-        self._failure: BaseException | None = None
         self._num_tasks = 0
         self._started = perf_counter()
 
@@ -223,10 +222,7 @@ class Executor:
 
     def not_copied(self, action: CopyTile, error: BaseException) -> None:
         """A file could not be read, or the disk tier not be written."""
-        if isinstance(error, TierFailed):
-            self.tier_failure = self.tier_failure or error
-        else:
-            self.source_failure = self.source_failure or error
+        self.failures.of_copy(error)
         if not self.closing:
             self.bring(CopyFailed(action.source, action.target, error))
 
@@ -329,22 +325,16 @@ class Executor:
 
     def report_failure(self, action: ReportFailure) -> None:
         """Keep the first failure for the next `wait`; a cancelled acquisition wakes its program."""
-        task, error = action.task, action.error
-        if isinstance(error, DoesNotFit):
-            self.refusal = self.refusal or error
-        if not isinstance(error, SchedulerError):
-            notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # of fused tasks: which one
-            named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data_of(task)} raised {type(error).__name__}: {error}{notes}")
-            named.__cause__ = error
-            error = named
+        task, failures = action.task, self.failures
+        error = failures.of_task(task, action.error)
         if task.step is not None:
             if not isinstance(task.step.failure, SchedulerError):
                 task.step.failure = error
         elif isinstance(task.token, Waiter):
             task.token.refusal = error
             self.waiters.wake(task.token)
-        elif self._failure is None and task.token is None:
-            self._failure = error
+        elif failures.unreported is None and task.token is None:
+            failures.unreported = error
 
     def start_replay(self, replay: Replay, ending: Callable[[BaseException | None], None]) -> None:
         """Begin a replay."""
@@ -396,8 +386,7 @@ class Executor:
         except BaseException as error:
             self.fail(error)
             raise
-        failure, self._failure = self._failure, None
-        return failure or self.watch.unreported()
+        return self.failures.take() or self.watch.unreported()
 
     def throttle(self) -> None:
         """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
@@ -417,31 +406,11 @@ class Executor:
 
     def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
         """What happened so far."""
-        memory, threads = self.machine.memory, self.pool.workers
+        memory = self.machine.memory
         with self._lock:
-            nodes = memory.usage()
             self._stalls.update(perf_counter_ns())
-            result: dict[str, Any] = {
-                "tasks": sum(thread.num_tasks for thread in threads.values()),
-                "evictions": memory.num_evictions,
-                "hits": memory.num_hits,
-                "misses": memory.num_misses,
-                "moved_bytes": memory.moved_by_name(),
-                "resident_bytes": {node.name: node.used for node in nodes},
-                "peak_bytes": {node.name: node.peak for node in nodes},
-                "peak_bytes_by_class": {node.name: node.peak_by_class for node in nodes},
-                "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
-                "budget_bytes": {node.name: node.budget for node in nodes},
-                "pinned_bytes": self.pool.pinned_nbytes,
-                "stall_seconds": self._stalls.nanoseconds / 1e9,
-                "worker_stall_seconds": {
-                    worker_name(thread.worker): self._stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()
-                },
-                "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
-                "recomputed_tasks": sum(thread.num_clones for thread in threads.values()),
-                "recompute_seconds": sum(thread.clone_ns for thread in threads.values()) / 1e9,
-                "seconds": perf_counter() - self._started,
-            }
+            result = counters_of(memory, self._stalls, self.pool)
+            result["seconds"] = perf_counter() - self._started
             if forget_recent_peak:
                 memory.begin_recent_peaks()
         return result

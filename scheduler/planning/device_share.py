@@ -53,9 +53,16 @@ def of_tasks(plan: StepPlan, positions: Sequence[int]) -> StepPlan:
 
 def device_bytes(plan: StepPlan, num_devices: int) -> int:
     """Bytes of device memory, all devices together, with which data moves between devices only."""
+    return num_devices * largest_device_bytes(plan, num_devices) if plan.partitions else plan.needed_bytes()
+
+
+def largest_device_bytes(plan: StepPlan, num_devices: int) -> int:
+    """Bytes of the device that needs most. Where no task belongs to a device, as when minibatches are not a multiple of the devices, that is as much
+    as all tasks need one by one: each device may compute any minibatch, with all data that lasts."""
     if not plan.partitions:
         return plan.needed_bytes()
-    return num_devices * of_tasks(plan, own_tasks(range(len(plan.tasks)), plan.partitions, 0, num_devices)).needed_bytes()
+    shares = (own_tasks(range(len(plan.tasks)), plan.partitions, device, num_devices) for device in range(max(plan.partitions) + 1))
+    return max((of_tasks(plan, own).needed_bytes() for own in shares), default=0)
 
 
 def share_of(plan: StepPlan, devices: Sequence[int], updates: Sequence[bool]) -> StepPlan:

@@ -9,6 +9,7 @@ On a GPU the kernels of a fused task are recorded as a CUDA graph when it runs t
 
 from __future__ import annotations
 
+import threading
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ..core.codelet import Codelet, Cost
 from ..core.records import RW, SCRATCH, DataClass, HandleRecord, Mode, R
 from ..core.step_plan import RecordedTask, StepPlan
 from ..drivers.cuda import captured
+from ..drivers.gpu import NUM_STARTED
 from ..storage.device import DeviceMemory
 
 MOST_GRAPHS: Final = 16
@@ -70,7 +72,7 @@ class ScratchView:
 
 
 class FusedKernels:
-    """The kernels of fused tasks, as one kernel.
+    """The kernels of fused tasks, as one kernel. Workers of several GPUs may run it at once, for two replays of a step.
 
     Args:
         groups: the fused tasks, those that start together in one group, each with the positions of its arguments: first those of the fused task,
@@ -83,28 +85,37 @@ class FusedKernels:
         self._sections = sections
         self._calls = [(each.codelet.cpu, each.arguments, each.constants) for group in groups for each in group]
         self._inner: dict[int, tuple[Any, ...]] = {}  # views at places of host memory
-        self._graphs: dict[tuple[int, ...], Any] = {}
+        self._graphs: dict[tuple[int, ...], Any] = {}  # by addresses, which are of one GPU: two threads never share an entry
+        self._lock = threading.Lock()  # of the dict; never held while a GPU is called
         self._most_graphs = min(MOST_GRAPHS, max(FEWEST_GRAPHS, MOST_NODES // sum(map(len, groups))))
 
     def __call__(self, *views: Any) -> None:
         """Start the kernels: one by one the first time on these addresses, as a graph from the second time on."""
         key = tuple([view.address for view in views])
-        start = self._graphs.get(key, self)
-        if start is self:  # the first run on these addresses
-            if len(self._graphs) >= self._most_graphs:
-                self._graphs = dict(list(self._graphs.items())[1:])
-            self._graphs[key] = None
-            self._run(views)
-            return
+        oldest = None
+        with self._lock:
+            start = self._graphs.get(key, self)
+            if start is self:  # the first run on these addresses
+                if len(self._graphs) >= self._most_graphs:
+                    oldest = self._graphs.pop(next(iter(self._graphs)))
+                self._graphs[key] = None
+        del oldest  # a graph is given back to the driver outside of the lock
         if start is None:
-            start = self._graphs[key] = captured(lambda: self._run(views)) or False
-        if start:
+            start = captured(lambda: self._run(views)) or False
+            self._keep(key, start)
+        if start and start is not self:
             try:
                 start()
                 return
             except RuntimeError:  # no kernel has begun: starting them one by one works, or raises the cause
-                self._graphs[key] = False
+                self._keep(key, False)
         self._run(views)
+
+    def _keep(self, key: tuple[int, ...], start: Any) -> None:
+        """Remember a graph, or that there is none, unless another worker has made these addresses the oldest and dropped them."""
+        with self._lock:
+            if key in self._graphs:
+                self._graphs[key] = start
 
     def on_cpu(self, *views: Any) -> None:
         """Run the kernels one by one on a CPU, where all sections lie in the last argument."""
@@ -146,7 +157,11 @@ class FusedKernels:
                     assert codelet.cuda_many is not None
                     codelet.cuda_many([([views[position] for position in member.arguments], member.constants) for member in group])
             except BaseException as error:
-                error.add_note(f"in {codelet.name!r}, task {number} of {sum(map(len, self._groups))} that are fused")
+                lost = ""
+                if number > len(group):
+                    setattr(error, NUM_STARTED, None)  # the others may have started what no GPU has counted
+                    lost = f", {number - len(group)} of which had been started: what any of them writes is lost"
+                error.add_note(f"in {codelet.name!r}, task {number} of {sum(map(len, self._groups))} that are fused{lost}")
                 raise
 
 
@@ -192,7 +207,14 @@ def join(
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
-    return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority)
+    clones = sum(task.num_clones for task in joined)
+    share = sum(map(_nbytes, (task for task in joined if task.num_clones))) / max(1, sum(map(_nbytes, joined))) if clones else 0.0
+    return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority, num_clones=clones, clone_share=share)
+
+
+def _nbytes(task: RecordedTask) -> int:
+    """Bytes that a task reads and writes, by which the time of fused tasks is shared among them."""
+    return sum(handle.size for handle, mode in task.accesses if mode != SCRATCH)
 
 
 def merged(before: Mode | None, mode: Mode) -> Mode:

@@ -341,7 +341,7 @@ class _Rewriting:
         made = {handle: self._twin(handle) for handle in self._values.made(value)}
         for task in self._values.tasks(value):
             new = tuple((made.get(handle) or (self._now(handle, at) if mode == R else handle), mode) for handle, mode in task.accesses)
-            self._tasks.append(replace(task, accesses=new, block=None, is_clone=True))
+            self._tasks.append(replace(task, accesses=new, block=None, num_clones=1, clone_share=1.0))
         self._made.update(made)
 
     def _twin(self, handle: HandleRecord) -> HandleRecord:

@@ -23,6 +23,7 @@ from ..core.codelet import Codelet
 from ..core.records import RW, SCRATCH, HandleRecord, Mode, W
 from ..core.step_plan import RecordedTask, StepPlan
 from .choose_order import PlannedOrder
+from .device_share import largest_device_bytes
 from .fused_tasks import Make, ScratchView, join, merged
 from .ordered_step import last_tier_bytes
 
@@ -49,7 +50,7 @@ def fuse_if_it_fits(found: PlannedOrder, budgets: Sequence[int], last: int, make
     num_sets = 2 if plan.partitions or not any(_updates(plan)) else 1
     for share in SHARES:
         fused = fuse(plan, budget // share, make)
-        needed = max(fused.needed_bytes() // num_devices, fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
+        needed = max(largest_device_bytes(fused, num_devices), fused.largest_task()) + (num_sets - 1) * _largest_inner(fused)
         last_bytes = last_tier_bytes(fused, computes=False)
         if needed <= (budget if share == SHARES[-1] else budget - budget // _SPARE) and last_bytes <= last:
             return replace(found, plan=fused, last_bytes=last_bytes)

@@ -22,7 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from ..core.performance_model import KEPT, KEPT_COPIES, Key, LinkModel, Models, Series
+from ..core.link_model import KEPT_COPIES, LinkModel
+from ..core.performance_model import KEPT, Key, Models, Series
 from ..core.records import FILE, FILE_NAME, NodeId
 
 VERSION: Final = 2

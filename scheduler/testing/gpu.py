@@ -99,6 +99,7 @@ class FakeGpu:
         beside: another GPU of the same node, which each may wait for.
 
     Attributes:
+        num_started: kernels so far.
         can_pin: whether host memory can be locked in place; `can_capture`: whether kernels can be recorded.
         is_closed: whether `close` was called; num_graphs: graphs started so far.
         pinned: what is, address -> bytes.
@@ -111,7 +112,7 @@ class FakeGpu:
         self.lock = self._node.lock
         self.can_pin = self.can_capture = True
         self.is_closed = False
-        self.num_graphs = 0
+        self.num_graphs = self.num_started = 0
         self.pinned: dict[int, int] = {}
         self.fails_after: int | None = None
         self.memory = memory
@@ -161,8 +162,9 @@ class FakeGpu:
             assert not stream.steps, "a graph is recorded on a stream of its own"
             if not self.can_capture:
                 raise RuntimeError("planted: something cannot be recorded")
+            before = self.num_started
             run()
-            found = list(stream.steps)
+            found, self.num_started = list(stream.steps), before
             stream.steps.clear()
         return found
 
@@ -186,6 +188,7 @@ class FakeGpu:
 
     def later(self, step: Callable[[], Any]) -> None:
         """Put a kernel on the stream of the calling thread."""
+        self.num_started += 1
         self._here.stream.put(step)
         if self._eager:
             self.run_until(lambda: not self._here.stream.steps)

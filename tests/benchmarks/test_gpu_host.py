@@ -21,7 +21,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_step_starts_two_graphs(host: ModuleType) -> None:
     """After copies of the inputs; few calls of the driver, and at most half of the kernels that there were before tiles started together."""
-    found = host.measure("gpt2", 4, graphs=True, profile=False)
+    found = host.measure("gpt2", 4, graphs=True, profile=False, in_turn=True)
     assert found["started_tasks"] == 5
     assert found["driver_calls"] < 50
     assert found["kernels"] <= host.BEFORE // 2

@@ -87,7 +87,7 @@ def test_all_devices_get_what_one_has_chosen(monkeypatch: pytest.MonkeyPatch, mi
     again = choose_plan(plan, found.name, found.recompute, **given)
     assert (again.seconds, [task.name for task in again.plan.tasks]) == (found.seconds, [task.name for task in found.plan.tasks])
     if found.mix is not None and found.recompute != NONE:
-        clones = sum(task.is_clone for task in found.plan.tasks)
+        clones = sum(task.num_clones for task in found.plan.tasks)
         assert clones == len(found.plan.tasks) - len(plan.tasks) > 0
         assert sum(group.nbytes for group in found.mix.groups) > sum(handle.size for group in found.mix.groups for handle in group.leading(0.5))
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.search import search
 
 from scheduler import Codelet, Cost
-from scheduler.core.performance_model import DISK_LINK, KEPT, MEMORY_LINK, UNKNOWN_SECONDS, History, LinkModel, Models, Rate, footprint
+from scheduler.core.link_model import DISK_LINK, MEMORY_LINK, LinkModel
+from scheduler.core.performance_model import KEPT, UNKNOWN_SECONDS, History, Models, Rate, footprint
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
 from scheduler.storage.performance_store import PerfStore, default_directory, machine_fingerprint
 from tiles import TileView

@@ -207,9 +207,9 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
 def test_clones_are_marked_in_any_order() -> None:
     """What makes a value again says so, and nothing else does."""
     plan = wide_step()
-    assert not any(task.is_clone for task in plan.tasks)
+    assert not any(task.num_clones for task in plan.tasks)
     found = choose_plan(plan, "layers", "widen", memory=plan.needed_bytes() // 3, last=1 << 40, computes_on_last=False, pace=pace).plan
-    clones = [task for task in found.tasks if task.is_clone]
+    clones = [task for task in found.tasks if task.num_clones]
     assert {task.name for task in clones} == {"widen"}
     assert len(clones) == len(found.tasks) - len(plan.tasks) > 0
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from support.late_gpu import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, gpus, value
+from support.late_gpu import COUNT, FILL, MIX, SPOIL, Gpu, Numbers, both, gpus, value
 
 from scheduler import SCRATCH, Codelet, R, Runtime, TaskRuntime, W
 from scheduler.api.capturing_runtime import CapturingRuntime
 from scheduler.api.inline_runtime import InlineRuntime
-from scheduler.core.errors import TaskError
+from scheduler.core.errors import HandleLost, TaskError
 from scheduler.core.records import DataClass, HandleId, HandleRecord
 from scheduler.core.step_plan import StepPlan
 from scheduler.drivers import cuda
-from scheduler.drivers.gpu import Flow
+from scheduler.drivers.gpu import NUM_STARTED, Flow
 from scheduler.execution.trace import Trace
+from scheduler.planning.choose_order import PlannedOrder, largest_device_bytes
 from scheduler.planning.fused_tasks import MOST_GRAPHS, FusedKernels, Member, ScratchView, packed
-from scheduler.planning.task_fusion import fuse
+from scheduler.planning.task_fusion import fuse, fuse_if_it_fits
 from scheduler.storage.device import DeviceMemory
 from scheduler.testing.gpu import FakeStream
 
@@ -187,6 +190,17 @@ def test_how_tasks_are_fused() -> None:
     assert found.name == "mix and 72 more"
     assert [mode for _, mode in found.accesses] == ["RW", "RW", "SCRATCH"]
     assert [task.name for task in fuse(plan, 2 * PAGE, make).tasks] == ["mix", "fill", "mix", "mix and 69 more"]
+
+
+def test_devices_that_share_no_minibatches_are_judged_by_the_whole_step() -> None:
+    """A step without partitions that fits two devices together, but not either alone, keeps its single tasks; with them it counts what is on each."""
+    plan = capture(lambda runtime, kept: passes(runtime, kept))
+    needed = plan.needed_bytes()
+    found = PlannedOrder("submission", plan, {}, num_tasks=len(plan.tasks), last_bytes=0)
+    assert fuse_if_it_fits(found, [needed - PAGE] * 2, 1 << 40, make) is found
+    assert len(fuse_if_it_fits(found, [8 * needed] * 2, 1 << 40, make).plan.tasks) == 2
+    uneven = plan.divided([int(at > 9) for at in range(len(plan.tasks))])
+    assert largest_device_bytes(uneven, 2) > needed // 2
 
 
 def test_the_last_tier_holds_what_fused_tasks_share() -> None:
@@ -366,8 +380,96 @@ def test_inputs_arrive_while_a_pass_runs(monkeypatch: pytest.MonkeyPatch) -> Non
             with runtime.acquire(given, "W") as view:
                 view[:] = number
             step.replay()
+            runtime.wait()  # then all kernels of the pass have been started before the next copy is decided on
+    assert behind[1:] == [1] * 8
+
+
+@pytest.mark.parametrize(("salt", "starts", "is_kept"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_an_update_that_has_not_begun_loses_nothing(salt: int, starts: bool, is_kept: bool) -> None:
+    """A GPU that refuses the first kernel of fused updates leaves what these write as it was; a later error says that all of it is lost."""
+    (gpu,), is_broken = gpus(1, 0), True
+
+    def compute(out: Any, source: Any, *, salt: int) -> None:
+        if is_broken and salt == planted:
+            if starts:
+                gpu.later(lambda: None)
+            error = RuntimeError("planted")
+            setattr(error, NUM_STARTED, gpu.num_started)
+            raise error
+        MIX.cuda(out, source, salt=salt)  # type: ignore[misc]
+
+    planted, update = salt, replace(MIX, cuda=compute)
+    with Runtime(0, gpus=[gpu], gpu_memory=512 * PAGE, ram=1024 * PAGE) as runtime:
+        kept = [runtime.handle(PAGE, Numbers(), kind="persistent") for _ in range(2)]
+        for handle in kept:
+            runtime.submit(FILL, [(handle, W)], {"value": 2.0})
+        with runtime.record() as step:
+            made = runtime.handle(PAGE, Numbers(), name="gradient")
+            runtime.submit(FILL, [(made, W)], {"value": 1.0})
+            runtime.submit(MIX, [(made, "RW"), (kept[0], R)], {"salt": 5})
+            for number, handle in enumerate(kept):
+                runtime.submit(update, [(handle, "RW"), (made, R)], {"salt": number})
+        ticket = step.replay()
+        words = "in 'mix', task 2 of 2 that are fused, 1 of which had been started: what any of them writes is lost" if salt else "planted"
+        with pytest.raises(TaskError, match=words):
+            ticket.wait()
+        assert ticket.changed_nothing == is_kept
+        if not is_kept:
+            with pytest.raises(HandleLost):
+                value(runtime, kept[0])
+            return
+        assert [value(runtime, handle) for handle in kept] == [2.0 * COUNT] * 2
+        is_broken = False
+        step.replay().wait()
+        assert value(runtime, kept[0]) != 2.0 * COUNT
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_fused_tasks_make_again_is_counted(graphs: bool) -> None:
+    """As of single tasks, and some of the time with it."""
+    widen = both("widen", lambda out, source: np.multiply(source, 3.0, out=out))
+    with Runtime(0, gpus=gpus(1, 0), gpu_memory=512 * PAGE, ram=1024 * PAGE, graphs=graphs) as runtime:
+        kept, given = (runtime.handle(PAGE, Numbers(), kind="persistent") for _ in range(2))
+        for handle in (kept, given):
+            runtime.submit(FILL, [(handle, W)], {"value": 2.0})
+        with runtime.record(recompute="widen") as step:
+            made = runtime.handle(PAGE, Numbers(), name="made")
+            runtime.submit(widen, [(made, W), (given, R)], {})
+            for salt in range(9):
+                passing = runtime.handle(PAGE, Numbers(), name="passing")
+                runtime.submit(FILL, [(passing, W)], {"value": 3.0})
+                runtime.submit(MIX, [(kept, "RW"), (passing, R), *([(made, R)] if salt in (0, 8) else [])], {"salt": salt})
+            del made, passing
+        for _ in range(5):
+            step.replay()
         runtime.wait()
-    assert max(behind) >= 1  # of nine replays; a host that is late once starts no pass before the copy
+        stats = runtime.stats()
+    assert stats["recomputed_tasks"] == 5
+    assert 0 < stats["recompute_seconds"] < stats["busy_seconds"]["cuda:0"]
+
+
+def test_workers_of_several_gpus_share_fused_kernels() -> None:
+    """Each records and starts graphs of its own addresses, while those of others are dropped: no call is lost, and no more graphs are kept."""
+    gpu, num_threads, rounds = Gpu(), 4, 200
+    started: list[list[int]] = [[] for _ in range(num_threads)]
+    here = threading.local()
+    codelet = Codelet("note", cuda=lambda place: here.started.append(place.address))
+    fused = FusedKernels([[Member(codelet, (0,), {})]], [])
+
+    def work(number: int) -> None:
+        here.started, cuda._here.flow = started[number], Flow(gpu)
+        gpu.enter(cuda._here.flow.stream)
+        for turn in range(rounds):
+            fused(DeviceMemory(number << 20 | turn % 7))
+
+    gpu.can_capture = False  # then each call runs the kernels by themselves, recorded or not
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(each) == rounds for each in started] == [True] * num_threads
+    assert len(fused._graphs) <= MOST_GRAPHS
 
 
 def test_scratch_memory_of_more_tasks_than_are_fused() -> None:

@@ -103,6 +103,7 @@ class StrictCudnn:
     Args:
         cuda: the runtime below.
         declines: from the numbers of a graph, the extents of its queries, to whether no engine supports it.
+        idle: pieces of work that do nothing, behind each graph: they take as long as kernels do.
 
     Attributes:
         num_planned, num_started: graphs.
@@ -111,8 +112,8 @@ class StrictCudnn:
     data_type, heur_mode, diagonal_alignment = DataType, HeuristicMode, DiagonalAlignment
     cudnnGraphNotSupportedError = cudnnGraphNotSupportedError
 
-    def __init__(self, cuda: FakeCuda, declines: Callable[[Sequence[int]], bool]) -> None:
-        self.cuda, self.declines = cuda, declines
+    def __init__(self, cuda: FakeCuda, declines: Callable[[Sequence[int]], bool], idle: int) -> None:
+        self.cuda, self.declines, self.idle = cuda, declines, idle
         self.num_planned = self.num_started = 0
         self._handles: dict[int, tuple[int, int]] = {}
 
@@ -150,7 +151,12 @@ class StrictGraph:
     Args:
         library: of the graph.
         handle: it is planned with.
+
+    Attributes:
+        selected_engine: a kernel in Python that computes it; none does here.
     """
+
+    selected_engine = None
 
     def __init__(self, library: StrictCudnn, handle: int) -> None:
         self._library, self._cuda, self._handle = library, library.cuda, handle
@@ -159,6 +165,7 @@ class StrictGraph:
         self._run: Callable[..., tuple[np.ndarray, ...]] | None = None
         self._stage = 0
         self._scores = 0
+        self._most_workspace: int | None = None
 
     def tensor(self, *, name: str, dim: list[int], stride: list[int], data_type: DataType) -> GraphTensor:
         self._inputs.append(GraphTensor(name, dim, stride, data_type))
@@ -225,11 +232,18 @@ class StrictGraph:
         self._at(2, "create_execution_plans")
         assert modes == [HeuristicMode.A]
 
+    def deselect_workspace_greater_than(self, nbytes: int) -> None:
+        if self._stage != 3:
+            raise self._cuda.refuse("plans are deselected once there are some, and before their support is checked")
+        self._most_workspace = nbytes
+
     def check_support(self) -> None:
         self._at(3, "check_support")
         queries = self._inputs[0].dim
         if queries[3] % 8 or queries[3] > 128 or self._library.declines(queries):
             raise cudnnGraphNotSupportedError("no engine supports this graph")
+        if self._most_workspace is not None and 2 * self._scores > self._most_workspace:
+            raise cudnnGraphNotSupportedError("every plan\nwants more workspace")
 
     def build_plans(self) -> None:
         self._at(4, "build_plans")
@@ -253,6 +267,8 @@ class StrictGraph:
                 raise self._cuda.refuse(f"tensors are memory of the handle's device in units of {ALIGNMENT} bytes, got {address!r}")
         self._library.num_started += 1
         self._cuda.submit(stream, "attention of cuDNN", accesses, lambda: self._compute(pack))
+        for _ in range(self._library.idle):
+            self._cuda.submit(stream, "a pause of cuDNN", [], lambda: None)
 
     def _compute(self, pack: Mapping[GraphTensor, int]) -> None:
         assert self._run is not None
@@ -290,9 +306,9 @@ def backward(
 
 
 @contextmanager
-def installed(cuda: FakeCuda, declines: Callable[[Sequence[int]], bool] = lambda queries: False) -> Iterator[StrictCudnn]:
+def installed(cuda: FakeCuda, declines: Callable[[Sequence[int]], bool] = lambda queries: False, *, idle: int = 0) -> Iterator[StrictCudnn]:
     """The frontend in place of the real one."""
-    library, module = StrictCudnn(cuda, declines), ModuleType("cudnn")
+    library, module = StrictCudnn(cuda, declines, idle), ModuleType("cudnn")
     for name in (
         "data_type",
         "heur_mode",

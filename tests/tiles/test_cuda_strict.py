@@ -18,12 +18,16 @@ from support.gpu_training import on_gpus
 from support.strict_cuda import STRICT_TRAINING, TIGHT, installed, opened
 
 from nntask.hardware.gpus import CudaCards
-from scheduler.core.errors import DeviceFailed
+from nntask.models.gpt2 import GPT2
+from nntask.optim.optimizers import AdamW
+from scheduler.core.errors import DeviceFailed, TaskError
 from scheduler.drivers.cuda_cupy import find_gpus
 from scheduler.drivers.nccl import CupyNccl
 from scheduler.testing import FakeCuda
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda.array import DeviceArray
+from tiles.kernels.cuda.compiling import KernelBuildError
+from tiles.kernels.cuda.device import CudaDevice
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.registry import BF16
 from wrappers.dask.training import nccl
@@ -64,6 +68,46 @@ def test_a_fault_of_a_kernel_ends_the_run(number: int, cuda: FakeCuda, monkeypat
     monkeypatch.setattr(cuda, "launchKernel", launch)
     with pytest.raises(DeviceFailed, match=r"GPU 0 \(Stand-in\) stopped working: cudaError 700"):
         STRICT_TRAINING.losses(runtime)
+
+
+def test_updates_that_the_driver_refuses_lose_no_parameters(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kernel of fused updates is refused before anything was started: parameters are as they were, and the next replay trains."""
+    inner, is_broken = CudaDevice._function, True
+
+    def function(self: CudaDevice, source: str, element: str, name: str) -> int:
+        if is_broken and name == "adam":
+            raise KernelBuildError("planted")
+        return inner(self, source, element, name)
+
+    monkeypatch.setattr(CudaDevice, "_function", function)
+    with on_gpus(opened(cuda), 1 << 26, 1 << 27) as runtime:
+        model = GPT2(STRICT_TRAINING.config, STRICT_TRAINING.tiling, runtime, seed=3)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        tokens, targets = model.input_tensors(2)
+        with runtime.record() as step:
+            model.train()
+            model(tokens, targets, minibatch=0).backward()
+            optimizer.step()
+        (ids, *_) = STRICT_TRAINING.ids()[0]
+
+        def replay(number: int) -> Any:
+            tokens.write(ids[:, :-1])
+            targets.write(ids[:, 1:])
+            model.dropout_key.write(np.array([3, number], np.uint64))
+            optimizer.prepare(number)
+            return step.replay()
+
+        before = {name: tensor.read() for name, tensor in model.tensors().items()}
+        ticket = replay(1)
+        with pytest.raises(TaskError, match="planted"):
+            ticket.wait()
+        assert ticket.changed_nothing
+        for name, tensor in model.tensors().items():
+            np.testing.assert_array_equal(tensor.read(), before[name])
+        is_broken = False
+        replay(2).wait()
+        assert any((tensor.read() != before[name]).any() for name, tensor in model.tensors().items())
+    assert cuda.found == []
 
 
 def test_a_fault_that_cublas_tells_is_the_devices(cuda: FakeCuda) -> None:

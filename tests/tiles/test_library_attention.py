@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tiles import TileTensor
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes
 from tiles.kernels.cuda import library_attention
+from tiles.kernels.cuda.device import SPARE_NBYTES
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.registry import BF16
 from tiles.ops import attention
@@ -64,30 +65,65 @@ def tiles_of(causal: bool, group: int, dtype: Any = BF16) -> tuple[list[np.ndarr
 def test_cudnn_has_the_numbers_of_the_reference(causal: bool, group: int, cuda: FakeCuda, cudnn: StrictCudnn) -> None:
     """Forward and backward, with shared heads of keys; nothing is refused, and none of our kernels starts."""
     (gpu,) = opened(cuda)
-    library, bench = gpu.open_attention(), KernelBench(gpu)
+    told: list[str] = []
+    gpu.open_attention(told.append)
+    bench = KernelBench(gpu)
     before, (forward, backward, at) = cuda.num_launches, tiles_of(causal, group)
     bench.check("whole_attention", forward, {"at": at}, **CLOSE)
     bench.check("whole_attention_backward", backward, {"at": at}, **CLOSE)
-    assert (cudnn.num_planned, cudnn.num_started, library.num_served, library.num_declined) == (2, 2, 1, 0)
+    assert (cudnn.num_planned, cudnn.num_started, told) == (2, 2, [])
     assert cuda.num_launches == before
     gpu.close()
     assert cuda.found == []
 
 
-@pytest.mark.parametrize("why", ["not opened", "fp32", "declined", "workspace"])
+def refuse(queries: Sequence[int]) -> bool:
+    """What cuDNN says of graphs that its descriptors cannot express."""
+    raise RuntimeError("CUDNN_STATUS_BAD_PARAM\nno such descriptor")
+
+
+@pytest.mark.parametrize("why", ["not opened", "fp32", "declined", "workspace", "descriptor"])
 def test_what_cudnn_does_not_take_is_ours(why: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both passes of it: cuDNN starts nothing at all then."""
+    """Both passes of it: cuDNN starts nothing at all then; a shape that it was asked about is told once, with the reason."""
+    told: list[str] = []
     if why == "workspace":
         monkeypatch.setattr(library_attention, "ATTENTION_WORKSPACE_NBYTES", 64)
-    with strict_cudnn.installed(cuda, declines=lambda queries: why == "declined") as cudnn:
+    with strict_cudnn.installed(cuda, declines=refuse if why == "descriptor" else lambda queries: why == "declined") as cudnn:
         (gpu,) = opened(cuda)
         if why != "not opened":
-            gpu.open_attention()
+            gpu.open_attention(told.append)
         bench, (forward, backward, at) = KernelBench(gpu), tiles_of(True, 1, np.float32 if why == "fp32" else BF16)
         bench.check("whole_attention", forward, {"at": at}, **CLOSE)
         bench.check("whole_attention_backward", backward, {"at": at}, **CLOSE)
         assert cudnn.num_started == 0
         assert cuda.found == []
+        words = {
+            "declined": "no plan of the forward pass, with at most 320 MiB of workspace (no engine supports this graph)",
+            "descriptor": "no plan of the forward pass, with at most 320 MiB of workspace (CUDNN_STATUS_BAD_PARAM no such descriptor)",
+            "workspace": "no plan of the backward pass, with at most 0 MiB of workspace (every plan wants more workspace)",
+        }
+        shape = "2 x 9 tokens, 2 heads of 8, causal"
+        assert told == ([f"cuDNN leaves attention of {shape} to nntask's kernels: {words[why]}"] if why in words else [])
+
+
+def test_plans_that_find_no_memory_get_what_is_held_back(cuda: FakeCuda) -> None:
+    """The shape is cuDNN's then, as in a run with more memory: the choice does not depend on how much is free at the moment."""
+    asked = iter(["CUDNN_STATUS_ALLOC_FAILED"])
+
+    def short(queries: Sequence[int]) -> bool:
+        for words in asked:
+            raise RuntimeError(words)
+        return False
+
+    told: list[str] = []
+    with strict_cudnn.installed(cuda, declines=short) as cudnn:
+        (gpu,) = opened(cuda)
+        gpu.open_attention(told.append)
+        before, (forward, _, at) = cuda.memGetInfo()[0], tiles_of(True, 1)
+        KernelBench(gpu).check("whole_attention", forward, {"at": at}, **CLOSE)
+        assert cuda.memGetInfo()[0] - before == SPARE_NBYTES
+        assert (cudnn.num_started, told) == (1, [])
+    assert cuda.found == []
 
 
 def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +131,10 @@ def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.M
     (gpu,) = opened(cuda)
     monkeypatch.setitem(sys.modules, "cudnn", None)
     library_attention.frontend.cache_clear()
+    before = cuda.memGetInfo()
     with pytest.raises(ImportError, match=r"nvidia-cudnn-frontend, and it cannot be imported .*; pip install -e '\.\[cudnn13\]'"):
         gpu.open_attention()
+    assert cuda.memGetInfo() == before  # the workspace is given back
 
 
 def test_nothing_is_planned_while_a_graph_is_recorded(cuda: FakeCuda, cudnn: StrictCudnn) -> None:
@@ -165,7 +203,7 @@ def test_only_whole_plain_sequences_ask_for_a_library(cuda: FakeCuda) -> None:
     def names(runtime: TaskRuntime, dtype: Any = BF16, cut: int = T, **more: Any) -> set[str]:
         q, k, v = (TileTensor(runtime, (2, T, 2 * SIZE), (2, cut, 2 * SIZE), dtype, name=name) for name in "qkv")
         with runtime.record() as step:  # type: ignore[attr-defined]
-            kept = attention.attention(q, k, v, head_size=SIZE, scale=1.0, library=True, **more)
+            kept = attention.attention(q, k, v, **{"head_size": SIZE, "scale": 1.0, "library": True} | more)
         del kept
         return {task.name for task in step.plan.tasks}
 
@@ -173,6 +211,7 @@ def test_only_whole_plain_sequences_ask_for_a_library(cuda: FakeCuda) -> None:
         assert names(runtime) == {"whole_attention"}
         assert names(runtime, causal=False) == {"whole_attention"}
         assert names(runtime, np.float32) == names(runtime, cut=4) == names(runtime, scoring=attention.Scoring(window=3)) == {"attention"}
+        assert names(runtime, head_size=SIZE // 2) == {"attention"}
         key = TileTensor(runtime, (2,), (2,), np.uint64, name="key")
         assert names(runtime, dropout=attention.Dropout(0.1, key, 0)) == {"attention"}
     assert not InlineRuntime().has_gpus

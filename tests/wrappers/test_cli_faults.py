@@ -176,7 +176,7 @@ def test_what_fails_when_the_run_is_over(here, capsys, monkeypatch, error, code)
         if code == 5:
             runtime.submit(Codelet("last", cpu=fail), [(runtime.handle(8, lambda *place: None), "W")])
             return honest(runtime)
-        runtime._executor.tier_failure = error if code == 6 else None
+        runtime._executor.failures.tier = error if code == 6 else None
         raise error
 
     honest = Runtime.wait

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from support.cuda_emulator import COMPILER
 from support.strict_cuda import rehearsed
 from support.strict_cudnn import StrictCudnn
 
-from nntask.hardware.gpus import GpuPlan, gpus_with_cudnn
+from nntask.hardware.gpu_attention import gpus_with_cudnn
+from nntask.hardware.gpus import GpuPlan
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.testing import FakeCuda
 from wrappers.cli import main
@@ -22,7 +24,7 @@ from wrappers.cli import main
 CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=2 --lr=1e-3 --sample-tokens=0 --ram=64MiB --dtype=bf16"
 TRAIN = ["train", *FLAGS.split()]
-CUDNN = "--gpu-attention=cudnn"
+CUDNN, AUTO = "--gpu-attention=cudnn", "--gpu-attention=auto"
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 
@@ -73,6 +75,7 @@ def test_a_run_keeps_its_choice(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pyte
         (["--dtype=fp32"], "--gpu-attention cudnn computes in bf16, got --dtype fp32; add --dtype bf16, or use --gpu-attention own"),
         (["--no-flashattention"], "--gpu-attention cudnn keeps no scores, which --no-flashattention asks for; drop one of them"),
         (["--dask=local:2", "--lanes=2"], "--gpu-attention cudnn is for training on one machine, got --dask local:2; use --gpu-attention own"),
+        ([AUTO, "--dask=local:2", "--lanes=2"], "--gpu-attention auto is for training on one machine, got --dask local:2; use --gpu-attention own"),
         (["--ngpu=0"], "--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own"),
     ],
 )
@@ -80,6 +83,112 @@ def test_what_cudnn_cannot_do_is_refused(flags: list[str], words: str, cudnn: St
     """Before anything is opened."""
     assert main([*TRAIN, "--steps=1", CUDNN, *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def chosen(run: str) -> dict[str, Any]:
+    """What plan.json says of the choice."""
+    return dict(json.loads(Path(run, "plan.json").read_text())["gpu_attention"])
+
+
+@pytest.mark.parametrize(("idle", "who", "words"), [(0, "cudnn", "cuDNN, "), (9, "own", "nntask's kernels; cuDNN is not clearly faster, ")])
+def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
+    """The losses are those of a run that asks for it by name; a run that goes on keeps it, whoever would be faster by then."""
+    with strict_cudnn.installed(cuda, idle=idle):
+        assert main([*TRAIN, "--steps=6", "--run-dir=named", f"--gpu-attention={who}"]) == 0
+        capsys.readouterr()
+        assert main([*TRAIN, "--steps=3", "--run-dir=found", AUTO]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpu-attention:")]
+        figures = chosen("found")
+        seconds = f"{figures['cudnn_seconds']:.3g} s a step beside {figures['own_seconds']:.3g} s a step of nntask's kernels"
+        assert line == f"gpu-attention: {words}{seconds}"
+        assert figures["chosen"] == who
+        assert f'gpu_attention = "{who}"' in Path("found", "config.toml").read_text()
+    with strict_cudnn.installed(cuda, idle=9 - idle):
+        assert main(["train", "--resume=found", "--steps=6", AUTO]) == 0
+        assert "gpu-attention:" not in capsys.readouterr().out
+    assert chosen("found") == figures
+    assert losses("found") == losses("named")
+    assert cuda.found == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--dtype=fp32"], "it computes in bf16, and this is --dtype fp32"),
+        (["--no-flashattention"], "it keeps no scores, which --no-flashattention asks for"),
+        (["--seq-tile=4"], "it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)"),
+        (["--dropout=0.1"], "it takes heads of up to 128 features in steps of 8, without dropout (--dropout), biases, windows, caps and documents"),
+        (["--ngpu=0"], "no GPU is used"),
+        (["--gpu-memory=200MiB"], "cuDNN's workspace of 320 MiB leaves nothing of --gpu-memory"),
+    ],
+)
+def test_auto_is_ours_where_there_is_nothing_to_choose(
+    flags: list[str], why: str, cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason, and the losses of a run that never asked."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO, *flags]) == 0
+    assert f"gpu-attention: nntask's kernels; not cuDNN: {why}\n" in capsys.readouterr().out
+    assert cudnn.num_planned == 0
+    assert main([*TRAIN, "--steps=2", "--run-dir=own", *flags]) == 0
+    assert losses("found") == losses("own")
+
+
+def test_auto_is_ours_where_cudnn_declines_a_shape(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or is not there at all: the library's own words are told."""
+    with strict_cudnn.installed(cuda, declines=lambda queries: True):
+        assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "s a step; not cuDNN: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels: no plan of the forward pass" in said
+    )
+    assert "(no engine supports this graph)" in chosen("found")["why_not_cudnn"]
+    assert main([*TRAIN, "--steps=2", "--run-dir=missing", AUTO]) == 0
+    assert "not cuDNN: nvidia-cudnn-frontend is not installed (pip install" in capsys.readouterr().out
+    assert cuda.found == []
+
+
+def test_a_card_that_stops_while_it_is_timed_ends_the_run(
+    cuda: FakeCuda, cudnn: StrictCudnn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no reason to choose one or the other; nothing has been written yet."""
+    inner = cuda.launchKernel
+
+    def launch(*arguments: Any) -> None:
+        cuda.break_device(0)
+        inner(*arguments)
+
+    monkeypatch.setattr(cuda, "launchKernel", launch)
+    assert main([*TRAIN, "--steps=2", "--run-dir=never", AUTO]) == 6
+    assert "GPU 0 (Stand-in) stopped working: cudaError 700" in capsys.readouterr().err
+    assert not Path("never").exists()
+
+
+def test_a_run_on_several_devices_has_one_choice(cuda: FakeCuda, cudnn: StrictCudnn) -> None:
+    """Which is measured once for both parts of a card, and has the losses of a single device."""
+    assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=one", AUTO]) == 0
+    planned = cudnn.num_planned
+    assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=two", AUTO, "--split-gpu=2"]) == 0
+    assert planned + 2 + 2 <= cudnn.num_planned <= planned + 2 + 2 * 2  # then by each part that attention has come to
+    assert chosen("two")["chosen"] == "cudnn"
+    assert losses("two") == losses("one")
+    assert cuda.found == []
+
+
+def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shape that cuDNN declines on both devices; and a run that has nothing for it."""
+    with strict_cudnn.installed(cuda, declines=lambda queries: True):
+        assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--split-gpu=2"]) == 0
+        assert capsys.readouterr().err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
+        assert main([*TRAIN, "--steps=2", "--run-dir=cut", CUDNN, "--seq-tile=4"]) == 0
+        assert "attention: none of it is cuDNN's: it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)" in capsys.readouterr().out
+
+
+def test_plans_say_who_computes_attention(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what of the budgets that takes; nothing is measured for a plan."""
+    for flag, words in ((CUDNN, "cuDNN's in 8 tasks a step where it can; 320 MiB of each GPU"), (AUTO, "planned as nntask's own; training times")):
+        assert main(["plan", *FLAGS.split(), flag]) == 0
+        assert f"attention           {words}" in capsys.readouterr().out
+    assert cudnn.num_planned == 0
 
 
 def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

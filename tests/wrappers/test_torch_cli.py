@@ -167,6 +167,18 @@ def ids(here: Path, family: str, num_validation: int) -> list[str]:
     return []
 
 
+def test_what_blocks_make_again_is_counted(here: Path) -> None:
+    """In every step, by the tasks that make it; nothing without --recompute block."""
+    train("stablelm", "kept")
+    train("stablelm", "again", "--recompute=block")
+    kept, again = ([json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()] for name in ("kept", "again"))
+    assert {line["recomputed_tasks"] for line in kept} == {0}
+    counts = {line["recomputed_tasks"] for line in again}
+    assert len(counts) == 1
+    assert min(counts) > 0
+    assert all(line["recompute_seconds"] > 0 for line in again)
+
+
 @pytest.mark.long
 def test_recomputation_and_dropout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--recompute block needs less memory and has the same losses; --dropout changes them, and is seeded."""

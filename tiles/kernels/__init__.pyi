@@ -5,11 +5,12 @@ from .cpu.blas import fp32_products, gemm, set_blas_threads
 from .cpu.loss import loss_scratch_nbytes
 from .cpu.onednn.library import bf16_products, has_bf16_products
 from .cuda.array import DeviceArray
+from .cuda.attention_speed import attention_seconds
 from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
 from .cuda.hollow import HollowGpu
 from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
-from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN
+from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, shape_of
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .reference.buckets import Buckets
@@ -30,7 +31,9 @@ __all__ = [
     "KernelBuildError",
     "Pair",
     "StreamPointer",
+    "WholeShape",
     "attention_scratch_nbytes",
+    "attention_seconds",
     "bf16_kernel",
     "bf16_operations",
     "bf16_products",
@@ -43,4 +46,5 @@ __all__ = [
     "loss_scratch_nbytes",
     "operations",
     "set_blas_threads",
+    "shape_of",
 ]

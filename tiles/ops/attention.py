@@ -21,6 +21,7 @@ from ..emission import emit, scratch
 from ..kernels.cpu.attention_blocks import attention_scratch_nbytes, lse_scratch_nbytes
 from ..kernels.cpu.attention_pattern import bias_scratch_nbytes
 from ..kernels.cpu.whole_attention import whole_scratch_nbytes
+from ..kernels.cuda.library_attention import takes_heads
 from ..kernels.reference.attention import PLAIN, Pair, Pattern
 from ..kernels.reference.buckets import Buckets
 from ..kernels.registry import BF16
@@ -153,7 +154,7 @@ class _Attention:
         """Whether a library may compute it on GPUs: bf16, whole sequences in one pair of tiles, nothing done to scores but the causal mask."""
         if self.q.dtype != BF16 or self.dropout or self.scoring != UNCHANGED or not self.q.runtime.has_gpus:
             return False
-        return self.q.grid[1] == self.k.grid[1] == 1
+        return takes_heads(self.head_size) and self.q.grid[1] == self.k.grid[1] == 1
 
     def whole_scratch(self) -> Access:
         """Working memory for one task of whole sequences."""

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from nntask import UsageError
 
 from .modules import unchanged
+from .recomputation import makes_again
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
@@ -59,6 +60,7 @@ class Storage:
         name: name of the parameter, buffer or input; "" for others.
         constant: the values of a constant.
         piece: of a parameter that is cut along its first axis (`cuts`), the number of this piece.
+        is_again: whether what is made there was made before, in a forward pass that a backward pass repeats.
     """
 
     nbytes: int
@@ -66,6 +68,7 @@ class Storage:
     name: str = ""
     constant: torch.Tensor | None = None
     piece: int = 0
+    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +285,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             with _disable_current_modes():
                 constant = tensor.detach().clone()
             self._constants.append((tensor, constant))
-        storage = Storage(untyped.nbytes(), role, name, constant)
+        storage = Storage(untyped.nbytes(), role, name, constant, is_again=makes_again())
         self._storages[untyped._cdata] = storage
         return storage
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -21,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nntask import UsageError
 from nntask.config import LARGEST
 
+from .recomputation import making_again
 from .weights import empty_parameters
 
 Kind = Literal["causal", "masked", "pairs"]
@@ -104,7 +106,7 @@ class LanguageModelConfig:
         """
         if not self.module.supports_gradient_checkpointing:
             raise UsageError(f"--recompute block is not implemented by transformers for {self.model_type}; drop it, or add --disk DIR")
-        self.module.activation_checkpointing_enable({"use_reentrant": False})
+        self.module.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), making_again())})
 
     def to_dict(self) -> dict[str, Any]:
         """The config as Hugging Face's JSON object, with its model_type and the class of the module."""

@@ -55,6 +55,12 @@ class Segment:
     flops: float
 
     @property
+    def share_again(self) -> float:
+        """Of the bytes that it writes, those that a backward pass makes again."""
+        written = [storage for call in self.calls for storage in call.writes]
+        return sum(storage.nbytes for storage in written if storage.is_again) / max(1, sum(storage.nbytes for storage in written))
+
+    @property
     def name(self) -> str:
         """The operation that takes longest, for traces: that with most flops, else that with the largest result."""
         work = [(flops_of(call), sum(s.nbytes for s in call.writes), -at) for at, call in enumerate(self.calls)]

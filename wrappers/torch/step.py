@@ -174,7 +174,7 @@ class Pass:
             uniforms, nbytes = _uniforms_layout(calls, nbytes)
             cuda = _cuda_kernel(work, uniforms)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
-        codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved))
+        codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved), again=segment.share_again)
         return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, borrowed, tiles)
 
     @cached_property

@@ -186,7 +186,7 @@ def whole_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray, scratch: DeviceArray, *, at: reference.Pair
 ) -> None:
     """o and lse of whole sequences in one pair of tiles: by a library that takes them, else by `attention`."""
-    if may_take(q, k, at.head_size) and device().whole_attention(shape_of(q, k, at.head_size, at.scale, at.causal), q, k, v, o, lse):
+    if may_take(q, k, at.head_size) and device().whole_attention(shape_of(q.shape, k.shape, at.head_size, at.scale, at.causal), q, k, v, o, lse):
         return
     peak = scratch.at(_FLOAT, *lse.shape)
     total = DeviceArray(peak.address + peak.nbytes, lse.shape, _FLOAT)
@@ -209,7 +209,7 @@ def whole_attention_backward(
     at: reference.Pair,
 ) -> None:
     """dq, dk and dv of `whole_attention`, by who computes that shape forward."""
-    shape = shape_of(q, k, at.head_size, at.scale, at.causal)
+    shape = shape_of(q.shape, k.shape, at.head_size, at.scale, at.causal)
     if may_take(q, k, at.head_size) and device().whole_attention(shape, q, k, v, o, lse, do, dq, dk, dv):
         return
     delta = scratch.at(_FLOAT, *lse.shape)

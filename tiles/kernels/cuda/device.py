@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from scheduler import DoesNotFit
-from scheduler.drivers import NOT_READY, CupyGpu, CupyGraph, CupyStream, GpuFacts, Stream, is_fatal, is_out_of_memory
+from scheduler.drivers import NOT_READY, NUM_STARTED, CupyGpu, CupyGraph, CupyStream, GpuFacts, Stream, is_fatal, is_out_of_memory
 
 from ..registry import BF16
 from .array import DeviceArray
@@ -62,17 +62,25 @@ class CudaDevice(CupyGpu):
             self._blas = Cublas(workspace, tf32=tf32)
         self._attention: LibraryAttention | None = None
 
-    def open_attention(self) -> LibraryAttention:
-        """Let cuDNN compute attention of whole sequences here, where it can; its workspace lies beside the budget.
+    def open_attention(self, tell: Callable[[str], None] = lambda sentence: None) -> None:
+        """Let cuDNN compute attention of whole sequences here, where it can; its workspace lies beside the budget. Threads enter their streams later.
+
+        Args:
+            tell: takes a sentence about each shape that cuDNN leaves to our kernels, when it is first met.
 
         Raises:
             ImportError: cuDNN or its frontend is missing.
             MemoryError: the card has no room for the workspace.
         """
-        if self._attention is None:
+        if self._attention is not None:
+            return
+        workspace = self.reserve(ATTENTION_WORKSPACE_NBYTES)
+        try:
             with self.visit():
-                self._attention = LibraryAttention(self.reserve(ATTENTION_WORKSPACE_NBYTES))
-        return self._attention
+                self._attention = LibraryAttention(workspace, tell)
+        except BaseException:
+            self.release(workspace)
+            raise
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
         """Start cuDNN's attention, as of `launch.Device`."""
@@ -80,6 +88,7 @@ class CudaDevice(CupyGpu):
         if library is None or not self._try(lambda: library.takes(shape, may_plan=not getattr(self._local, "captures", False))):
             return False
         self._clear()
+        self.num_started += 1
         start = library.forward if len(tiles) == FORWARD_TILES else library.backward
         self._try(lambda: start(shape, *tiles))
         return True
@@ -111,6 +120,7 @@ class CudaDevice(CupyGpu):
             launch(function, *grid, threads, 1, 1, shared, stream, arguments.address, 0)
         except RuntimeError as error:
             self._again(error, lambda: launch(function, *grid, threads, 1, 1, shared, stream, arguments.address, 0))
+        self.num_started += 1
 
     def gemm(
         self,
@@ -126,6 +136,7 @@ class CudaDevice(CupyGpu):
     ) -> None:
         """out (+)= alpha * op(a) @ op(b), sums in fp32."""
         product = column_major(a, b, out, trans_a=trans_a, trans_b=trans_b, stride_a=stride_a)
+        self.num_started += 1  # a library may have started something before it fails
         try:
             self._blas.multiply(product, alpha, accumulate)
         except RuntimeError as error:
@@ -138,6 +149,7 @@ class CudaDevice(CupyGpu):
         share a runtime; so it is cleared first.
         """
         self._clear()
+        self.num_started += 1
         start(StreamPointer(self.name, self.index, self._local.stream))
 
     def _clear(self) -> None:
@@ -146,11 +158,11 @@ class CudaDevice(CupyGpu):
 
     def capture(self, stream: Stream, run: Callable[[], None]) -> CupyGraph:
         """Record kernels as a graph."""
-        self._local.captures = True
+        self._local.captures, before = True, self.num_started
         try:
             return super().capture(stream, run)
         finally:
-            self._local.captures = False
+            self._local.captures, self.num_started = False, before
 
     def measure_products(self, dtype: str) -> None:
         """Measure how fast matrix products are, the best of three tries: `products_flops`, which no step on this card can beat. Takes 0.1 s.
@@ -184,10 +196,10 @@ class CudaDevice(CupyGpu):
     def close(self) -> None:
         """Give back what was taken beside the budget; nothing can be computed after that."""
         try:
-            with self.visit():
+            with self.visit(), ExitStack() as libraries:
+                libraries.callback(self._blas.close)
                 if self._attention is not None:
-                    self._attention.close()
-                self._blas.close()
+                    libraries.callback(self._attention.close)
         finally:
             super().close()
 
@@ -239,6 +251,13 @@ class CudaDevice(CupyGpu):
         """
         if getattr(self._local, "captures", False):
             raise error
+        try:
+            return self._once_more(error, call)
+        except Exception as final:
+            setattr(final, NUM_STARTED, self.num_started)
+            raise
+
+    def _once_more(self, error: RuntimeError, call: Callable[[], _T]) -> _T:
         if is_out_of_memory(error) and self._spare is not None:
             self._cuda.streamSynchronize(self._local.stream)
             self.release(self._spare)

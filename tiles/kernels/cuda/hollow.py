@@ -81,6 +81,7 @@ class HollowGpu:
     def __init__(self, memory: int) -> None:
         self.name = "hollow"
         self.memory = memory
+        self.num_started = 0  # nothing fails here
         self.calls: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
         self._addresses = itertools.count(_FIRST_ADDRESS, 1 << 42)

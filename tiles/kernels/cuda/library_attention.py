@@ -4,15 +4,19 @@ Letters: b sequences, h heads of queries, g heads of keys and values, t tokens, 
 (b, h, t, d) with strides. What it saves is ours: Stats (b, h, t, 1), fp32, are the natural log-sum-exps of the scores (frontend, Attention.md).
 
 Forward and backward pass of a shape are planned together, when it is first met, and used together or not at all: a shape is ours where cuDNN says
-that it does not support one of them, or where one wants more workspace than is reserved. That, and the plan that its heuristics choose, depend on the
-shape, the card and the versions of the libraries alone, and gradients are asked for with `use_deterministic_algorithm`: equal runs have equal bits.
+that it does not support one of them, or knows none that does with the workspace that is reserved, and that is told in words. Which, and the plan that
+its heuristics choose, depends on the shape, the card and the versions of the libraries alone, and gradients are asked for with
+`use_deterministic_algorithm`: equal runs have equal bits.
 Planning allocates and compiles, so it is refused while a graph is recorded; fused tasks start their kernels one by one before they record them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, NamedTuple
+
+from scheduler.drivers import is_fatal, is_out_of_memory
 
 from ..registry import BF16
 from .array import DeviceArray
@@ -45,19 +49,34 @@ class WholeShape(NamedTuple):
     scale: float
     causal: bool
 
+    def __str__(self) -> str:
+        shared = f" that share {self.groups} of keys and values" if self.groups != self.heads else ""
+        keys = f" and {self.tk:,} keys" if self.tk != self.tq else ""
+        return f"{self.b} x {self.tq:,} tokens{keys}, {self.heads} heads of {self.size}{shared}, {'causal' if self.causal else 'not causal'}"
+
+
+class _Pass(NamedTuple):
+    """The graph of a pass, and its tensors in the order of the arguments of `forward` or `backward`."""
+
+    graph: Any
+    tensors: tuple[Any, ...]
+
 
 class _Plans(NamedTuple):
-    """Graphs of a shape, and their tensors in the order of the arguments of `forward` and `backward`."""
+    """Both passes of a shape.
 
-    forward: Any
-    of_forward: tuple[Any, ...]
-    backward: Any
-    of_backward: tuple[Any, ...]
+    Args:
+        why_ours: why they are left to our kernels; "" where cuDNN computes them.
+    """
+
+    forward: _Pass
+    backward: _Pass
+    why_ours: str
 
 
-def shape_of(q: DeviceArray, k: DeviceArray, size: int, scale: float, causal: bool) -> WholeShape:
-    """The shape of an attention of tiles of whole sequences."""
-    (b, tq, width), (_, tk, narrow) = q.shape, k.shape
+def shape_of(q: tuple[int, ...], k: tuple[int, ...], size: int, scale: float, causal: bool) -> WholeShape:
+    """The shape of an attention of tiles of whole sequences, from those of queries and keys."""
+    (b, tq, width), (_, tk, narrow) = q, k
     return WholeShape(b, tq, tk, width // size, narrow // size, size, scale, causal)
 
 
@@ -66,19 +85,16 @@ class LibraryAttention:
 
     Args:
         workspace: address of `ATTENTION_WORKSPACE_NBYTES` of the device's memory; the device is the calling thread's current one.
-
-    Attributes:
-        num_served, num_declined: shapes that were planned, and those that are left to our kernels.
+        tell: takes a sentence about each shape that is left to our kernels, when it is first met.
 
     Raises:
         ImportError: the package or the library is missing.
     """
 
-    def __init__(self, workspace: int) -> None:
+    def __init__(self, workspace: int, tell: Callable[[str], None]) -> None:
         self._cudnn = frontend()
-        self._workspace = workspace
-        self._plans: dict[WholeShape, _Plans | None] = {}
-        self.num_served = self.num_declined = 0
+        self._workspace, self._tell = workspace, tell
+        self._plans: dict[WholeShape, _Plans] = {}
         try:
             self._handle: Any = self._cudnn.create_handle()
         except RuntimeError as error:
@@ -101,21 +117,17 @@ class LibraryAttention:
             if not may_plan:
                 raise RuntimeError(f"attention is planned before a graph is recorded, and {shape} is not; start it once outside of a graph")
             found = self._plans[shape] = self._planned(shape)
-            self.num_served += found is not None
-            self.num_declined += found is None
-        return self._plans[shape] is not None
+            if found.why_ours:
+                self._tell(f"cuDNN leaves attention of {shape} to nntask's kernels: {found.why_ours}")
+        return not self._plans[shape].why_ours
 
     def forward(self, shape: WholeShape, q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray) -> None:
         """Start o and lse of a shape that it takes."""
-        plans = self._plans[shape]
-        assert plans is not None
-        self._start(plans.forward, plans.of_forward, (q, k, v, o, lse))
+        self._start(self._plans[shape].forward, (q, k, v, o, lse))
 
     def backward(self, shape: WholeShape, *tiles: DeviceArray) -> None:
         """Start dq, dk and dv of a shape that it takes; `tiles` are q, k, v, o, lse, do, dq, dk, dv."""
-        plans = self._plans[shape]
-        assert plans is not None
-        self._start(plans.backward, plans.of_backward, tiles)
+        self._start(self._plans[shape].backward, tiles)
 
     def close(self) -> None:
         """Give back what cuDNN took; idempotent."""
@@ -124,32 +136,44 @@ class LibraryAttention:
         if handle is not None:
             self._cudnn.destroy_handle(handle)
 
-    def _start(self, graph: Any, tensors: tuple[Any, ...], tiles: tuple[DeviceArray, ...]) -> None:
-        graph.execute({tensor: tile.address for tensor, tile in zip(tensors, tiles, strict=True)}, self._workspace, handle=self._handle)
+    def _start(self, planned: _Pass, tiles: tuple[DeviceArray, ...]) -> None:
+        addresses = {tensor: tile.address for tensor, tile in zip(planned.tensors, tiles, strict=True)}
+        planned.graph.execute(addresses, self._workspace, handle=self._handle)
 
-    def _planned(self, shape: WholeShape) -> _Plans | None:
-        """Plans of both passes; None where one is not supported, or wants more workspace than there is."""
+    def _planned(self, shape: WholeShape) -> _Plans:
+        """Plans of both passes, kept where they are of no use, too: what cuDNN gives back with them must not fall into the recording of a graph."""
+        passes = self._forward_graph(shape), self._backward_graph(shape)
+        for name, (graph, _) in zip(("forward", "backward"), passes, strict=True):
+            if why := self._why_none(graph):
+                return _Plans(*passes, f"no plan of the {name} pass, {why}")
+        return _Plans(*passes, "")
+
+    def _why_none(self, graph: Any) -> str:
+        """Plan a graph; why it cannot be planned, if so."""
         try:
-            forward, backward = self._forward_graph(shape), self._backward_graph(shape)
-            for graph, _ in (forward, backward):
-                graph.validate()
-                graph.build_operation_graph()
-                graph.create_execution_plans([self._cudnn.heur_mode.A])
-                graph.check_support()
-                graph.build_plans()
-        except self._cudnn.cudnnGraphNotSupportedError:
-            return None
-        if any(graph.get_workspace_size() > ATTENTION_WORKSPACE_NBYTES for graph, _ in (forward, backward)):
-            return None
-        return _Plans(*forward, *backward)
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([self._cudnn.heur_mode.A])
+            graph.deselect_workspace_greater_than(ATTENTION_WORKSPACE_NBYTES)
+            graph.check_support()
+            graph.build_plans()
+        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:  # the latter also for what no descriptor can say
+            if isinstance(error, RuntimeError) and (is_out_of_memory(error) or is_fatal(error)):
+                raise
+            return f"with at most {ATTENTION_WORKSPACE_NBYTES >> 20} MiB of workspace ({' '.join(str(error).split())})"
+        if graph.selected_engine is not None:  # a kernel in Python, which takes no addresses
+            return "but by a kernel of the frontend (unset CUDNN_FRONTEND_ENABLE_FROST_ENGINES)"
+        nbytes = graph.get_workspace_size()
+        return f"which wants {nbytes:,} bytes of workspace and gets {ATTENTION_WORKSPACE_NBYTES:,}" if nbytes > ATTENTION_WORKSPACE_NBYTES else ""
 
-    def _forward_graph(self, shape: WholeShape) -> tuple[Any, tuple[Any, ...]]:
+    def _forward_graph(self, shape: WholeShape) -> _Pass:
         graph = self._graph()
         q, k, v = self._inputs(graph, shape)
         o, stats = graph.sdpa(q=q, k=k, v=v, attn_scale=shape.scale, generate_stats=True, name="attention", **self._mask(shape))
-        return graph, (q, k, v, _output(o, *_of_queries(shape)), _output(stats, *_of_rows(shape)).set_data_type(self._cudnn.data_type.FLOAT))
+        outputs = _output(o, *_of_queries(shape)), _output(stats, *_of_rows(shape)).set_data_type(self._cudnn.data_type.FLOAT)
+        return _Pass(graph, (q, k, v, *outputs))
 
-    def _backward_graph(self, shape: WholeShape) -> tuple[Any, tuple[Any, ...]]:
+    def _backward_graph(self, shape: WholeShape) -> _Pass:
         graph, (short, single) = self._graph(), (self._cudnn.data_type.BFLOAT16, self._cudnn.data_type.FLOAT)
         q, k, v = self._inputs(graph, shape)
         o, do = (_input(graph, name, _of_queries(shape), short) for name in ("o", "do"))
@@ -157,7 +181,8 @@ class LibraryAttention:
         dq, dk, dv = graph.sdpa_backward(
             q=q, k=k, v=v, o=o, dO=do, stats=stats, attn_scale=shape.scale, use_deterministic_algorithm=True, name="gradients", **self._mask(shape)
         )
-        return graph, (q, k, v, o, stats, do, _output(dq, *_of_queries(shape)), _output(dk, *_of_keys(shape)), _output(dv, *_of_keys(shape)))
+        outputs = _output(dq, *_of_queries(shape)), _output(dk, *_of_keys(shape)), _output(dv, *_of_keys(shape))
+        return _Pass(graph, (q, k, v, o, stats, do, *outputs))
 
     def _graph(self) -> Any:
         kinds = self._cudnn.data_type
@@ -204,9 +229,14 @@ def _output(tensor: Any, extents: list[int], strides: list[int]) -> Any:
     return tensor.set_output(True).set_dim(extents).set_stride(strides)
 
 
+def takes_heads(size: int) -> bool:
+    """Whether cuDNN knows heads of so many features on every card."""
+    return size % 8 == 0 and size <= MOST_FEATURES
+
+
 def may_take(q: DeviceArray, k: DeviceArray, size: int) -> bool:
     """Whether tiles are of a type, and heads of a size, that cuDNN knows on every card."""
-    return q.dtype == k.dtype == BF16 and size % 8 == 0 and size <= MOST_FEATURES
+    return q.dtype == k.dtype == BF16 and takes_heads(size)
 
 
 @cache
@@ -218,6 +248,6 @@ def frontend() -> Any:
     """
     try:
         import cudnn
-    except ImportError as error:
+    except (ImportError, OSError, AssertionError) as error:  # it loads the library below, and refuses two of them
         raise ImportError(f"cuDNN is used through the package nvidia-cudnn-frontend, and it cannot be imported ({error}); {INSTALL_CUDNN}") from error
     return cudnn

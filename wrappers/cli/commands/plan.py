@@ -88,7 +88,8 @@ def run(argv: Sequence[str]) -> int:
                 there = devices_of(stored.resources, stored.model.dtype, checks=False) if asked.devices is None else asked.devices
                 return there.gpus.device_class
 
-            sized(stored, asked.config, asked.resumed, device_class)
+            filled, _, _ = sized(stored, asked.config, asked.resumed, device_class)
+            settings = replace(settings, model=replace(settings.model, gpu_attention=filled.model.gpu_attention))  # it has chosen where this is auto
         if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
@@ -165,8 +166,7 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """The plan as lines of text."""
-    from nntask.config import format_least, format_size
-    from nntask.hardware import BOUNDLESS, DISK
+    from nntask.config import format_size
     from nntask.planning import told_updater
 
     yield f"parameters          {figures['parameters']:,}"
@@ -191,24 +191,16 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"needed              {format_size(figures['submission_needed_bytes'])} at once where nothing moves; {in_order}most of each kind "
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
-    least = figures["minimum_budget_bytes"]
-    for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
-        budget, nbytes = figures["budget_bytes"][nodes[0]], least[nodes[0]]
-        shown = "boundless" if budget == BOUNDLESS else format_size(budget)
-        peaks = [figures["peak_bytes"][node] for node in nodes if node in figures["peak_bytes"]] if figures["feasible"] else []
-        word = "reserved" if name == DISK else "peak"
-        yield (
-            f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
-            + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
-        )
+    yield from _budgets(figures)
     why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
     mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
         about = f"forecast about {nbytes / 1e9:.2f} GB moved and {figures['forecast_seconds'][name]:.3g} s a step"
         yield f"{'order ' + name:19} {about}" + (mark if name == order else "")
     if figures["forecast_bytes"] == {}:
-        memories = "" if len(least) == 1 else ": into the memories where tasks run, all of them together"
+        memories = "" if len(figures["minimum_budget_bytes"]) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
+    yield from _attention(figures)
     if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
         yield f"weights             updated {told_updater(figures['update_on'], figures['seconds_by_update'])}"
     yield from _recomputed(figures)
@@ -235,6 +227,36 @@ def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
     """Neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
     groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
     return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
+
+
+def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Of each memory what it has, needs at least and takes at most."""
+    from nntask.config import format_least, format_size
+    from nntask.hardware import BOUNDLESS, DISK
+
+    least = figures["minimum_budget_bytes"]
+    for name, nodes in _alike({node: (budget, least[node]) for node, budget in figures["budget_bytes"].items()}).items():
+        budget, nbytes = figures["budget_bytes"][nodes[0]], least[nodes[0]]
+        shown = "boundless" if budget == BOUNDLESS else format_size(budget)
+        peaks = [figures["peak_bytes"][node] for node in nodes if node in figures["peak_bytes"]] if figures["feasible"] else []
+        word = "reserved" if name == DISK else "peak"
+        yield (
+            f"{name:19} budget {shown}, at least {format_least(nbytes)} ({nbytes:,} B)"
+            + (f", {word}{' at most' if len(peaks) > 1 else ''} {format_size(max(peaks))}" if peaks else "")
+        )
+
+
+def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Who computes attention on GPUs, where that is not only nntask itself."""
+    from nntask.config import format_size
+    from tiles.kernels import ATTENTION_WORKSPACE_NBYTES
+
+    size = format_size(ATTENTION_WORKSPACE_NBYTES)
+    if figures["gpu_attention"] == "cudnn":
+        count = sum(number for name, number in figures["tasks_by_name"].items() if name.startswith("whole_attention"))
+        yield f"attention           cuDNN's in {count:,} tasks a step where it can; {size} of each GPU for its workspace are not in the budget"
+    if figures["gpu_attention"] == "auto" and any(name.startswith("cuda") for name in figures["workers"]):
+        yield f"attention           planned as nntask's own; training times cuDNN's beside it, whose workspace is {size} of each GPU's budget"
 
 
 def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,106 @@
+"""Who may compute attention on the GPUs of a run, nntask's kernels or cuDNN, and the seconds of both on its cards.
+
+cuDNN's workspace lies beside the memory of tiles, so it comes out of each device's budget.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import scheduler
+from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, attention_seconds
+
+from ..config.units import format_size
+from ..errors import DoesNotFit, UsageError
+from .gpus import GpuPlan, close_gpus, open_gpus
+
+
+class AttentionSeconds(NamedTuple):
+    """Seconds of the attention of a step.
+
+    Args:
+        own: of nntask's kernels; None where nothing was measured.
+        cudnn: of cuDNN; None where it does not compute all of it.
+        why_not: why it does not; "" where it does.
+    """
+
+    own: float | None
+    cudnn: float | None
+    why_not: str
+
+
+def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
+    """GPUs on which cuDNN computes attention, with what its workspace leaves of the budget.
+
+    Raises:
+        UsageError: there are none, or the frontend of cuDNN is not installed.
+        DoesNotFit: nothing is left.
+    """
+    if not gpus.devices:
+        raise UsageError("--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own, or continue where there is one")
+    if not _has_frontend():
+        raise UsageError(
+            f"--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --gpu-attention own"
+        )
+    left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
+    if left <= 0:
+        raise DoesNotFit(
+            f"--gpu-attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and this is {format_size(gpus.nbytes)}; "
+            "raise --gpu-memory, or begin a run with --gpu-attention own"
+        )
+    return replace(gpus, nbytes=left, has_cudnn=True)
+
+
+def why_not_cudnn(gpus: GpuPlan) -> str:
+    """Why cuDNN cannot compute on GPUs, as far as that shows without opening them; "" where it may."""
+    if not gpus.devices:
+        return "no GPU is used"
+    if not _has_frontend():
+        return f"nvidia-cudnn-frontend is not installed ({INSTALL_CUDNN})"
+    if gpus.nbytes <= ATTENTION_WORKSPACE_NBYTES:
+        return f"cuDNN's workspace of {format_size(ATTENTION_WORKSPACE_NBYTES)} leaves nothing of --gpu-memory"
+    return ""
+
+
+def time_attention(gpus: GpuPlan, dtype: str, counts: Mapping[WholeShape, tuple[int, int]]) -> AttentionSeconds:
+    """Measure both on the first device of each kind of card; takes a second or two for each.
+
+    Args:
+        dtype: value of --dtype.
+        counts: of each shape, the forward and the backward passes of a step.
+
+    Raises:
+        DoesNotFit, UsageError: see `open_gpus`.
+        DeviceFailed: a card stopped working.
+    """
+    kinds = {card.name: (card, part) for card, part in reversed(gpus.devices)}
+    devices: list[Any] = list(open_gpus(replace(gpus, devices=tuple(kinds.values()), has_cudnn=False), dtype))
+    own, cudnn, declined = 0.0, 0.0, list[str]()
+    try:
+        for device in devices:
+            own += _seconds(device, counts)
+            device.open_attention(declined.append)
+            cudnn += _seconds(device, counts)
+            if declined:
+                return AttentionSeconds(own, None, declined[0])
+    except scheduler.DeviceFailed:
+        raise
+    except (ImportError, MemoryError, RuntimeError, scheduler.DoesNotFit) as error:
+        return AttentionSeconds(own or None, None, " ".join(str(error).split()))
+    finally:
+        close_gpus(devices)
+    return AttentionSeconds(own, cudnn, "")
+
+
+def _seconds(device: Any, counts: Mapping[WholeShape, tuple[int, int]]) -> float:
+    found = ((count, attention_seconds(device, shape)) for shape, count in counts.items())
+    return sum(forward * seconds[0] + backward * seconds[1] for (forward, backward), seconds in found)
+
+
+def _has_frontend() -> bool:
+    """Whether the frontend of cuDNN can be imported, as far as that shows without importing it."""
+    return sys.modules["cudnn"] is not None if "cudnn" in sys.modules else find_spec("cudnn") is not None

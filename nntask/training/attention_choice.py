@@ -1,0 +1,138 @@
+"""``--gpu-attention auto``: nntask's kernels or cuDNN's for attention, by time on the card, before a run begins.
+
+Each shape of attention in a step is timed by both, forward and backward, on one device of each kind of card. cuDNN computes where it takes every
+shape and needs less than `GAIN` of the seconds; otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last
+bits, so the choice holds for all devices of the run and is written into its settings; a run that is continued keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import scheduler
+from scheduler.machine import RecordedTask
+from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of
+
+from ..config.run_config import RunConfig
+from ..config.units import format_size
+from ..errors import StorageError
+from ..hardware.gpu_attention import AttentionSeconds, time_attention, why_not_cudnn
+from ..hardware.gpus import GpuPlan
+from ..hardware.machine_spec import with_cudnn
+from ..planning.memory_fit import capture, no_collections
+from .run_directory import PLAN
+
+GAIN: Final = 0.95
+"""cuDNN must take less than this fraction of the seconds of our kernels: where both are about as fast, what works without a library is better."""
+_KEY: Final = "gpu_attention"
+FORWARD: Final = "whole_attention"
+BACKWARD: Final = "whole_attention_backward"
+
+Measure = Callable[[GpuPlan, str, Mapping[WholeShape, tuple[int, int]]], AttentionSeconds]
+
+
+class ChosenAttention(NamedTuple):
+    """A run of which it is settled who computes its attention.
+
+    Attributes:
+        figures: what it was chosen by, for plan.json, of a run that goes on what that has there already; empty where there was nothing to choose.
+    """
+
+    run: RunConfig
+    figures: Mapping[str, Any]
+
+
+def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measure = time_attention) -> ChosenAttention:
+    """The run with attention by who is faster, where --gpu-attention leaves that open; says what was chosen, and why.
+
+    Args:
+        measure: see `time_attention`.
+
+    Raises:
+        DoesNotFit, UsageError: a card cannot be opened.
+        StorageError: a card stopped working.
+    """
+    if run.settings.model.gpu_attention != "auto":
+        return ChosenAttention(run, {} if run.start.resumed is None else _recorded(run.directory))
+    found = _measured(run, measure)
+    is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
+    chosen = _computed_by(run, "cudnn") if is_faster else _computed_by(run, "own")
+    say(f"gpu-attention: {_words(found, is_faster=is_faster)}")
+    seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
+    return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": found.why_not}})
+
+
+def _recorded(directory: Path) -> dict[str, Any]:
+    """What plan.json of a run says of its choice."""
+    with suppress(OSError, ValueError, AttributeError):  # the file is for people, and a run goes on without it
+        figures = json.loads((directory / PLAN).read_text(encoding="utf-8")).get(_KEY)
+        return {_KEY: figures} if figures else {}
+    return {}
+
+
+def told_attention(run: RunConfig, tasks: Iterable[RecordedTask]) -> str:
+    """What cuDNN has to do in a step of a run that lets it compute attention, and if that is nothing, why."""
+    count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
+    if not count:
+        return f"attention: none of it is cuDNN's: {_why_none(run)}"
+    return f"attention: cuDNN computes it in {count} tasks a step, with {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget as workspace"
+
+
+def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
+    model, gpus = run.model, run.machine.gpus
+    why = why_not_cudnn(gpus)
+    if not why and model.dtype != "bf16":
+        why = f"it computes in bf16, and this is --dtype {model.dtype}"
+    if not why and not model.flash:
+        why = "it keeps no scores, which --no-flashattention asks for"
+    if why:
+        return AttentionSeconds(None, None, why)
+    with no_collections():
+        tasks = capture(run.with_model(library=True), 1).plan.tasks
+    counts = _shapes(tasks, run.step.num_minibatches)
+    if not counts:
+        return AttentionSeconds(None, None, _why_none(run))
+    try:
+        return measure(gpus, model.dtype, counts)
+    except scheduler.DeviceFailed as error:
+        raise StorageError(f"{error}") from error
+
+
+def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeShape, tuple[int, int]]:
+    """Forward and backward passes of a step, by shape, from the tasks of one minibatch."""
+    found: Counter[tuple[WholeShape, str]] = Counter()
+    for task in tasks:
+        if task.name in (FORWARD, BACKWARD):
+            (q, _), (k, _), at = task.accesses[0], task.accesses[1], cast(Pair, task.constants["at"])
+            found[shape_of(cast(Any, q.view).shape, cast(Any, k.view).shape, at.head_size, at.scale, at.causal), task.name] += num_minibatches
+    return {shape: (found[shape, FORWARD], found[shape, BACKWARD]) for shape in dict.fromkeys(shape for shape, _ in found)}
+
+
+def _why_none(run: RunConfig) -> str:
+    """Why no attention of a step is for cuDNN."""
+    length, tile = run.model.seq_len, run.model.tiling.seq_tile
+    if tile < length:
+        return f"it takes whole sequences, and tiles have {tile:,} of {length:,} tokens (--seq-tile)"
+    return "it takes heads of up to 128 features in steps of 8, without dropout (--dropout), biases, windows, caps and documents"
+
+
+def _computed_by(run: RunConfig, who: str) -> RunConfig:
+    """The run with attention of its model by "own" or "cudnn"."""
+    is_cudnn = who == "cudnn"
+    settings = replace(run.settings, model=replace(run.settings.model, gpu_attention=cast(Any, who)))
+    machine = with_cudnn(run.machine) if is_cudnn else run.machine
+    return replace(run.with_model(library=is_cudnn).on(machine), settings=settings)
+
+
+def _words(found: AttentionSeconds, *, is_faster: bool) -> str:
+    if found.own is None or found.cudnn is None:
+        beside = "" if found.own is None else f", {found.own:.3g} s a step"
+        return f"nntask's kernels{beside}; not cuDNN: {found.why_not}"
+    own, cudnn = f"{found.own:.3g} s a step of nntask's kernels", f"{found.cudnn:.3g} s a step"
+    return f"cuDNN, {cudnn} beside {own}" if is_faster else f"nntask's kernels; cuDNN is not clearly faster, {cudnn} beside {own}"

@@ -1,0 +1,195 @@
+"""Recording a step: the runtimes that can, and the recorder inside `record()`, which makes a plan of the tasks that are submitted there.
+
+The first tasks of a step copy its inputs (handles of kind "input") into the step, so the program may write the next batch while a replay still runs.
+A handle that was made while recording and that Python still references when the block ends is an output.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..core.codelet import Codelet
+from ..core.errors import PlacementError, SchedulerError
+from ..core.memory.extents import rounded
+from ..core.records import DataClass, HandleId, HandleRecord, Kind, Mode, R, W, WorkerId, WorkerKind
+from ..core.step_plan import RecordedTask, StepPlan
+from ..drivers.cuda import copy_on_gpu
+from .placement import kinds_beside
+from .task_runtime import Handle, ReleaseInbox, TaskRuntime, View
+
+FIRST: Final = 1 << 40
+"""Priority of the copies of inputs, above all others: they run as soon as any worker is free."""
+
+
+class RecordingError(SchedulerError, RuntimeError):
+    """A recorded step cannot do what the program asked for."""
+
+
+def _copy_bytes(source: Any, target: Any) -> None:
+    try:
+        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
+    except (TypeError, ValueError):  # an element type the buffer protocol does not know (bfloat16), or no elements
+        target[...] = source
+
+
+COPY_INPUT: Final = Codelet("copy input", cpu=_copy_bytes, cuda=copy_on_gpu)
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    """A block of `RecordingRuntime.place` that a thread has entered."""
+
+    thread: threading.Thread
+    worker: WorkerId
+
+
+class RecordingRuntime(TaskRuntime):
+    """Common base of runtimes that record: handles with records of their own, which a step being recorded notes; and placement.
+
+    Attributes:
+        inbox: takes the records of released handles.
+        devices_beside: kind of the devices, where CPU workers run only what these may not; None where there are no such workers.
+    """
+
+    inbox: ReleaseInbox
+    devices_beside: WorkerKind | None = None
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self._handle_ids = itertools.count()
+        self._recorder: Recorder | None = None
+        self._pins: list[_Pin] = []
+
+    @property
+    @abc.abstractmethod
+    def worker_names(self) -> Mapping[WorkerId, str]:
+        """Name of each worker, such as "cpu:0" and "sim:1"."""
+
+    @contextmanager
+    def place(self, worker: str) -> Iterator[None]:
+        """Pin the tasks that are submitted or recorded inside the block to one worker: ``with runtime.place("sim:0")``.
+
+        The tasks wait for that worker whatever the policy and the devices of minibatches are; their data moves to it. Results are the same bits.
+        Blocks may nest; the innermost block that the calling thread has entered counts. Tasks that combine lanes are not pinned. A task that the
+        worker cannot run is refused when it is submitted or recorded: with `PlacementError` if the worker has no implementation of it, with
+        `DoesNotFit` if its data exceeds the budget of the worker's memory, where budgets are known (`CapturingRuntime` knows none).
+
+        Args:
+            worker: a name of `worker_names`.
+
+        Raises:
+            PlacementError: there is no such worker.
+        """
+        names = self.worker_names
+        pin = next((number for number, name in names.items() if name == worker), None)
+        if pin is None:
+            raise PlacementError(f"place() takes the name of a worker of this runtime, got {worker!r}; name one of {', '.join(names.values())}")
+        entered = _Pin(threading.current_thread(), pin)
+        self._pins.append(entered)
+        try:
+            yield
+        finally:
+            self._pins.remove(entered)
+
+    def _pin(self) -> WorkerId | None:
+        """The worker of the innermost `place` block that this thread has entered; None outside."""
+        me = threading.current_thread()
+        return next((entered.worker for entered in reversed(tuple(self._pins)) if entered.thread is me), None)
+
+    def handle(
+        self,
+        nbytes: int,
+        view: View,
+        *,
+        name: str = "",
+        kind: Kind = "temporary",
+        data_class: DataClass = "activations",
+        combine: Codelet | None = None,
+    ) -> Handle:
+        """Register data of `nbytes` bytes; memory is allocated when the first task writes it."""
+        record = HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, name, kind, data_class)
+        handle = Handle(record, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=self.inbox)
+        if self._recorder is not None:
+            self._recorder.enter_handle(handle)
+        return handle
+
+    def clone_record(self, record: HandleRecord) -> HandleRecord:
+        """A new record like `record`, without replicas."""
+        number = HandleId(next(self._handle_ids))
+        return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
+
+    @property
+    def recording(self) -> bool:
+        """Whether tasks are being captured instead of run."""
+        return self._recorder is not None
+
+
+class Recorder:
+    """Collects the tasks that are submitted while recording."""
+
+    def __init__(self, runtime: RecordingRuntime) -> None:
+        self.runtime = runtime
+        self.tasks: list[RecordedTask] = []
+        self.created: dict[HandleRecord, weakref.ref[Handle]] = {}
+        self.kept: dict[HandleRecord, Handle] = {}
+        self.inputs: dict[HandleRecord, HandleRecord] = {}
+
+    def enter_handle(self, handle: Handle) -> None:
+        """Note a handle made while recording; persistent ones belong to the program, not to the step."""
+        if handle.kind != "persistent":
+            self.created[handle.record] = weakref.ref(handle)
+
+    def enter_task(
+        self,
+        codelet: Codelet,
+        kinds: tuple[WorkerKind, ...],
+        accesses: Sequence[tuple[Handle, Mode]],
+        constants: Mapping[str, Any],
+        priority: int,
+        pin: WorkerId | None,
+    ) -> None:
+        """Capture one task. The step keeps the program's handles that it uses alive."""
+        for handle, _ in accesses:
+            if handle.record not in self.created:
+                self.kept[handle.record] = handle
+        plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
+        aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
+        task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block, aside=aside)
+        task.num_clones, task.clone_share = int(codelet.again >= 0.5), codelet.again
+        self.tasks.append(task)
+
+    def _input(self, handle: Handle, mode: Mode) -> HandleRecord:
+        record: HandleRecord = handle.record
+        if record in self.created:
+            return record
+        if mode != R:
+            raise RecordingError(f"{handle!r} is an input; a recorded task may only read it (got mode {mode}); copy it first")
+        own = self.inputs.get(record)
+        if own is None:
+            own = self.inputs[record] = self.runtime.clone_record(record)
+        return own
+
+    def finish(self) -> StepPlan:
+        """The plan of the captured tasks.
+
+        Raises:
+            RecordingError: a task reads a handle of the step that no earlier task wrote.
+        """
+        device = self.runtime.devices_beside
+        kinds = COPY_INPUT.kinds if device is None else kinds_beside(COPY_INPUT.kinds, device)
+        copies = [RecordedTask(COPY_INPUT, COPY_INPUT.name, kinds, ((record, R), (own, W)), {}, FIRST) for record, own in self.inputs.items()]
+        owned = {record: reference() is not None for record, reference in self.created.items()}
+        owned.update(dict.fromkeys(self.inputs.values(), False))
+        plan = StepPlan([*copies, *self.tasks], owned)
+        for task, record in plan.unwritten():
+            raise RecordingError(
+                f"{task.name} reads {record!r}, which no earlier task of the step writes; write it inside the step or before recording"
+            )
+        return plan

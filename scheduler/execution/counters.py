@@ -1,0 +1,32 @@
+"""Counters of a runtime, as `Runtime.stats` gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.memory.status import MemoryStatus
+from ..core.stalls import Stalls
+from .workers import WorkerPool, worker_name
+
+
+def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool) -> dict[str, Any]:
+    """What happened so far; called under the lock of the machine, which keeps them from changing meanwhile."""
+    nodes, threads = memory.usage(), pool.workers
+    return {
+        "tasks": sum(thread.num_tasks for thread in threads.values()),
+        "evictions": memory.num_evictions,
+        "hits": memory.num_hits,
+        "misses": memory.num_misses,
+        "moved_bytes": memory.moved_by_name(),
+        "resident_bytes": {node.name: node.used for node in nodes},
+        "peak_bytes": {node.name: node.peak for node in nodes},
+        "peak_bytes_by_class": {node.name: node.peak_by_class for node in nodes},
+        "recent_peak_bytes": {node.name: node.recent_peak for node in nodes},
+        "budget_bytes": {node.name: node.budget for node in nodes},
+        "pinned_bytes": pool.pinned_nbytes,
+        "stall_seconds": stalls.nanoseconds / 1e9,
+        "worker_stall_seconds": {worker_name(thread.worker): stalls.by_worker.get(number, 0) / 1e9 for number, thread in threads.items()},
+        "busy_seconds": {worker_name(thread.worker): thread.busy_ns / 1e9 for thread in threads.values()},
+        "recomputed_tasks": sum(thread.num_clones for thread in threads.values()),
+        "recompute_seconds": sum(thread.clone_ns for thread in threads.values()) / 1e9,
+    }

@@ -1,0 +1,100 @@
+"""Seconds of attention of whole sequences on a card, by whom the device lets compute it now: our kernels, or cuDNN where it has been opened.
+
+Kernels are started as graphs of several calls, as fused tasks start theirs, so that the time is the card's and not that of the calls from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+
+from scheduler.drivers import CupyStream
+
+from ..catalog import kernel
+from ..cpu.whole_attention import whole_scratch_nbytes
+from ..reference.attention import Pair
+from ..registry import BF16
+from .array import DeviceArray
+from .device import CudaDevice
+from .library_attention import WholeShape
+
+CALLS: Final = 10
+"""Of a kernel in a round; seconds are those of one."""
+ROUNDS: Final = 5
+"""That are timed; the median counts."""
+_APART: Final = 256
+"""Bytes that tiles are aligned to."""
+_FILL: Final = 1 << 20
+"""Values of which inputs are made, again and again: zeros would be faster than anything real."""
+
+
+def attention_seconds(device: CudaDevice, shape: WholeShape) -> tuple[float, float]:
+    """Median seconds of the forward and of the backward pass on bf16 tiles. The calling thread keeps its device and its stream.
+
+    Raises:
+        MemoryError: the card has no room for the tiles.
+        DoesNotFit, DeviceFailed: as of any kernel.
+    """
+    stream = device.stream()
+    with device.visit(), stream.owner, _tiles(device, stream, shape) as tiles:
+        at = Pair(shape.size, shape.scale, shape.causal, 0, 0, 0, 0, shape.heads, shape.tq, num_keys=shape.tk)
+        q, k, v, o, lse, do, dq, dk, dv, scratch = tiles
+        device.enter(stream)
+        forward = _seconds(device, stream, lambda: kernel("whole_attention", "cuda")(q, k, v, o, lse, scratch, at=at))
+        return forward, _seconds(device, stream, lambda: kernel("whole_attention_backward", "cuda")(q, k, v, o, lse, do, dq, dk, dv, scratch, at=at))
+
+
+@contextmanager
+def _tiles(device: CudaDevice, stream: CupyStream, shape: WholeShape) -> Iterator[list[DeviceArray]]:
+    """q, k, v, o, lse, do, dq, dk, dv and scratch on the device; inputs hold random numbers."""
+    wide, narrow = (shape.b, shape.tq, shape.heads * shape.size), (shape.b, shape.tk, shape.groups * shape.size)
+    rows, single = (shape.b, shape.heads, shape.tq), np.dtype(np.float32)
+    scratch = whole_scratch_nbytes(prod(rows), shape.tq, shape.tk, single.itemsize), np.dtype(np.uint8)
+    layout = [*((each, BF16) for each in (wide, narrow, narrow, wide)), (rows, single), *((each, BF16) for each in (wide, wide, narrow, narrow))]
+    arrays = [DeviceArray(0, extents, np.dtype(dtype)) for extents, dtype in [*layout, ((scratch[0],), scratch[1])]]
+    begin = device.reserve(sum(-(-array.nbytes // _APART) * _APART for array in arrays))
+    values = np.random.default_rng(0).standard_normal(_FILL, np.float32).astype(BF16)
+    try:
+        found, address = [], begin
+        for array in arrays:
+            found.append(DeviceArray(address, array.shape, array.dtype))
+            for offset in range(0, array.nbytes if array.dtype == BF16 else 0, values.nbytes):
+                stream.copy(address + offset, values.ctypes.data, min(values.nbytes, array.nbytes - offset))
+            address += -(-array.nbytes // _APART) * _APART
+        yield found
+    finally:
+        device.release(begin)
+
+
+def _seconds(device: CudaDevice, stream: CupyStream, call: Callable[[], Any]) -> float:
+    begin, end, found = device.event(), device.event(), []
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    call()  # sources are compiled, and plans made
+    stream.record(end)
+    end.wait()
+    try:
+        start = _starter(device, stream, calls)
+    except RuntimeError:  # a library may have calls that cannot be recorded: fused tasks start them one by one, too
+        start = calls
+    for number in range(ROUNDS + 1):
+        stream.record(begin)
+        start()
+        stream.record(end)
+        end.wait()
+        if number:  # after the first, which warms the card up
+            found.append(end.seconds_since(begin) / CALLS)
+    return median(found)
+
+
+def _starter(device: CudaDevice, stream: CupyStream, calls: Callable[[], None]) -> Callable[[], None]:
+    graph = device.capture(stream, calls)
+    return lambda: stream.start(graph)
