@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sour
 TILING = ModelTiling(minibatch_tile=1, seq_tile=7, embd_tile=32, inner_tile=64, head_tile=2, vocab_tile=40)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.long)])
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quantised directory."""
     folder = tmp_path_factory.mktemp("quantised")

@@ -50,9 +50,19 @@ def aside_plan() -> StepPlan:
         return step.plan
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize(("family", "dtype"), [("gpt2", None), ("gpt2", BF16), ("llama adapters", None)])
+FAMILIES: list[tuple[str, np.dtype[Any] | None]] = [("gpt2", None), ("gpt2", BF16), ("llama adapters", None)]
+MACHINES = [(1.0, 1), (1.0, 2), (0.5, 1), (0.5, 2)]
+"""Shares of what the step needs, and devices."""
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "share", "devices"),
+    [
+        pytest.param(*model, *machine, marks=[] if model == FAMILIES[0] or machine == MACHINES[-1] else pytest.mark.long)
+        for model in FAMILIES
+        for machine in MACHINES
+    ],
+)
 def test_bits_are_those_of_one_cpu_worker(family: str, dtype: np.dtype[Any] | None, share: float, devices: int, tmp_path: Path) -> None:
     """Simulated devices compute as CPU workers do, so the updater changes nothing; with a disk below RAM too, and with little memory."""
     nbytes = max(int(share * aside_plan().needed_bytes()), aside_plan().largest_task())
@@ -195,6 +205,7 @@ def test_a_choice_is_written_down_and_kept(tmp_path: Path, monkeypatch: pytest.M
         "--sample-tokens=0",
         "--save-every=2",
         "--ram=64MiB",
+        "--recompute=none",
     ]
     small = ["--sim-gpu=1", "--ncpu=1", "--gpu-memory=300KiB", "--sim-bandwidth=10MB/s"]
     assert main(["train", *flags, *small, "--steps=4", "--update-on=auto", "--run-dir=a"]) == 0

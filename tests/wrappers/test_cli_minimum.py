@@ -109,7 +109,7 @@ def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.Capture
 
 def test_a_resumed_run_is_offered_what_it_accepts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiles, minibatches and recomputation are its checkpoint's: memory alone is offered. What is offered is enough, and so are bytes as printed."""
-    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 6}))
+    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 4}))
     flags = [flag for flag in FLAGS if not flag.startswith("--vocab-tile")]
     assert main(["train", *flags, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=0", "--run-dir=a"]) == 0
     begin, resume = ["train", *flags, *RUN, "--run-dir=b", "--ncpu=1", "--recompute=none"], ["train", "--resume=a", "--ncpu=1"]
