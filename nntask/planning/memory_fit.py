@@ -77,7 +77,6 @@ class CapturedStep:
             again = as_asked(self.plan, recompute)
         except ValueError as error:
             raise UsageError(f"--recompute {recompute}: {error}") from error
-        again.idle = self.plan.idle
         return self if again is self.plan else replace(self, plan=again, recorded=self.plan)
 
 

@@ -30,7 +30,7 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
         "order_moves_least_of_equals": run.step.order == AUTO and order.moves_least_of_equals,
         "recompute": run.step.recompute if run.step.recompute != AUTO else order.recompute,
         "recompute_is_given": run.step.recompute != AUTO,
-        "seconds_without_recompute": None if order.mix is None or order.mix.seconds_without == inf else order.mix.seconds_without,
+        "seconds_without_recompute": None if order.mix is None or order.mix.seconds_without in (None, inf) else order.mix.seconds_without,
         "values": list(_values(order, target)),
         "forecast_bytes": {name: found.total for name, found in order.forecasts.items()},
         "forecast_seconds": {name: found.seconds for name, found in order.forecasts.items()},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ..core.step_plan import StepPlan
 from .forecast import Forecast, Pace
-from .ordered_step import SUBMISSION, OrderedStep
+from .ordered_step import SUBMISSION, OrderedStep, Room
 from .recompute import Mix
 
 AUTO: Final = "auto"
@@ -69,8 +69,6 @@ def plan_order(
     num_devices: int = 1,
     pace: Callable[[StepPlan], Pace] | None = None,
     only: Sequence[str] = (),
-    is_draft: bool = False,
-    is_share: bool = False,
 ) -> PlannedOrder:
     """Choose the order of a step, and the device of each minibatch.
 
@@ -86,18 +84,25 @@ def plan_order(
         num_devices: D, the number of equal devices if tasks run nowhere else; or 1.
         pace: rates of the machine during a plan, computed only where memory is short; orders are compared by seconds with it, by bytes without.
         only: names of the orders that "auto" chooses from, as far as the step has them, or else the submission order; none for all.
-        is_draft: whether the plan need not be made: that of the outcome is the step as it was.
-        is_share: whether the plan is the share of one of the devices (`device_share`), whose orders are those of one.
 
     Raises:
         ValueError: the step has no order of that name.
     """
-    step = OrderedStep(plan, memory=memory, last=last, computes_on_last=computes_on_last, num_devices=num_devices, pace=pace, is_share=is_share)
+    return plan_in(plan, order, Room(memory, last, computes_on_last, num_devices, pace), only=only)
+
+
+def plan_in(plan: StepPlan, order: str, room: Room, *, only: Sequence[str] = (), is_draft: bool = False) -> PlannedOrder:
+    """As `plan_order`.
+
+    Args:
+        is_draft: whether the plan need not be made: that of the outcome is the step as it was.
+    """
+    step = OrderedStep(plan, room)
     if order in (AUTO, SUBMISSION) and step.fits:
         return PlannedOrder(SUBMISSION, step.planned(SUBMISSION), {}, num_tasks=len(plan.tasks), last_bytes=step.last_bytes)
     if order == AUTO:
         names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
-        forecasts, considered = _considered(step, names, last, () if only else (SUBMISSION,))
+        forecasts, considered = _considered(step, names, room.last, () if only else (SUBMISSION,))
     elif step.has(order):
         forecasts, considered = {name: step.forecast(name) for name in dict.fromkeys([SUBMISSION, order]) if step.has(name)}, [order]
     else:
@@ -108,13 +113,9 @@ def plan_order(
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks), last_bytes=forecasts[order].last_bytes)
 
 
-def planned_orders(plan: StepPlan, orders: Sequence[str], **machine: Any) -> Iterator[StepPlan]:
-    """A step in some of its orders, without forecasts.
-
-    Args:
-        machine: as of `plan_order`.
-    """
-    step = OrderedStep(plan, **machine)
+def planned_orders(plan: StepPlan, orders: Sequence[str], room: Room) -> Iterator[StepPlan]:
+    """A step in some of its orders, without forecasts."""
+    step = OrderedStep(plan, room)
     for order in orders:
         assert step.has(order), order  # it has been forecast
         yield step.planned(order)

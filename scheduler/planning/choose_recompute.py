@@ -18,14 +18,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, Final
+from typing import Final
 
 from ..core.records import SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
-from .choose_order import AUTO, PlannedOrder, plan_order, planned_orders
+from .choose_order import AUTO, PlannedOrder, plan_in, planned_orders
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
-from .ordered_step import SUBMISSION, last_tier_bytes
+from .ordered_step import SUBMISSION, Room, last_tier_bytes
 from .orders import Repetition, repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
 from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
@@ -44,8 +44,6 @@ MANY_TASKS: Final = 20_000
 """Steps of more tasks make all or nothing of a group again: weighing one mix of them takes a second for 20,000 tasks."""
 
 PaceOf = Callable[[StepPlan], Pace]
-_Machine = Mapping[str, Any]
-"""Further arguments of `plan_order`."""
 
 
 def groups_of(values: Values, pace: PaceOf | None) -> list[ValueGroup]:
@@ -140,63 +138,73 @@ def choose_plan(
     Raises:
         ValueError: the step has no order of that name, or nothing that such an operation makes and that could be made again.
     """
-    machine: _Machine = {"memory": memory, "last": last, "computes_on_last": computes_on_last, "num_devices": num_devices, "pace": pace}
-    if recompute == AUTO and num_devices > 1 and pace is not None and len(plan.tasks) > MOST_JUDGED:
-        by_one = _chosen_by_one(plan, order, machine, last=last, num_devices=num_devices, pace=pace)
-        if by_one is not None:
-            return by_one
+    room = Room(memory, last, computes_on_last, num_devices, pace)
+    if recompute == AUTO and num_devices > 1 and len(plan.tasks) > MOST_JUDGED and (by_one := _chosen_by_one(plan, order, room)) is not None:
+        return by_one
     asked = as_asked(plan, recompute)
-    found = replace(plan_order(asked, order, **machine), recompute=NONE if recompute == AUTO else recompute)
+    found = replace(plan_in(asked, order, room), recompute=NONE if recompute == AUTO else recompute)
     is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
     if is_settled or (recompute != AUTO and judge is None):
         return found
     weighing = Weighing(plan, last, pace, judge)
     if recompute != AUTO or weighing.is_bound_by_tasks(found):
-        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, machine)])
-    return _Search(plan, found, order, machine, weighing).best()
+        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, room)])
+    return _Search(plan, found, order, room, weighing).best()
 
 
-def _chosen_by_one(plan: StepPlan, order: str, machine: _Machine, *, last: int, num_devices: int, pace: PaceOf) -> PlannedOrder | None:
-    """What the share of one device would best make again, for all of equal devices.
+def _chosen_by_one(plan: StepPlan, order: str, room: Room) -> PlannedOrder | None:
+    """What the share of one device would best make again, for all of equal devices: of the best two by it, the one with the better forecast of all.
 
     Returns:
-        None where the share does not stand for the step, nothing is short, or the last tiers may be.
+        None where the share does not stand for the step, nothing is short, or the tiers below the devices may be.
     """
-    one_order, repeated = AUTO if order == AUTO else order_of_one(order, num_devices), repetition(plan)
-    devices, spill = devices_of_tasks(plan, repeated, num_devices), pace(plan).spill
-    if one_order is None or not devices or last_tier_bytes(plan, computes=False) > (last if spill is None else min(last, spill.capacity)):
+    one_order, repeated, pace = AUTO if order == AUTO else order_of_one(order, room.num_devices), repetition(plan), room.pace
+    devices = devices_of_tasks(plan, repeated, room.num_devices)
+    if one_order is None or not devices or pace is None or last_tier_bytes(plan, computes=False) > room.last:
         return None
-    share = share_of(plan, devices, repeated.updates)
+    if plan.has_aside and device_bytes(plan.divided(devices), room.num_devices) <= room.memory:  # everything fits
+        return None
 
     def pace_of_one(each: StepPlan) -> Pace:
-        return replace(pace(each), num_devices=num_devices)
+        return replace(pace(each), num_devices=room.num_devices)
 
-    one: _Machine = {**machine, "pace": pace_of_one, "is_share": True}
-    base = replace(plan_order(share, one_order, **one, is_draft=True), recompute=NONE)
-    weighing = Weighing(share, last, pace_of_one)
-    if not base.forecasts or weighing.is_bound_by_tasks(base):
+    one = replace(room, pace=pace_of_one, is_share=True)
+    share = share_of(plan, devices, repeated.updates)
+    base = replace(plan_in(share, one_order, one, is_draft=True), recompute=NONE)
+    weighing = Weighing(base.plan, room.last, pace_of_one)
+    if not base.forecasts or weighing.is_bound_by_tasks(base) or _is_spilled(plan, pace(plan)):
         return None
-    best = _Search(share, base, one_order, one, weighing).by_forecasts().chosen
-    values = Values(plan)
-    mix = None if best.mix is None else _mix_of_all(best.mix, values, repeated)
-    if mix is None or mix.name != best.recompute:
+    values, whole, found = Values(plan), Weighing(plan, room.last, pace), list[tuple[StepPlan, PlannedOrder]]()
+    for rival in _Search(share, base, one_order, one, weighing).ranked()[:2]:
+        mix = _mix_of_all(rival.chosen, values, repeated)
+        if mix is None:
+            return None
+        step = mix.apply(values)
+        draft = plan_in(step, order_of_all(rival.chosen.name, room.num_devices), room, is_draft=True)
+        found.append((step, replace(draft, recompute=mix.name, mix=mix)))
+    step, best = min(found, key=lambda each: whole.key(each[1]))
+    if not whole.fits(best):
         return None
-    found = plan_order(mix.apply(values), order_of_all(best.name, num_devices), **machine)
-    if found.last_bytes > last:
-        return None
-    forecasts = {order_of_all(name, num_devices): each for name, each in best.forecasts.items()}
-    forecasts |= {name: each for name, each in found.forecasts.items() if name != SUBMISSION}
-    return replace(found, recompute=mix.name, mix=mix, forecasts=forecasts, moves_least_of_equals=best.moves_least_of_equals)
+    (planned,) = planned_orders(step, [best.name], room)
+    return replace(best, plan=planned)
 
 
-def _mix_of_all(mix: Mix, values: Values, repeated: Repetition) -> Mix | None:
-    """A mix of the share of one device for the whole step; None where that has other groups."""
+def _is_spilled(plan: StepPlan, pace: Pace) -> bool:
+    """Whether the tier below the devices cannot hold everything."""
+    return pace.spill is not None and last_tier_bytes(plan, computes=False) > pace.spill.capacity
+
+
+def _mix_of_all(chosen: PlannedOrder, values: Values, repeated: Repetition) -> Mix | None:
+    """The mix of the share of one device for the whole step; None where that has other groups."""
+    mix = chosen.mix
+    assert mix is not None  # each has been chosen by one
     known = {group.name: group for group in all_groups(values, repeated)}
     if any(group.name not in known for group in mix.groups):
         return None
     groups = [replace(known[each.name], seconds=each.seconds * known[each.name].nbytes / each.nbytes) for each in mix.groups]
     blocks = blocks_again(values) if mix.inside else Mix()
-    return replace(mix, groups=groups, inside=blocks.inside, between=blocks.between)
+    found = replace(mix, groups=groups, inside=blocks.inside, between=blocks.between)
+    return found if found.name == chosen.recompute else None
 
 
 def as_asked(plan: StepPlan, recompute: str) -> StepPlan:
@@ -218,7 +226,7 @@ def what_is_asked(plan: StepPlan, recompute: str, pace: PaceOf | None) -> Mix:
         pace: as of `groups_of`.
     """
     values = Values(plan)
-    return replace(_asked_mix(values, recompute), groups=groups_of(values, pace), seconds_without=inf)
+    return replace(_asked_mix(values, recompute), groups=groups_of(values, pace))
 
 
 def _asked_mix(values: Values, recompute: str) -> Mix:
@@ -278,28 +286,28 @@ class _Search:
 
     Args:
         base: the step without any.
-        machine: further arguments of `plan_order`.
+        room: where it runs.
     """
 
-    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, machine: _Machine, weighing: Weighing) -> None:
-        self._values, self._base, self._order, self._machine, self._weighing = Values(plan), base, order, machine, weighing
+    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, room: Room, weighing: Weighing) -> None:
+        self._values, self._base, self._order, self._room, self._weighing = Values(plan), base, order, room, weighing
         self._seconds_without = base.seconds if weighing.fits(base) else inf
         self._groups = groups_of(self._values, weighing.pace if weighing.fits(base) else None)
         if weighing.pace is not None and not weighing.fits(base):  # sorted as `most_again` does, which knows no machine
             self._groups = _priced(self._values, self._groups, weighing.pace)
-        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, machine)}
+        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, room)}
         self._keys: dict[str, tuple[bool, float, int]] = {NONE: weighing.key(base)}
 
     def best(self) -> PlannedOrder:
         """The step with the best mix; the base where none is better."""
-        best = self.by_forecasts()
+        best, *_ = self.ranked()
         planned = best.chosen
         if planned is not self._rivals[NONE].chosen:  # a draft
             (planned,) = best.under([planned.name])
         return self._weighing.judged(planned, [*self._rivals.values()])
 
-    def by_forecasts(self) -> Rival:
-        """The step with the best mix by forecasts alone."""
+    def ranked(self) -> list[Rival]:
+        """Steps with and without mixes by forecasts, the best first; that without any before mixes that are hardly better."""
         most, none = len(self._groups), self._keys[NONE]
         blocks = replace(blocks_again(self._values), groups=self._groups, seconds_without=self._seconds_without)
         ends = [mix for mix in (self._mix(most), blocks) if mix.name != NONE]
@@ -308,9 +316,9 @@ class _Search:
             self._try(mix, () if mix is blocks and is_small else [*_fastest(self._base, 1), *LIKELY])
         if most:
             self._look_between(most)
-        name = min(self._keys, key=self._keys.__getitem__)
-        is_worth_it = none[0] or self._keys[name][1] <= CLOSE * none[1]
-        return self._rivals[name if is_worth_it else NONE]
+        names = sorted(self._keys, key=self._keys.__getitem__)
+        is_worth_it = none[0] or self._keys[names[0]][1] <= CLOSE * none[1]
+        return [self._rivals[name] for name in (names if is_worth_it else [NONE, *(name for name in names if name != NONE)])]
 
     def _look_between(self, most: int) -> None:
         """Try fewer groups, and smaller shares of the best number of them, under the orders that were the best at both ends."""
@@ -336,10 +344,13 @@ class _Search:
         """Plan the step with a mix under the best of some orders, or of all if none is named, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            found = plan_order(mix.apply(self._values), self._order, **self._machine, only=only, is_draft=True)
-            plain = {SUBMISSION: self._base.forecasts[SUBMISSION]}  # what would run without a planner
-            chosen = replace(found, recompute=mix.name, mix=mix, forecasts={**plain, **found.forecasts})
-            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._machine)
+            found = plan_in(mix.apply(self._values), self._order, self._room, only=only, is_draft=True)
+            if found.forecasts:
+                forecasts = {SUBMISSION: self._base.forecasts[SUBMISSION], **found.forecasts}  # beside what would run without a planner
+            else:  # like that everything fits, in submission order
+                forecasts = {SUBMISSION: Forecast(0, 0, self._weighing.alone(found.plan), found.last_bytes)}
+            chosen = replace(found, recompute=mix.name, mix=mix, forecasts=forecasts)
+            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._room)
             self._keys[mix.name] = self._weighing.key(found)
         return self._keys[mix.name]
 
@@ -350,18 +361,18 @@ def _fastest(chosen: PlannedOrder, count: int) -> list[str]:
     return sorted(names, key=lambda name: chosen.forecasts[name].seconds)[:count]
 
 
-def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, machine: _Machine) -> Rival:
+def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, room: Room) -> Rival:
     """A planned step for the last choice.
 
     Args:
         step: the same step in submission order.
         found: forecasts of the orders that it was planned from; none where everything fits.
         order: that was asked for.
-        machine: as of `_Search`.
+        room: where it runs.
     """
 
     def under(names: Sequence[str]) -> Iterator[PlannedOrder]:
-        for name, plan in zip(names, planned_orders(step(), names, **machine), strict=True):
+        for name, plan in zip(names, planned_orders(step(), names, room), strict=True):
             last_bytes = found[name].last_bytes if name in found else chosen.last_bytes
             yield replace(
                 chosen, name=name, plan=plan, last_bytes=last_bytes, moves_least_of_equals=chosen.moves_least_of_equals and name == chosen.name

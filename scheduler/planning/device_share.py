@@ -61,8 +61,8 @@ def largest_device_bytes(plan: StepPlan, num_devices: int) -> int:
     as all tasks need one by one: each device may compute any minibatch, with all data that lasts."""
     if not plan.partitions:
         return plan.needed_bytes()
-    shares = (own_tasks(range(len(plan.tasks)), plan.partitions, device, num_devices) for device in range(max(plan.partitions) + 1))
-    return max((of_tasks(plan, own).needed_bytes() for own in shares), default=0)
+    shares = (own_tasks(range(len(plan.tasks)), plan.partitions, device, num_devices) for device in range(num_devices))
+    return max(of_tasks(plan, own).needed_bytes() for own in shares)
 
 
 def share_of(plan: StepPlan, devices: Sequence[int], updates: Sequence[bool]) -> StepPlan:

@@ -225,7 +225,7 @@ class Mix:
             groups were chosen.
         between: what blocks read from each other, which is kept then.
         asked: what `inside` was asked for by.
-        seconds_without: forecast of the step that makes nothing again; infinite where the machine cannot hold that one's data.
+        seconds_without: forecast of the step that makes nothing again; infinite where the machine cannot hold that one's data, None if not known.
     """
 
     groups: Sequence[ValueGroup] = ()
@@ -234,7 +234,7 @@ class Mix:
     inside: Set[HandleRecord] = frozenset()
     between: Set[HandleRecord] = frozenset()
     asked: str = BLOCK
-    seconds_without: float = 0.0
+    seconds_without: float | None = None
 
     def again(self, group: ValueGroup) -> list[HandleRecord]:
         """Those of a group's values that are made again."""

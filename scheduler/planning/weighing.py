@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from ..core.step_plan import StepPlan
 from .choose_order import PlannedOrder
+from .device_share import own_tasks
 from .forecast import Forecast, Pace
 from .recompute import BLOCK, NONE
 
@@ -26,7 +27,7 @@ CLOSE: Final = 0.99
 FRICTION: Final = 0.2
 """Of the seconds that copies take in the busier direction, the share that mixes are charged beside the forecast, which hides copies behind tasks
 better than a machine does: by 0.1 to 0.7 of them where computing decides (GPT-2 medium on one device of a half to an eighth of its need)."""
-FINALISTS: Final = 10
+FINALISTS: Final = 12
 """Planned steps that are judged, at most."""
 FINAL_ORDERS: Final = 3
 """Orders of one of them, at most; one more of what a program could ask for, as many as are judged then."""
@@ -58,16 +59,19 @@ class Rival(NamedTuple):
         return self.chosen.recompute in (NONE, BLOCK)
 
 
-def _tasks_alone(pace: Pace) -> float:
-    """Seconds of a step, or of the share of one device, where nothing waits for copies."""
-    return sum(pace.seconds.values()) * pace.num_devices
+def _tasks_alone(plan: StepPlan, pace: Pace) -> float:
+    """Seconds of a step where nothing waits for copies; of the share of a device, those of its own tasks."""
+    if pace.num_devices == 1:
+        return sum(pace.seconds.values())
+    own = own_tasks(range(len(plan.tasks)), plan.partitions, 0, pace.num_devices)
+    return sum(pace.seconds[plan.tasks[at]] for at in own) * pace.num_devices
 
 
 class Weighing:
     """What planned steps are compared by.
 
     Args:
-        plan: the step that makes nothing again.
+        plan: the step that makes nothing again; with its partitions, where it is the share of a device.
         last: bytes of the last tier.
         pace: rates of the machine during a plan; without it steps are compared by the bytes that they move.
         judge: of the best few; None for none.
@@ -80,7 +84,7 @@ class Weighing:
         self._least, self._slowness = 0.0, (0.0, 0.0)
         if pace is not None:
             rates = pace(plan)
-            self._least, self._slowness = _tasks_alone(rates), (1 / rates.read, 1 / rates.write)
+            self._least, self._slowness = _tasks_alone(plan, rates), (1 / rates.read, 1 / rates.write)
 
     def fits(self, chosen: PlannedOrder) -> bool:
         """Whether the last tier holds the data of a planned step."""
@@ -99,7 +103,11 @@ class Weighing:
         found = chosen.forecasts.get(chosen.name)
         if found is not None:
             return self._cost(found)
-        return 0.0 if self.pace is None else _tasks_alone(self.pace(chosen.plan))
+        return self.alone(chosen.plan)
+
+    def alone(self, plan: StepPlan) -> float:
+        """Seconds of a step where nothing waits for copies; 0 without a pace."""
+        return 0.0 if self.pace is None else _tasks_alone(plan, self.pace(plan))
 
     def _cost(self, found: Forecast) -> float:
         return found.seconds + FRICTION * max(found.read * self._slowness[0], found.written * self._slowness[1])

@@ -204,6 +204,17 @@ def test_a_planner_makes_again_what_is_dear_to_move(order: str) -> None:
     assert [group.seconds for group in fitting.mix.groups] == [group.seconds for group in chosen.mix.groups]  # not bytes
 
 
+def test_a_mix_with_which_everything_fits_moves_nothing() -> None:
+    """Its forecast is that of its own tasks, not of the step that it replaces."""
+    plan = wide_step()
+    found = choose_plan(plan, AUTO, AUTO, memory=int(0.6 * plan.needed_bytes()), last=1 << 40, computes_on_last=False, pace=pace)
+    assert found.recompute.startswith("widen")
+    assert found.plan.needed_bytes() <= int(0.6 * plan.needed_bytes())
+    assert (found.name, found.moved_bytes, found.seconds) == ("submission", 0, pytest.approx(1e-3 * len(found.plan.tasks)))
+    assert found.mix is not None
+    assert found.seconds < (found.mix.seconds_without or 0)
+
+
 def test_clones_are_marked_in_any_order() -> None:
     """What makes a value again says so, and nothing else does."""
     plan = wide_step()
