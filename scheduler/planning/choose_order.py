@@ -8,7 +8,7 @@ from typing import Final
 
 from ..core.step_plan import StepPlan
 from .forecast import Forecast, Pace
-from .ordered_step import SUBMISSION, OrderedStep, Target
+from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine
 from .recompute import Mix
 
 AUTO: Final = "auto"
@@ -88,21 +88,21 @@ def plan_order(
     Raises:
         ValueError: the step has no order of that name.
     """
-    return plan_in(plan, order, Target(memory, last, computes_on_last, num_devices, pace), only=only)
+    return plan_in(plan, order, PlanningMachine(memory, last, computes_on_last, num_devices, pace), only=only)
 
 
-def plan_in(plan: StepPlan, order: str, target: Target, *, only: Sequence[str] = (), is_draft: bool = False) -> PlannedOrder:
+def plan_in(plan: StepPlan, order: str, machine: PlanningMachine, *, only: Sequence[str] = (), is_draft: bool = False) -> PlannedOrder:
     """As `plan_order`.
 
     Args:
         is_draft: whether the plan need not be made: that of the outcome is the step as it was.
     """
-    step = OrderedStep(plan, target)
+    step = OrderedStep(plan, machine)
     if order in (AUTO, SUBMISSION) and step.fits:
         return PlannedOrder(SUBMISSION, step.planned(SUBMISSION), {}, num_tasks=len(plan.tasks), last_bytes=step.last_bytes)
     if order == AUTO:
         names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
-        forecasts, considered = _considered(step, names, target.last, () if only else (SUBMISSION,))
+        forecasts, considered = _considered(step, names, machine.last, () if only else (SUBMISSION,))
     elif step.has(order):
         forecasts, considered = {name: step.forecast(name) for name in dict.fromkeys([SUBMISSION, order]) if step.has(name)}, [order]
     else:
@@ -113,9 +113,9 @@ def plan_in(plan: StepPlan, order: str, target: Target, *, only: Sequence[str] =
     return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks), last_bytes=forecasts[order].last_bytes)
 
 
-def planned_orders(plan: StepPlan, orders: Sequence[str], target: Target) -> Iterator[StepPlan]:
+def planned_orders(plan: StepPlan, orders: Sequence[str], machine: PlanningMachine) -> Iterator[StepPlan]:
     """A step in some of its orders, without forecasts."""
-    step = OrderedStep(plan, target)
+    step = OrderedStep(plan, machine)
     for order in orders:
         assert step.has(order), order  # it has been forecast
         yield step.planned(order)

@@ -25,7 +25,7 @@ from ..core.step_plan import StepPlan
 from .choose_order import AUTO, PlannedOrder, plan_in, planned_orders
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
-from .ordered_step import SUBMISSION, Target, last_tier_bytes
+from .ordered_step import SUBMISSION, PlanningMachine, last_tier_bytes
 from .orders import Repetition, repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
 from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
@@ -138,54 +138,54 @@ def choose_plan(
     Raises:
         ValueError: the step has no order of that name, or nothing that such an operation makes and that could be made again.
     """
-    target = Target(memory, last, computes_on_last, num_devices, pace)
-    if recompute == AUTO and num_devices > 1 and len(plan.tasks) > MOST_JUDGED and (by_one := _chosen_by_one(plan, order, target)) is not None:
+    machine = PlanningMachine(memory, last, computes_on_last, num_devices, pace)
+    if recompute == AUTO and num_devices > 1 and len(plan.tasks) > MOST_JUDGED and (by_one := _chosen_by_one(plan, order, machine)) is not None:
         return by_one
     asked = as_asked(plan, recompute)
-    found = replace(plan_in(asked, order, target), recompute=NONE if recompute == AUTO else recompute)
+    found = replace(plan_in(asked, order, machine), recompute=NONE if recompute == AUTO else recompute)
     is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
     if is_settled or (recompute != AUTO and judge is None):
         return found
     weighing = Weighing(plan, last, pace, judge)
     if recompute != AUTO or weighing.is_bound_by_tasks(found):
-        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, target)])
-    return _Search(plan, found, order, target, weighing).best()
+        return weighing.judged(found, [_rival(lambda: asked, found, found.forecasts, order, machine)])
+    return _Search(plan, found, order, machine, weighing).best()
 
 
-def _chosen_by_one(plan: StepPlan, order: str, target: Target) -> PlannedOrder | None:
+def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
     """What the share of one device would best make again, for all of equal devices: of the best two by it, the one with the better forecast of all.
 
     Returns:
         None where the share does not stand for the step, nothing is short, or the tiers below the devices may be.
     """
-    one_order, repeated, pace = AUTO if order == AUTO else order_of_one(order, target.num_devices), repetition(plan), target.pace
-    devices = devices_of_tasks(plan, repeated, target.num_devices)
-    if one_order is None or not devices or pace is None or last_tier_bytes(plan, computes=False) > target.last:
+    one_order, repeated, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), repetition(plan), machine.pace
+    devices = devices_of_tasks(plan, repeated, machine.num_devices)
+    if one_order is None or not devices or pace is None or last_tier_bytes(plan, computes=False) > machine.last:
         return None
-    if plan.has_aside and device_bytes(plan.divided(devices), target.num_devices) <= target.memory:  # everything fits
+    if plan.has_aside and device_bytes(plan.divided(devices), machine.num_devices) <= machine.memory:  # everything fits
         return None
 
     def pace_of_one(each: StepPlan) -> Pace:
-        return replace(pace(each), num_devices=target.num_devices)
+        return replace(pace(each), num_devices=machine.num_devices)
 
-    one = replace(target, pace=pace_of_one, is_share=True)
+    one = replace(machine, pace=pace_of_one, is_share=True)
     share = share_of(plan, devices, repeated.updates)
     base = replace(plan_in(share, one_order, one, is_draft=True), recompute=NONE)
-    weighing = Weighing(base.plan, target.last, pace_of_one)
+    weighing = Weighing(base.plan, machine.last, pace_of_one)
     if not base.forecasts or weighing.is_bound_by_tasks(base) or _is_spilled(plan, pace(plan)):
         return None
-    values, whole, found = Values(plan), Weighing(plan, target.last, pace), list[tuple[StepPlan, PlannedOrder]]()
+    values, whole, found = Values(plan), Weighing(plan, machine.last, pace), list[tuple[StepPlan, PlannedOrder]]()
     for rival in _Search(share, base, one_order, one, weighing).ranked()[:2]:
         mix = _mix_of_all(rival.chosen, values, repeated)
         if mix is None:
             return None
         step = mix.apply(values)
-        draft = plan_in(step, order_of_all(rival.chosen.name, target.num_devices), target, is_draft=True)
+        draft = plan_in(step, order_of_all(rival.chosen.name, machine.num_devices), machine, is_draft=True)
         found.append((step, replace(draft, recompute=mix.name, mix=mix)))
     step, best = min(found, key=lambda each: whole.key(each[1]))
     if not whole.fits(best):
         return None
-    (planned,) = planned_orders(step, [best.name], target)
+    (planned,) = planned_orders(step, [best.name], machine)
     return replace(best, plan=planned)
 
 
@@ -286,16 +286,16 @@ class _Search:
 
     Args:
         base: the step without any.
-        target: where it runs.
+        machine: where it runs.
     """
 
-    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, target: Target, weighing: Weighing) -> None:
-        self._values, self._base, self._order, self._target, self._weighing = Values(plan), base, order, target, weighing
+    def __init__(self, plan: StepPlan, base: PlannedOrder, order: str, machine: PlanningMachine, weighing: Weighing) -> None:
+        self._values, self._base, self._order, self._machine, self._weighing = Values(plan), base, order, machine, weighing
         self._seconds_without = base.seconds if weighing.fits(base) else inf
         self._groups = groups_of(self._values, weighing.pace if weighing.fits(base) else None)
         if weighing.pace is not None and not weighing.fits(base):  # sorted as `most_again` does, which knows no machine
             self._groups = _priced(self._values, self._groups, weighing.pace)
-        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, target)}
+        self._rivals = {NONE: _rival(lambda: plan, replace(base, mix=self._mix(0)), base.forecasts, order, machine)}
         self._keys: dict[str, tuple[bool, float, int]] = {NONE: weighing.key(base)}
 
     def best(self) -> PlannedOrder:
@@ -344,13 +344,13 @@ class _Search:
         """Plan the step with a mix under the best of some orders, or of all if none is named, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            found = plan_in(mix.apply(self._values), self._order, self._target, only=only, is_draft=True)
+            found = plan_in(mix.apply(self._values), self._order, self._machine, only=only, is_draft=True)
             if found.forecasts:
                 forecasts = {SUBMISSION: self._base.forecasts[SUBMISSION], **found.forecasts}  # beside what would run without a planner
             else:  # like that everything fits, in submission order
                 forecasts = {SUBMISSION: Forecast(0, 0, self._weighing.alone(found.plan), found.last_bytes)}
             chosen = replace(found, recompute=mix.name, mix=mix, forecasts=forecasts)
-            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._target)
+            self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._machine)
             self._keys[mix.name] = self._weighing.key(found)
         return self._keys[mix.name]
 
@@ -361,18 +361,18 @@ def _fastest(chosen: PlannedOrder, count: int) -> list[str]:
     return sorted(names, key=lambda name: chosen.forecasts[name].seconds)[:count]
 
 
-def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, target: Target) -> Rival:
+def _rival(step: Callable[[], StepPlan], chosen: PlannedOrder, found: Mapping[str, Forecast], order: str, machine: PlanningMachine) -> Rival:
     """A planned step for the last choice.
 
     Args:
         step: the same step in submission order.
         found: forecasts of the orders that it was planned from; none where everything fits.
         order: that was asked for.
-        target: where it runs.
+        machine: where it runs.
     """
 
     def under(names: Sequence[str]) -> Iterator[PlannedOrder]:
-        for name, plan in zip(names, planned_orders(step(), names, target), strict=True):
+        for name, plan in zip(names, planned_orders(step(), names, machine), strict=True):
             last_bytes = found[name].last_bytes if name in found else chosen.last_bytes
             yield replace(
                 chosen, name=name, plan=plan, last_bytes=last_bytes, moves_least_of_equals=chosen.moves_least_of_equals and name == chosen.name

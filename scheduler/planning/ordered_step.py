@@ -39,7 +39,7 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlanningMachine:
     """Where a step runs; attributes as the arguments of `plan_order`.
 
     Attributes:
@@ -63,22 +63,22 @@ class OrderedStep:
         last_bytes: what the last tier must hold in submission order.
     """
 
-    def __init__(self, plan: StepPlan, target: Target) -> None:
-        self._recorded, self._target, self._orders = plan, target, dict[str, list[int]]()
-        if target.num_devices > 1:
-            plan = plan.divided(devices_of_share(plan, self._repeated.updates) if target.is_share else self._devices(target.num_devices))
+    def __init__(self, plan: StepPlan, machine: PlanningMachine) -> None:
+        self._recorded, self._machine, self._orders = plan, machine, dict[str, list[int]]()
+        if machine.num_devices > 1:
+            plan = plan.divided(devices_of_share(plan, self._repeated.updates) if machine.is_share else self._devices(machine.num_devices))
         self.plan = plan
-        self._num_devices = target.num_devices if plan.partitions else 1
-        self._memory, needed = target.memory // self._num_devices, device_bytes(plan, target.num_devices)
-        self._is_roomy = ROOMY * needed <= target.memory
-        self.last_bytes = last_tier_bytes(plan, computes=target.computes_on_last)
-        self.fits = not plan.has_aside and needed <= target.memory and self.last_bytes <= target.last
+        self._num_devices = machine.num_devices if plan.partitions else 1
+        self._memory, needed = machine.memory // self._num_devices, device_bytes(plan, machine.num_devices)
+        self._is_roomy = ROOMY * needed <= machine.memory
+        self.last_bytes = last_tier_bytes(plan, computes=machine.computes_on_last)
+        self.fits = not plan.has_aside and needed <= machine.memory and self.last_bytes <= machine.last
 
     def names(self) -> list[str]:
         """Names of all candidates; one minibatch after another is a side-by-side order for the share of a device."""
         self._orders |= candidates(self._recorded, self._repeated)
         found = [*self._orders]
-        return [*found, alone] if self._target.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else found
+        return [*found, alone] if self._machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else found
 
     def has(self, name: str) -> bool:
         """Whether the step has an order of that name, if no candidate."""
@@ -109,7 +109,7 @@ class OrderedStep:
         ranks = [0] * len(positions)
         for at, position in enumerate(positions):
             ranks[position] = at
-        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self._target.computes_on_last, ranks=ranks))
+        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self._machine.computes_on_last, ranks=ranks))
 
     def planned(self, name: str) -> StepPlan:
         """The step in an order, with what will leave the memory where tasks run, if something moves and there is a tier below."""
@@ -117,7 +117,7 @@ class OrderedStep:
             return self.plan if self._is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
         positions, devices = self._orders[name], self._devices_of(name)
         chosen = self._permuted(positions, devices)
-        if not self._target.computes_on_last:  # the last tier has no tier below to write back to
+        if not self._machine.computes_on_last:  # the last tier has no tier below to write back to
             self._foresee(chosen, positions, devices)
         return chosen
 
@@ -131,25 +131,25 @@ class OrderedStep:
 
     @cached_property
     def _pace(self) -> Pace | None:
-        found = None if self._target.pace is None else self._target.pace(self.plan)
+        found = None if self._machine.pace is None else self._machine.pace(self.plan)
         return found if found is None or not self.plan.partitions else replace(found, num_devices=self._num_devices)
 
     @cached_property
     def _only_files(self) -> bool:
         """As of `forecast`."""
-        return self._target.computes_on_last and reads_files(self.plan)
+        return self._machine.computes_on_last and reads_files(self.plan)
 
     @property
     def _unit(self) -> int:
         """Minibatches of which an order takes a multiple through each layer side by side on all devices."""
-        return 1 if self._target.is_share else self._target.num_devices
+        return 1 if self._machine.is_share else self._machine.num_devices
 
     def _devices(self, group: int | None) -> list[int]:
-        return devices_of_tasks(self._recorded, self._repeated, self._target.num_devices, group)
+        return devices_of_tasks(self._recorded, self._repeated, self._machine.num_devices, group)
 
     def _devices_of(self, name: str) -> Sequence[int]:
         """The device of each task in an order; none for one pool."""
-        return self.plan.partitions if self._target.num_devices == 1 or self._target.is_share else self._devices(_group_of(name, self._unit))
+        return self.plan.partitions if self._machine.num_devices == 1 or self._machine.is_share else self._devices(_group_of(name, self._unit))
 
     def _of_device(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
         """The cost for equal devices, by that of the first."""
@@ -184,7 +184,7 @@ class OrderedStep:
         plan = self.plan
         tasks = [plan.tasks[position] for position in positions]
         devices = [devices[position] for position in positions] if devices else ()
-        return StepPlan(tasks, plan.owned, window=WINDOW * self._target.num_devices, partitions=devices, idle=plan.idle)
+        return StepPlan(tasks, plan.owned, window=WINDOW * self._machine.num_devices, partitions=devices, idle=plan.idle)
 
 
 def _group_of(name: str, unit: int) -> int | None:
