@@ -85,7 +85,7 @@ def test_cublas_adds_up_in_fp32_and_keeps_its_workspace(monkeypatch: pytest.Monk
 def test_what_cannot_be_recorded_is_not_taken_for_a_broken_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS says the same of both; outside of a recording it ends the run."""
     gpu = CudaDevice.__new__(CudaDevice)  # no CuPy here
-    gpu.name, gpu._local = "GPU 0", threading.local()
+    gpu.name, gpu._local, gpu.num_started = "GPU 0", threading.local(), 0
     error = products.CublasError(13)
 
     def refused() -> None:
