@@ -65,7 +65,7 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
     for prompt in prompts:
         count = len(prompt.ids)
         if count + (1 if asked.limit is None else asked.limit) > most:
-            wanted = f"{asked.limit} new ones" if asked.limit is not None else "a new one"
+            wanted = "a new one" if asked.limit in (None, 1) else f"{asked.limit} new ones"
             raise ApiError(
                 400,
                 f"prompt and new tokens must be at most {most} tokens together, got {count} of the prompt and {wanted}; shorten one of them",
