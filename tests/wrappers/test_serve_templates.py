@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from support.deadline import DEADLINE
 from support.objective_data import CHATML
 
 from nntask import DataError
 from nntask.data import ChatSource, ChatTemplate
-from wrappers.serve.template_process import TemplateProcess
+from wrappers.serve.template_process import LONGEST, TemplateProcess
 
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "is it é or 😀?"}]
 MOST = 10_000
+EVIL: list[dict[str, Any]] = [{"role": "user", "content": "evil"}]
 HOSTILE = {
     "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of a processor"),
     "macros that call themselves": ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "more than 1 s"),
@@ -45,7 +50,7 @@ def test_hostile_conversations(name: str, processes: list[TemplateProcess]) -> N
     processes.append(ours)
     want = ChatTemplate(CHATML, "t.jinja", {}).prompt(TALK, "the request")
     with pytest.raises(DataError, match=words) as refusal:
-        ours.prompt([{"role": "user", "content": "evil"}], "the request")
+        ours.prompt(EVIL, "the request")
     assert "\n" not in str(refusal.value)
     assert ours.prompt(TALK, "the request") == want
 
@@ -64,10 +69,56 @@ def test_hostile_sources(source: str, words: str) -> None:
         TemplateProcess(ChatSource(source, "t.jinja", {}), MOST, cpu_seconds=1)
 
 
-def test_a_process_that_was_killed_comes_again(processes: list[TemplateProcess]) -> None:
+@pytest.fixture
+def begun(processes: list[TemplateProcess]) -> Callable[..., tuple[TemplateProcess, psutil.Process]]:
+    """Begins a template's process; returns its two sides."""
+
+    def begin(source: str = CHATML, **terms: Any) -> tuple[TemplateProcess, psutil.Process]:
+        before = set(psutil.Process().children())
+        processes.append(TemplateProcess(ChatSource(source, "t.jinja", {}), MOST, **terms))
+        (found,) = set(psutil.Process().children()) - before
+        return processes[-1], found
+
+    return begin
+
+
+def test_a_process_that_was_killed_comes_again(begun: Callable[..., tuple[TemplateProcess, psutil.Process]]) -> None:
     """The next conversation does not notice."""
-    ours = TemplateProcess(ChatSource(CHATML, "t.jinja", {}), MOST)
-    processes.append(ours)
+    ours, other = begun()
     want = ours.prompt(TALK, "the request")
-    ours.close()
+    other.kill()
+    psutil.wait_procs([other], DEADLINE)
     assert ours.prompt(TALK, "the request") == want
+
+
+def test_what_the_process_has(begun: Callable[..., tuple[TemplateProcess, psutil.Process]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the environment's secrets, no file that it could open or write, bounded memory, and the first place where the kernel ends somebody."""
+    monkeypatch.setenv("NNTASK_API_KEY", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    _, other = begun()
+    assert "secret" not in other.environ().values()
+    assert other.environ()["TZ"] == "UTC"
+    assert other.rlimit(resource.RLIMIT_FSIZE) == (0, 0)
+    assert other.rlimit(resource.RLIMIT_NOFILE) == (3, 3) == (other.num_fds(),) * 2
+    assert other.rlimit(resource.RLIMIT_AS)[0] < other.memory_info().vms + (300 << 20)
+    assert Path(f"/proc/{other.pid}/oom_score_adj").read_text().strip() == "1000"
+
+
+def test_no_limit_of_a_request_gives_a_template_more(processes: list[TemplateProcess]) -> None:
+    """Memory and characters are bounded where requests may have gigabytes."""
+    before = set(psutil.Process().children())
+    processes.append(TemplateProcess(ChatSource(CHATML, "t.jinja", {}), 1 << 40))
+    (other,) = set(psutil.Process().children()) - before
+    assert other.rlimit(resource.RLIMIT_AS)[0] < other.memory_info().vms + (800 << 20)
+    with pytest.raises(DataError, match=r"gets at most 16,777,216 characters, got 16,777,232; change the messages"):
+        processes[-1].prompt([{"role": "user", "content": "a" * (LONGEST + 1)}], "the request")
+
+
+@pytest.mark.parametrize(
+    "piece", ["{{ lipsum(1) | length > 0 }}", "{{ 'a b' | wordwrap(1) }}", "{{ {'a': 'é'} | tojson }}", "{{ strftime_now('%d') }}"]
+)
+def test_what_is_imported_late(piece: str, processes: list[TemplateProcess]) -> None:
+    """Filters and functions of templates do not miss the files that they can no longer be imported from."""
+    processes.append(TemplateProcess(ChatSource(piece, "t.jinja", {}), MOST))
+    found = processes[-1].prompt(TALK, "the request")
+    assert found == ChatTemplate(piece, "t.jinja", {}).prompt(TALK, "the request")

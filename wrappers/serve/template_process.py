@@ -3,12 +3,14 @@
 A template is a program that came with a model. Jinja's sandbox keeps it from files and from Python's objects, but not from loops without end or texts
 without bound, in statements, in filters and already where constants are folded as it is compiled. So it is compiled and rendered in a process that
 has so many seconds of a processor for each conversation and so much memory (``setrlimit``): both end it even where nobody looks at it any more, and
-the next conversation begins another one. The two sides speak in lines of JSON; `main` is the other side.
+the next conversation begins another one. Should the sandbox leak, the process can open no file, has none of the environment's secrets, and is what
+the kernel ends first where memory is short. The two sides speak in lines of JSON; `main` is the other side.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -25,12 +27,20 @@ from nntask.data import ChatSource, ChatTemplate
 
 CPU_SECONDS: Final = 5
 """Of a processor, for compiling and for each conversation."""
+LONGEST: Final = 16 << 20
+"""Most characters of any conversation, so that no limit of a request's size gives a template more than 768 MiB."""
 _NBYTES: Final = 256 << 20
 _NBYTES_A_CHARACTER: Final = 32
 """Memory that a text takes while it is made: pieces, their sum, JSON and its bytes."""
 _LONGEST_ERROR: Final = 1000
 _JSON_A_CHARACTER: Final = 12
 """Most bytes of a character in JSON's ASCII, a surrogate pair."""
+_KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
+"""What Python needs of the environment to start and to import."""
+_IMPORTED: Final = ("nntask.data.chat_blocks", "jinja2.constants", "jinja2.debug", "textwrap", "encodings.unicode_escape")
+"""What compiling and rendering import at times, when no file can be opened any more."""
+_NUM_FILES: Final = 3
+"""That the process has open, and no more: its pipes and stderr."""
 
 
 class TemplateProcess:
@@ -38,7 +48,7 @@ class TemplateProcess:
 
     Args:
         source: the template.
-        most: characters of a conversation.
+        most: characters of a conversation, given and written; never more than `LONGEST`.
         cpu_seconds: a whole number.
 
     Raises:
@@ -46,12 +56,13 @@ class TemplateProcess:
     """
 
     def __init__(self, source: ChatSource, most: int, cpu_seconds: int = CPU_SECONDS) -> None:
-        self._source, self._most, self._seconds, self._nbytes = source, most, cpu_seconds, _NBYTES + most * _NBYTES_A_CHARACTER
+        self._source, self._most, self._seconds = source, min(most, LONGEST), cpu_seconds
+        self._nbytes = _NBYTES + self._most * _NBYTES_A_CHARACTER
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes]
         self._begin()
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """The text of a conversation up to where the assistant's next answer begins.
 
         Args:
@@ -60,11 +71,13 @@ class TemplateProcess:
         Raises:
             DataError: the template refuses it, fails at it, writes too much, or takes too much time or memory.
         """
+        what = f"{where} is not for the chat template of {self._source.name}"
+        if (count := sum(len(word) for message in messages for pair in message.items() for word in pair)) > self._most:
+            raise DataError(f"{what}, which gets at most {self._most:,} characters, got {count:,}; change the messages")
         with self._lock:
             if self._process.poll() is not None:
                 self.close()
                 self._begin()
-            what = f"{where} is not for the chat template of {self._source.name}"
             return self._told([list(messages), where], f"{what}, which takes", "change the messages")
 
     def close(self) -> None:
@@ -80,7 +93,7 @@ class TemplateProcess:
             [sys.executable, "-P", "-m", "wrappers.serve.template_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**{name: os.environ[name] for name in _KEPT if name in os.environ}, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,  # else the signals of a terminal would reach it
         )
         terms = [source.source, source.name, dict(source.words), self._most, self._seconds, self._nbytes]
@@ -114,8 +127,7 @@ class TemplateProcess:
 def main() -> None:
     """The process: a line with the template and its limits, then one for each conversation, until there are no more."""
     source, name, words, most, seconds, nbytes = json.loads(sys.stdin.readline())
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, _taken() + nbytes)
+    _confine(nbytes)
     found: list[ChatTemplate] = []
 
     def compiled() -> str:
@@ -148,6 +160,19 @@ def _answer(work: Callable[[], str], seconds: int, most: int, what: str, advice:
     except Exception as error:  # Jinja's compiler and its filters raise whatever they like
         line = json.dumps({"error": f"{what} fails: {type(error).__name__}; {advice}"})
     print(line, flush=True)
+
+
+def _confine(nbytes: int) -> None:
+    """Take from this process what a template needs not: files, and all memory but so many bytes more."""
+    with contextlib.suppress(ImportError):  # without Jinja the template says so
+        for name in _IMPORTED:
+            importlib.import_module(name)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # where memory is short the kernel ends this process rather than the server
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_AS, _taken() + nbytes)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_NUM_FILES, _NUM_FILES))
 
 
 def _limit(kind: int, soft: int) -> None:
