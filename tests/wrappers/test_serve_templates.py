@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from support.objective_data import CHATML
 
 from nntask import DataError
 from nntask.data import ChatSource, ChatTemplate
+from wrappers.serve.errors import TemplateUnavailable
 from wrappers.serve.template_process import LONGEST, TemplateProcess
 
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "is it é or 😀?"}]
@@ -30,6 +33,8 @@ HOSTILE = {
     "a long text": ("{{ messages[0].role * 5000 }}", "writes 20,032 characters of at most 10,000"),
     "a bug": ("{{ messages | sort(attribute='role') | round }}", "the request is not for the chat template"),
 }
+
+ENDLESS = "{% if messages[0].content == 'evil' %}" + HOSTILE["loops"][0] + "{% endif %}" + CHATML
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +127,85 @@ def test_what_is_imported_late(piece: str, processes: list[TemplateProcess]) -> 
     processes.append(TemplateProcess(ChatSource(piece, "t.jinja", {}), MOST))
     found = processes[-1].prompt(TALK, "the request")
     assert found == ChatTemplate(piece, "t.jinja", {}).prompt(TALK, "the request")
+
+
+def until_busy(other: psutil.Process) -> None:
+    """Until a process has worked for a while."""
+    begin = other.cpu_times().user
+    while other.cpu_times().user < begin + 0.2:
+        assert other.is_running()
+
+
+def test_a_process_that_others_end_or_stop(begun: Callable[..., tuple[TemplateProcess, psutil.Process]]) -> None:
+    """Is no fault of the conversation that was being written, however long it is, and the next one is written."""
+    ours, other = begun(wall_seconds=4)
+    long: list[dict[str, Any]] = [{"role": "user", "content": "a" * (MOST - 100)}]
+    want = ours.prompt(TALK, "the request")
+    other.suspend()
+    with pytest.raises(TemplateUnavailable, match="did not answer within 4 s, and is ended; try again later"):
+        ours.prompt(long, "the request")
+    assert not other.is_running()
+    assert ours.prompt(TALK, "the request") == want
+    ours, other = begun(ENDLESS)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(ours.prompt, EVIL, "the request")
+        until_busy(other)
+        other.kill()
+        with pytest.raises(TemplateUnavailable, match="was ended by others, or as memory is short; try again later"):
+            found.result(DEADLINE)
+    assert ours.prompt(TALK, "the request") == want
+
+
+def test_a_closed_process_stays_so(begun: Callable[..., tuple[TemplateProcess, psutil.Process]]) -> None:
+    """Under the conversation that is being written, for those that wait, and for those that come."""
+    ours, other = begun(ENDLESS)
+    before = set(psutil.Process().children())
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ours.prompt, EVIL, "the request") for _ in range(3)]
+        until_busy(other)
+        ours.close()
+        for each in asked:
+            error = each.exception(DEADLINE)
+            assert isinstance(error, TemplateUnavailable)
+            assert "the server is shutting down" in str(error)
+    with pytest.raises(TemplateUnavailable, match="shutting down"):
+        ours.prompt(TALK, "the request")
+    assert set(psutil.Process().children()) == before - {other}
+
+
+def test_a_process_that_does_not_begin_again(
+    begun: Callable[..., tuple[TemplateProcess, psutil.Process]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Clients are told to try again; why stands where who runs the server reads."""
+    ours, other = begun()
+    other.kill()
+    psutil.wait_procs([other], DEADLINE)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/nowhere/python")
+        with pytest.raises(TemplateUnavailable, match="does not begin again, and why stands in the server's log; try again later"):
+            ours.prompt(TALK, "the request")
+        assert "/nowhere/python" in capfd.readouterr().err
+    assert ours.prompt(TALK, "the request")
+
+
+def test_what_is_interrupted_leaves_no_process(begun: Callable[..., tuple[TemplateProcess, psutil.Process]]) -> None:
+    """While it begins, and while a conversation is written: the next one does not get that one's answer."""
+    before = set(psutil.Process().children())
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            begun("{{ 10**(10**9) }}")
+        assert set(psutil.Process().children()) == before
+        ours, other = begun()
+        other.suspend()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            ours.prompt([{"role": "user", "content": "another"}], "the request")
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert ours.prompt(TALK, "the request") == ChatTemplate(CHATML, "t.jinja", {}).prompt(TALK, "the request")

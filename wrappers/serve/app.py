@@ -27,7 +27,7 @@ from nntask.inference import TextIds
 from . import schema
 from .answers import Form
 from .engine import TextEngine
-from .errors import ApiError
+from .errors import ApiError, TemplateUnavailable
 from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, job_of
 from .metrics import Metrics
 from .page import page
@@ -86,6 +86,13 @@ class Application:
             self._route("/", self._page, "GET", is_open=True),
         ]
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _as_error, Exception: _as_bug})
+
+    def end(self) -> None:
+        """Tell everybody that the server shuts down."""
+        self.is_ending = True
+        self._engine.end()
+        if self._service.template is not None:
+            self._service.template.close()
 
     def _route(self, path: str, handler: Handler, method: str, *, is_open: bool = False) -> Route:
         """A route whose refusals have OpenAI's shape."""
@@ -174,6 +181,9 @@ class Application:
         try:
             async with self._rendering if asked.messages else contextlib.nullcontext():
                 return await asyncio.to_thread(encoded, asked, self._service.ids, self._service.template)
+        except TemplateUnavailable as error:
+            code = "shutting_down" if self.is_ending else "template_unavailable"
+            raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
         except DataError as error:
             raise ApiError(400, str(error).replace("mend or remove the line", "change the messages"), param="messages") from None
 

@@ -23,6 +23,9 @@ class ChatPrompts(Protocol):
     def prompt(self, messages: tuple[dict[str, str], ...], where: str) -> str:
         """The text of a conversation up to the assistant's next answer."""
 
+    def close(self) -> None:
+        """Refuse conversations, also one that is being written; must not take long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -37,7 +40,7 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
 
     Raises:
         ApiError: a prompt is empty, or there is no template for a conversation.
-        DataError: the template refuses the conversation.
+        DataError: the template refuses the conversation, or cannot be asked now (`TemplateUnavailable`).
     """
     if asked.messages:
         if template is None:
