@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,21 @@ def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> Non
         assert client.chat.completions.create(model="org/other", messages=[message], max_tokens=2).choices[0].message.content
         with server.client("none") as other, pytest.raises(openai.AuthenticationError):
             other.models.list()
+
+
+def test_conversations_wait_in_the_queue(model: Path, tmp_path: Path) -> None:
+    """As many as there are places. When the template's process is killed, its conversation is told to try again, and the next one is answered."""
+    with endless(model, tmp_path, "--slots", "1", "--queue", "1") as (server, ask), ThreadPoolExecutor(3) as pool:
+        killed = pool.submit(ask, "b")
+        template = stopped_when_busy(server)
+        (full,), (waits,) = wait([pool.submit(ask, "a"), pool.submit(ask, "a")], DEADLINE, FIRST_COMPLETED)
+        template.kill()
+        assert isinstance(full.exception(), openai.RateLimitError)
+        error = killed.exception(DEADLINE)
+        assert isinstance(error, openai.InternalServerError)
+        assert (error.status_code, error.code, error.type) == (503, "template_unavailable", "server_error")
+        assert "try again later" in error.message
+        assert waits.result(DEADLINE).choices[0].message.content
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,12 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
     return Job(texts, asked.stops)
 
 
+def full_queue(count: int) -> ApiError:
+    """The refusal of so many texts for which there is no place in the queue."""
+    why = f"as many texts as may wait do so already, and {count} more were asked for; try again later"
+    return ApiError(429, why, code="queue_full", headers={"retry-after": "1"})
+
+
 class Desk:
     """Brings what the engine's thread delivers to the coroutines that wait for it; all of it runs in the event loop but `deliver`."""
 
@@ -132,12 +138,7 @@ class Desk:
             finally:
                 engine.cancel(job)  # of no effect where all has been said
         except Busy:
-            raise ApiError(
-                429,
-                f"as many texts as may wait do so already, and {len(job.texts)} more were asked for; try again later",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            ) from None
+            raise full_queue(len(job.texts)) from None
         finally:
             del self._queues[id(job)]
 
