@@ -241,7 +241,7 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "an empty list": ({**GOOD, "prompt": []}, 400, "prompt must be"),
     "an id beyond the vocabulary": ({**GOOD, "prompt": [1, 99999]}, 400, "has the id 99999"),
     "a negative id": ({**GOOD, "prompt": [-1]}, 400, "has the id -1"),
-    "too long": ({**GOOD, "prompt": "a" * 192}, 400, "at most 192 tokens together, got 192 of the prompt and 1 new ones"),
+    "too long": ({**GOOD, "prompt": "a" * 192}, 400, "at most 192 tokens together, got 192 of the prompt and a new one"),
     "too many new tokens": ({**GOOD, "max_tokens": 192}, 400, "at most 192 tokens together, got 1 of the prompt and 192 new ones"),
     "too large": ({**GOOD, "prompt": "a" * 9000}, 413, "at most 8,192 bytes"),
     "unknown model": ({**GOOD, "model": "gpt-4"}, 404, "the model here is 'small'"),

@@ -51,3 +51,18 @@ def test_texts_of_a_job_that_fail_together_are_told_once() -> None:
     assert errors == [(ill, "diverged")]
     assert "".join(each.text for job, each in told if job is well and isinstance(each, Piece)) == "xxxx"
     assert (engine.failure, failures, engine.num_open) == (None, [], 0)
+
+
+def test_a_stop_word_that_begins_inside_a_token() -> None:
+    """Tokens of two characters: the token in which the word begins is told whole, the next one, which begins in the word, is not."""
+    news: SimpleQueue[News] = SimpleQueue()
+    engine = TextEngine(ill_batch, lambda ids: "xy" * len(ids), 1, news.put, lambda: None)
+    engine.start()
+    engine.submit(Job([TextRequest((1, 2), 8, num_top=0)], stops=("yx",)))
+    pieces: list[Piece] = []
+    while not pieces or pieces[-1].end is None:
+        pieces += [each for _, each in news.get(timeout=DEADLINE) if isinstance(each, Piece)]
+    engine.end()
+    engine.join()
+    assert ("".join(each.text for each in pieces), pieces[-1].end, pieces[-1].num_new) == ("x", "stop", 2)
+    assert sum(len(each.scores) for each in pieces) == 1

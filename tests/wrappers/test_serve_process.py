@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from support.commands import refuse
 from support.deadline import DEADLINE
-from support.served import Alone, served, write_served_model
+from support.served import Alone, Served, served, write_served_model
 
 from wrappers.cli import main
 
@@ -73,6 +76,39 @@ def test_texts_beyond_their_grace_are_told(model: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
+        assert server.process.wait(DEADLINE) == 0
+
+
+@contextmanager
+def endless(model: Path, folder: Path, *flags: str) -> Iterator[tuple[Served, Callable[[str], Any]]]:
+    """A server whose template does not end with a message "b", and what sends it a message."""
+    file = folder / "t.jinja"
+    file.write_text(
+        "{% if messages[0].content == 'b' %}" + "{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2 + "{% endif %}{{ messages[0].content }}"
+    )
+    with served(model, "--chat-template", str(file), *flags) as server, server.client() as client:
+        yield server, lambda word: client.chat.completions.create(model="small", messages=[{"role": "user", "content": word}], max_tokens=2)
+
+
+def stopped_when_busy(server: Served) -> psutil.Process:
+    """The template's process of a server, stopped when it has worked for a while."""
+    (template,) = psutil.Process(server.process.pid).children()
+    begin = template.cpu_times().user
+    while template.cpu_times().user < begin + 0.2:
+        assert server.process.poll() is None
+    template.suspend()
+    return template
+
+
+def test_conversations_beyond_their_grace_are_told(model: Path, tmp_path: Path) -> None:
+    """Also one whose template does not answer; the exit code is 0."""
+    with endless(model, tmp_path, "--grace-seconds", "0") as (server, ask), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, "b")
+        stopped_when_busy(server)
+        server.process.send_signal(signal.SIGTERM)
+        error = asked.exception(DEADLINE)
+        assert isinstance(error, openai.InternalServerError)
+        assert (error.status_code, error.code) == (503, "shutting_down")
         assert server.process.wait(DEADLINE) == 0
 
 
@@ -178,6 +214,21 @@ def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> Non
         assert client.chat.completions.create(model="org/other", messages=[message], max_tokens=2).choices[0].message.content
         with server.client("none") as other, pytest.raises(openai.AuthenticationError):
             other.models.list()
+
+
+def test_conversations_wait_in_the_queue(model: Path, tmp_path: Path) -> None:
+    """As many as there are places. When the template's process is killed, its conversation is told to try again, and the next one is answered."""
+    with endless(model, tmp_path, "--slots", "1", "--queue", "1") as (server, ask), ThreadPoolExecutor(3) as pool:
+        killed = pool.submit(ask, "b")
+        template = stopped_when_busy(server)
+        (full,), (waits,) = wait([pool.submit(ask, "a"), pool.submit(ask, "a")], DEADLINE, FIRST_COMPLETED)
+        template.kill()
+        assert isinstance(full.exception(), openai.RateLimitError)
+        error = killed.exception(DEADLINE)
+        assert isinstance(error, openai.InternalServerError)
+        assert (error.status_code, error.code, error.type) == (503, "template_unavailable", "server_error")
+        assert "try again later" in error.message
+        assert waits.result(DEADLINE).choices[0].message.content
 
 
 @pytest.mark.parametrize(

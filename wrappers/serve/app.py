@@ -27,8 +27,8 @@ from nntask.inference import TextIds
 from . import schema
 from .answers import Form
 from .engine import TextEngine
-from .errors import ApiError
-from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, job_of
+from .errors import ApiError, TemplateUnavailable
+from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, full_queue, job_of
 from .metrics import Metrics
 from .page import page
 
@@ -75,7 +75,7 @@ class Application:
     def __init__(self, service: Service, engine: TextEngine, desk: Desk, metrics: Metrics) -> None:
         self._service, self._engine, self._desk, self._metrics = service, engine, desk, metrics
         self.is_ending = False
-        self._rendering = asyncio.Lock()
+        self._rendering, self._num_unwritten = asyncio.Lock(), 0
         routes = [
             self._route("/v1/completions", self._texts, "POST"),
             self._route("/v1/chat/completions", self._texts, "POST"),
@@ -86,6 +86,13 @@ class Application:
             self._route("/", self._page, "GET", is_open=True),
         ]
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _as_error, Exception: _as_bug})
+
+    def end(self) -> None:
+        """Tell everybody that the server shuts down."""
+        self.is_ending = True
+        self._engine.end()
+        if self._service.template is not None:
+            self._service.template.close()
 
     def _route(self, path: str, handler: Handler, method: str, *, is_open: bool = False) -> Route:
         """A route whose refusals have OpenAI's shape."""
@@ -170,12 +177,21 @@ class Application:
             return JSONResponse(await _unless_left(request, progress.until_complete(queue)))
 
     async def _encoded(self, asked: schema.Asked) -> list[Prompt]:
-        """The prompts of a request, made beside the event loop; the template renders one conversation at a time."""
+        """The prompts of a request, made beside the event loop. The template renders one conversation at a time; texts that wait for it are open."""
+        count = asked.num_texts if asked.messages else 0
+        if count and self._engine.num_open + self._num_unwritten + count > self._engine.most_open:
+            raise full_queue(count)
+        self._num_unwritten += count
         try:
             async with self._rendering if asked.messages else contextlib.nullcontext():
                 return await asyncio.to_thread(encoded, asked, self._service.ids, self._service.template)
+        except TemplateUnavailable as error:
+            code = "shutting_down" if self.is_ending else "template_unavailable"
+            raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
         except DataError as error:
             raise ApiError(400, str(error).replace("mend or remove the line", "change the messages"), param="messages") from None
+        finally:
+            self._num_unwritten -= count
 
     def _check_model(self, name: str) -> None:
         if name != self._service.name:

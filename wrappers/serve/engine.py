@@ -44,7 +44,7 @@ class Piece:
     Attributes:
         index: of the text in its job.
         text: characters, maybe none.
-        scores: of the tokens of these characters, if they were asked for.
+        scores: of the tokens that begin in these characters, if they were asked for.
         num_new: tokens of the text so far.
         num_shared: tokens of its prompt that were in the cache already.
         end: why it has ended with this; None where it goes on.
@@ -77,7 +77,10 @@ class _Running:
     scores: deque[tuple[int, TokenScore]] = field(default_factory=deque)
 
     def told_scores(self, *, is_whole: bool) -> tuple[TokenScore, ...]:
-        """The scores of tokens whose characters have been told; all of them of a text that has ended by itself. Those of a stop word never are."""
+        """The scores of tokens that begin in what has been told; all of them of a text that has ended by itself.
+
+        Those that begin in a stop word never are. A token in which one begins is, so that tokens may say more than the text.
+        """
         found = []
         while self.scores and (is_whole or self.scores[0][0] < self.pieces.num_told):
             found.append(self.scores.popleft()[1])

@@ -23,6 +23,9 @@ class ChatPrompts(Protocol):
     def prompt(self, messages: tuple[dict[str, str], ...], where: str) -> str:
         """The text of a conversation up to the assistant's next answer."""
 
+    def close(self) -> None:
+        """Refuse conversations, also one that is being written; must not take long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -37,7 +40,7 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
 
     Raises:
         ApiError: a prompt is empty, or there is no template for a conversation.
-        DataError: the template refuses the conversation.
+        DataError: the template refuses the conversation, or cannot be asked now (`TemplateUnavailable`).
     """
     if asked.messages:
         if template is None:
@@ -65,7 +68,7 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
     for prompt in prompts:
         count = len(prompt.ids)
         if count + (1 if asked.limit is None else asked.limit) > most:
-            wanted = f"{asked.limit} new ones" if asked.limit is not None else "a new one"
+            wanted = "a new one" if asked.limit in (None, 1) else f"{asked.limit} new ones"
             raise ApiError(
                 400,
                 f"prompt and new tokens must be at most {most} tokens together, got {count} of the prompt and {wanted}; shorten one of them",
@@ -82,6 +85,12 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
         except UsageError as error:
             raise ApiError(400, str(error), param="messages" if asked.messages else "prompt") from None
     return Job(texts, asked.stops)
+
+
+def full_queue(count: int) -> ApiError:
+    """The refusal of so many texts for which there is no place in the queue."""
+    why = f"as many texts as may wait do so already, and {count} more were asked for; try again later"
+    return ApiError(429, why, code="queue_full", headers={"retry-after": "1"})
 
 
 class Desk:
@@ -129,12 +138,7 @@ class Desk:
             finally:
                 engine.cancel(job)  # of no effect where all has been said
         except Busy:
-            raise ApiError(
-                429,
-                f"as many texts as may wait do so already, and {len(job.texts)} more were asked for; try again later",
-                code="queue_full",
-                headers={"retry-after": "1"},
-            ) from None
+            raise full_queue(len(job.texts)) from None
         finally:
             del self._queues[id(job)]
 

@@ -166,7 +166,7 @@ async def _served(
         application.is_ending = True
 
     logging.getLogger("asyncio").addFilter(lambda record: record.getMessage() != _OF_CLIENTS_THAT_LEFT)
-    server = _Server(config, begin_ending, engine.end, grace_seconds)
+    server = _Server(config, begin_ending, application.end, grace_seconds)
     loop = asyncio.get_running_loop()
     desk.open(loop, lambda: _exit(server))
     await server.serve(sockets=[listener])
