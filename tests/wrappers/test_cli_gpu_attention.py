@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from support.cuda_emulator import COMPILER
 from support.strict_cuda import rehearsed
 from support.strict_cudnn import StrictCudnn
 
+from nntask.config.units import parse_size
 from nntask.hardware.gpu_attention import gpus_with_cudnn
 from nntask.hardware.gpus import GpuPlan
 from scheduler.drivers.cuda_cupy import GpuFacts
@@ -196,6 +198,14 @@ def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "cudnn", None)
     assert main([*TRAIN, "--steps=1", CUDNN]) == 2
     assert "--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; pip install -e '.[cudnn13]'" in capsys.readouterr().err
+
+
+def test_advice_has_room_for_the_workspace(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with the budget that a refusal names begins."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=never", CUDNN, "--gpu-memory=327700KiB"]) == 3
+    (size,) = re.findall(r"it would fit with --gpu-memory (\S+)$", capsys.readouterr().err.strip())
+    assert main([*TRAIN, "--steps=2", "--run-dir=fits", CUDNN, f"--gpu-memory={size}"]) == 0
+    assert parse_size(size, "--gpu-memory") > 320 << 20
 
 
 def test_the_workspace_is_of_the_budget(cudnn: StrictCudnn) -> None:
