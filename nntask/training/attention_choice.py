@@ -1,8 +1,9 @@
 """``--gpu-attention auto``: nntask's kernels or cuDNN's for attention, by time on the card, before a run begins.
 
 Each shape of attention in a step is timed by both, forward and backward, on one device of each kind of card. cuDNN computes where it takes every
-shape and needs less than `GAIN` of the seconds; otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last
-bits, so the choice holds for all devices of the run and is written into its settings; a run that is continued keeps it.
+shape, needs less than `GAIN` of the seconds, and its workspace leaves room for the whole step: what data that must move costs is not in those seconds.
+Otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last bits, so the choice holds for all devices of the run
+and is written into its settings; a run that is continued keeps it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import scheduler
 from scheduler.machine import RecordedTask
+from scheduler.planning import SUBMISSION, largest_device_bytes
 from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of
 
 from ..config.run_config import RunConfig
@@ -24,8 +26,9 @@ from ..config.units import format_size
 from ..errors import StorageError
 from ..hardware.gpu_attention import AttentionSeconds, time_attention, why_not_cudnn
 from ..hardware.gpus import GpuPlan
+from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import with_cudnn
-from ..planning.memory_fit import capture, no_collections
+from ..planning.memory_fit import capture, no_collections, order_on
 from .run_directory import PLAN
 
 GAIN: Final = 0.95
@@ -62,10 +65,12 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
         return ChosenAttention(run, {} if run.start.resumed is None else _recorded(run.directory))
     found = _measured(run, measure)
     is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
-    chosen = _computed_by(run, "cudnn") if is_faster else _computed_by(run, "own")
-    say(f"gpu-attention: {_words(found, is_faster=is_faster)}")
+    own, cudnn = _computed_by(run, "own"), _computed_by(run, "cudnn") if is_faster else None
+    why_not = found.why_not if cudnn is None else _no_room(cudnn)
+    chosen = own if cudnn is None or why_not else cudnn
+    say(f"gpu-attention: {_words(found._replace(why_not=why_not), is_faster=is_faster)}")
     seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
-    return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": found.why_not}})
+    return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": why_not}})
 
 
 def _recorded(directory: Path) -> dict[str, Any]:
@@ -104,6 +109,23 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
         raise StorageError(f"{error}") from error
 
 
+def _no_room(run: RunConfig) -> str:
+    """Why a step with cuDNN has not the room that it would have without; "" where nothing moves all the same."""
+    if run.step.update_on == "auto":
+        run = run.updating_on("device")  # as it is where nothing moves
+    target = this_machine(run.machine)
+    with no_collections():
+        plan = order_on(capture(run, frozen_base=run.start.frozen_base).plan, SUBMISSION, target, target.policy).plan
+    needed = largest_device_bytes(plan, len(target.compute_nodes))
+    left = min(target.nodes[at][1] for at in target.compute_nodes if at)
+    if needed <= left:
+        return ""
+    return (
+        f"the step needs {format_size(needed)} of a GPU to move nothing, and cuDNN's workspace leaves {format_size(left)} "
+        "(raise --gpu-memory, or ask for --gpu-attention cudnn)"
+    )
+
+
 def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeShape, tuple[int, int]]:
     """Forward and backward passes of a step, by shape, from the tasks of one minibatch."""
     found: Counter[tuple[WholeShape, str]] = Counter()
@@ -135,4 +157,6 @@ def _words(found: AttentionSeconds, *, is_faster: bool) -> str:
         beside = "" if found.own is None else f", {found.own:.3g} s a step"
         return f"nntask's kernels{beside}; not cuDNN: {found.why_not}"
     own, cudnn = f"{found.own:.3g} s a step of nntask's kernels", f"{found.cudnn:.3g} s a step"
+    if found.why_not:
+        return f"nntask's kernels; not cuDNN, {cudnn} beside {own}: {found.why_not}"
     return f"cuDNN, {cudnn} beside {own}" if is_faster else f"nntask's kernels; cuDNN is not clearly faster, {cudnn} beside {own}"

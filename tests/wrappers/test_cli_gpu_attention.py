@@ -175,6 +175,31 @@ def test_a_card_that_stops_while_it_is_timed_ends_the_run(
     assert not Path("never").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "who"),
+    [
+        (["--gpu-memory=327700KiB"], "own"),  # too little for a task, beside the workspace
+        (["--gpu-memory=328000KiB"], "own"),  # too little for the step
+        (["--gpu-memory=328000KiB", "--update-on=auto"], "own"),
+        (["--gpu-memory=329MiB"], "cudnn"),
+        (["--gpu-memory=329MiB", "--split-gpu=2", "--batch=4"], "cudnn"),
+    ],
+)
+def test_auto_moves_nothing_for_the_workspace(
+    flags: list[str], who: str, cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels that are faster are not worth data that moves: such a run is one that asked for ours."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "evictions: 0 a step" in said
+    assert chosen("found")["chosen"] == who
+    assert ("s a step of nntask's kernels: the step needs " in said) == (who == "own")
+    assert ("to move nothing, and cuDNN's workspace leaves " in chosen("found")["why_not_cudnn"]) == (who == "own")
+    assert main([*TRAIN, "--steps=2", "--run-dir=named", f"--gpu-attention={who}", *flags]) == 0
+    assert losses("found") == losses("named")
+    assert cuda.found == []
+
+
 def test_a_run_on_several_devices_has_one_choice(cuda: FakeCuda, cudnn: StrictCudnn) -> None:
     """Which is measured once for both parts of a card, and has the losses of a single device."""
     assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=one", AUTO]) == 0
