@@ -86,7 +86,8 @@ def told_attention(run: RunConfig, tasks: Iterable[RecordedTask]) -> str:
     count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
     if not count:
         return f"attention: none of it is cuDNN's: {_why_none(run)}"
-    return f"attention: cuDNN computes it in {count} tasks a step, with {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget as workspace"
+    size = format_size(ATTENTION_WORKSPACE_NBYTES)
+    return f"attention: cuDNN computes it in {count} tasks a step where it can, with {size} of each GPU's budget as workspace"
 
 
 def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:

@@ -215,7 +215,9 @@ def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest
     """A shape that cuDNN declines on both devices; and a run that has nothing for it."""
     with strict_cudnn.installed(cuda, declines=lambda queries: True):
         assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--split-gpu=2"]) == 0
-        assert capsys.readouterr().err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
+        said = capsys.readouterr()
+        assert said.err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
+        assert "attention: cuDNN computes it in 16 tasks a step where it can, with 320 MiB of each GPU's budget as workspace\n" in said.out
         assert main([*TRAIN, "--steps=2", "--run-dir=cut", CUDNN, "--seq-tile=4"]) == 0
         assert "attention: none of it is cuDNN's: it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)" in capsys.readouterr().out
 
