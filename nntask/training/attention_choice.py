@@ -1,16 +1,16 @@
 """``--gpu-attention auto``: nntask's kernels or cuDNN's for attention, by time on the card, before a run begins.
 
 Each shape of attention in a step is timed by both, forward and backward, on one device of each kind of card. cuDNN computes where it takes every
-shape, needs less than `GAIN` of the seconds, and its workspace leaves room for the whole step: what data that must move costs is not in those seconds.
-Otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last bits, so the choice holds for all devices of the run
-and is written into its settings; a run that is continued keeps it.
+shape, needs less than `GAIN` of the seconds, and leaves room for the whole step beside its workspace: what data that must move costs is not in those
+seconds. Otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last bits, so the choice holds for all devices of
+the run and is written into its settings; a run that is continued keeps it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, cast
 import scheduler
 from scheduler.machine import RecordedTask
 from scheduler.planning import SUBMISSION, largest_device_bytes
-from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of
+from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of, takes_heads
 
 from ..config.run_config import RunConfig
 from ..config.units import format_size
@@ -34,6 +34,7 @@ from .run_directory import PLAN
 GAIN: Final = 0.95
 """cuDNN must take less than this fraction of the seconds of our kernels: where both are about as fast, what works without a library is better."""
 _KEY: Final = "gpu_attention"
+ATTENTION: Final = "attention"
 FORWARD: Final = "whole_attention"
 BACKWARD: Final = "whole_attention_backward"
 
@@ -81,11 +82,11 @@ def _recorded(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def told_attention(run: RunConfig, tasks: Iterable[RecordedTask]) -> str:
+def told_attention(tasks: Sequence[RecordedTask]) -> str:
     """What cuDNN has to do in a step of a run that lets it compute attention, and if that is nothing, why."""
     count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
     if not count:
-        return f"attention: none of it is cuDNN's: {_why_none(run)}"
+        return f"attention: none of it is cuDNN's: {_why_none(tasks)}"
     size = format_size(ATTENTION_WORKSPACE_NBYTES)
     return f"attention: cuDNN computes it in {count} tasks a step where it can, with {size} of each GPU's budget as workspace"
 
@@ -103,7 +104,7 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
         tasks = capture(run.with_model(library=True), 1).plan.tasks
     counts = _shapes(tasks, run.step.num_minibatches)
     if not counts:
-        return AttentionSeconds(None, None, _why_none(run))
+        return AttentionSeconds(None, None, _why_none(tasks))
     try:
         return measure(gpus, model.dtype, counts)
     except scheduler.DeviceFailed as error:
@@ -137,12 +138,28 @@ def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeSh
     return {shape: (found[shape, FORWARD], found[shape, BACKWARD]) for shape in dict.fromkeys(shape for shape, _ in found)}
 
 
-def _why_none(run: RunConfig) -> str:
-    """Why no attention of a step is for cuDNN."""
-    length, tile = run.model.seq_len, run.model.tiling.seq_tile
-    if tile < length:
-        return f"it takes whole sequences, and tiles have {tile:,} of {length:,} tokens (--seq-tile)"
-    return "it takes heads of up to 128 features in steps of 8, without dropout (--dropout), biases, windows, caps and documents"
+def _why_none(tasks: Iterable[RecordedTask]) -> str:
+    """Why no attention of a step is for cuDNN: of each kind of it the first rule that it breaks, with the value that does."""
+    pairs = ((task, cast(Pair, task.constants["at"])) for task in tasks if task.name == ATTENTION)
+    found = dict.fromkeys(_broken_rule(task, at) for task, at in pairs if at.q_start == at.k_start == 0)  # where tiles are whole
+    return "; ".join(found) or "the model has none"
+
+
+def _broken_rule(task: RecordedTask, at: Pair) -> str:
+    """Of what cuDNN takes (`tiles.ops.attention`), the first rule that a task of our attention breaks."""
+    (q, _), (k, _), how = task.accesses[0], task.accesses[1], at.pattern
+    buckets = how.buckets.count if how.buckets else 0
+    rules = [
+        (at.p > 0, f"it takes no dropout, got {at.p:g} (--dropout)"),
+        (not takes_heads(at.head_size), f"it takes heads of up to 128 features in steps of 8, got {at.head_size}"),
+        (buckets > 0, f"it adds no biases of distances to scores, got {buckets:,} of them"),
+        (how.window > 0, f"it takes no windows, got one of {how.window:,} tokens"),
+        (how.cap > 0, f"it takes no caps of scores, got {how.cap:g}"),
+        (how.documents > 0, "it keeps no documents apart, and rows hold several texts or padding"),
+    ]
+    cut = ((cast(Any, handle.view).shape[1], length) for handle, length in ((q, at.length), (k, at.row)))
+    rules += [(tile < length, f"it takes whole sequences, and tiles have {tile:,} of {length:,} tokens (--seq-tile)") for tile, length in cut]
+    return next((rule for is_broken, rule in rules if is_broken), "it takes bf16 on GPUs")
 
 
 def _computed_by(run: RunConfig, who: str) -> RunConfig:

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from support import strict_cudnn
 from support.cuda_emulator import COMPILER
+from support.objective_data import TEXTS, lines_in
 from support.strict_cuda import rehearsed
 from support.strict_cudnn import StrictCudnn
+from support.transformers_oracle import CONFIGS
 
 from nntask.config.units import parse_size
 from nntask.hardware import gpu_attention
@@ -121,7 +123,8 @@ def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCud
         (["--dtype=fp32"], "it computes in bf16, and this is --dtype fp32"),
         (["--no-flashattention"], "it keeps no scores, which --no-flashattention asks for"),
         (["--seq-tile=4"], "it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)"),
-        (["--dropout=0.1"], "it takes heads of up to 128 features in steps of 8, without dropout (--dropout), biases, windows, caps and documents"),
+        (["--seq-tile=3"], "it takes whole sequences, and tiles have 3 of 8 tokens (--seq-tile)"),
+        (["--dropout=0.1"], "it takes no dropout, got 0.1 (--dropout)"),
         (["--ngpu=0"], "no GPU is used"),
         (["--gpu-memory=200MiB"], "cuDNN's workspace of 320 MiB leaves nothing of --gpu-memory"),
     ],
@@ -135,6 +138,34 @@ def test_auto_is_ours_where_there_is_nothing_to_choose(
     assert cudnn.num_planned == 0
     assert main([*TRAIN, "--steps=2", "--run-dir=own", *flags]) == 0
     assert losses("found") == losses("own")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "why"),
+    [
+        ("gpt2", {"n_head": 8, "n_embd": 32}, [], "it takes heads of up to 128 features in steps of 8, got 4"),
+        ("mistral", {"sliding_window": 4}, [], "it takes no windows, got one of 4 tokens"),
+        ("t5", {}, [], "it adds no biases of distances to scores, got 32 of them"),
+        (
+            "bert classifier",
+            {"hidden_size": 48},
+            ["--dataset=jsonl", "--dataset-path=labels.jsonl"],
+            "it keeps no documents apart, and rows hold several texts or padding",
+        ),
+    ],
+)
+def test_what_cudnn_does_not_take_is_said_with_the_value(
+    name: str, changes: dict[str, Any], flags: list[str], why: str, cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each rule that a model breaks."""
+    Path("text.txt").write_text("\n".join(TEXTS))
+    lines_in(Path("labels.jsonl"), [{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
+    Path("config.json").write_text(json.dumps({**CONFIGS[name].to_dict(), "vocab_size": 300, **changes}))
+    data = ["--dataset=text", "--dataset-path=text.txt", "--tokenizer=bytes", "--seq-len=8", "--dropout=0"]
+    for flag, words in ((AUTO, f"nntask's kernels; not cuDNN: {why}"), (CUDNN, f"none of it is cuDNN's: {why}")):
+        assert main([*TRAIN, *data, *flags, "--steps=1", "--run-dir=never", "--dry-run", flag]) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        assert words in said, said
 
 
 def test_auto_is_ours_where_cudnn_declines_a_shape(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
