@@ -67,7 +67,7 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
     found = _measured(run, measure)
     is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
     own, cudnn = _computed_by(run, "own"), _computed_by(run, "cudnn") if is_faster else None
-    why_not = found.why_not if cudnn is None else _no_room(cudnn)
+    why_not = found.why_not if cudnn is None else _shortage(cudnn)
     chosen = own if cudnn is None or why_not else cudnn
     say(f"gpu-attention: {_words(found._replace(why_not=why_not), is_faster=is_faster)}")
     seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
@@ -111,7 +111,7 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
         raise StorageError(f"{error}") from error
 
 
-def _no_room(run: RunConfig) -> str:
+def _shortage(run: RunConfig) -> str:
     """Why a step with cuDNN has not the room that it would have without; "" where nothing moves all the same."""
     if run.step.update_on == "auto":
         run = run.updating_on("device")  # as it is where nothing moves
