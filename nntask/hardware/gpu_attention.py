@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import scheduler
+from scheduler.drivers import is_fatal
 from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, attention_seconds
 
 from ..config.units import format_size
@@ -90,6 +91,8 @@ def time_attention(gpus: GpuPlan, dtype: str, counts: Mapping[WholeShape, tuple[
     except scheduler.DeviceFailed:
         raise
     except (ImportError, MemoryError, RuntimeError, scheduler.DoesNotFit) as error:
+        if isinstance(error, RuntimeError) and is_fatal(error):  # a fault of a kernel shows where the host waits for it
+            raise device.failed(error) from error
         return AttentionSeconds(own or None, None, " ".join(str(error).split()))
     finally:
         close_gpus(devices)

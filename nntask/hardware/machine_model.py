@@ -23,7 +23,7 @@ from scheduler.machine import Models, NodeId, Rate, RecordedTask, StepPlan, Task
 from scheduler.planning import Pace, pace_of
 from scheduler.simulation import Duration
 from scheduler.storage import PerfStore, machine_fingerprint
-from tiles.kernels import kernel_versions
+from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, kernel_versions
 
 from .flops import gemm_peak
 from .machine_spec import MachineSpec
@@ -55,6 +55,7 @@ class MachineModel:
         staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
         aside: whether its CPU workers run only what devices may not.
         ram_rate: of an imaginary machine, bytes per second that such workers read and write of host memory, all together.
+        workspace: bytes of each GPU's budget besides, as flags give it, that cuDNN keeps.
     """
 
     workers: tuple[tuple[WorkerKind, int, int], ...]
@@ -66,6 +67,7 @@ class MachineModel:
     staging: int = 0
     aside: bool = False
     ram_rate: float = 0.0
+    workspace: int = 0
 
     @property
     def budgets(self) -> Mapping[str, int]:
@@ -177,7 +179,16 @@ def this_machine(machine: MachineSpec) -> MachineModel:
     given = None if machine.link_rate is None else (0.0, machine.link_rate)
     models.declare_links(len(nodes), storage=machine.disk is not None, given=given)
     policy = machine.scheduling.policy
-    return MachineModel(tuple(workers), tuple(nodes), machine.disk is not None, models, policy, staging=staging, aside=machine.aside)
+    return MachineModel(
+        tuple(workers),
+        tuple(nodes),
+        machine.disk is not None,
+        models,
+        policy,
+        staging=staging,
+        aside=machine.aside,
+        workspace=ATTENTION_WORKSPACE_NBYTES if machine.gpus.has_cudnn else 0,
+    )
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:

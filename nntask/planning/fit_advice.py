@@ -117,7 +117,7 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: b
             flags.append(f"--ram {size}")
         elif at != target.last:
             device = "" if target.rates is None else format_devices(target.num_devices, devices, target.rates["sim"].flops)
-            flags.append(f"--devices {device}" if device else f"--gpu-memory {flag_size(devices)}")
+            flags.append(f"--devices {device}" if device else f"--gpu-memory {flag_size(devices + target.workspace)}")
         elif target.is_imaginary:
             flags.append(f"--disk {size}")
         else:

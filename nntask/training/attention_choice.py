@@ -1,15 +1,16 @@
 """``--gpu-attention auto``: nntask's kernels or cuDNN's for attention, by time on the card, before a run begins.
 
 Each shape of attention in a step is timed by both, forward and backward, on one device of each kind of card. cuDNN computes where it takes every
-shape and needs less than `GAIN` of the seconds; otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last
-bits, so the choice holds for all devices of the run and is written into its settings; a run that is continued keeps it.
+shape, needs less than `GAIN` of the seconds, and leaves room for the whole step beside its workspace: what data that must move costs is not in those
+seconds. Otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last bits, so the choice holds for all devices of
+the run and is written into its settings; a run that is continued keeps it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +18,23 @@ from typing import Any, Final, NamedTuple, cast
 
 import scheduler
 from scheduler.machine import RecordedTask
-from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of
+from scheduler.planning import SUBMISSION, largest_device_bytes
+from tiles.kernels import ATTENTION_WORKSPACE_NBYTES, Pair, WholeShape, shape_of, takes_heads
 
 from ..config.run_config import RunConfig
 from ..config.units import format_size
 from ..errors import StorageError
 from ..hardware.gpu_attention import AttentionSeconds, time_attention, why_not_cudnn
 from ..hardware.gpus import GpuPlan
+from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import with_cudnn
-from ..planning.memory_fit import capture, no_collections
+from ..planning.memory_fit import capture, no_collections, order_on
 from .run_directory import PLAN
 
 GAIN: Final = 0.95
 """cuDNN must take less than this fraction of the seconds of our kernels: where both are about as fast, what works without a library is better."""
 _KEY: Final = "gpu_attention"
+ATTENTION: Final = "attention"
 FORWARD: Final = "whole_attention"
 BACKWARD: Final = "whole_attention_backward"
 
@@ -62,10 +66,12 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
         return ChosenAttention(run, {} if run.start.resumed is None else _recorded(run.directory))
     found = _measured(run, measure)
     is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
-    chosen = _computed_by(run, "cudnn") if is_faster else _computed_by(run, "own")
-    say(f"gpu-attention: {_words(found, is_faster=is_faster)}")
+    own, cudnn = _computed_by(run, "own"), _computed_by(run, "cudnn") if is_faster else None
+    why_not = found.why_not if cudnn is None else _shortage(cudnn)
+    chosen = own if cudnn is None or why_not else cudnn
+    say(f"gpu-attention: {_words(found._replace(why_not=why_not), is_faster=is_faster)}")
     seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
-    return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": found.why_not}})
+    return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": why_not}})
 
 
 def _recorded(directory: Path) -> dict[str, Any]:
@@ -76,12 +82,13 @@ def _recorded(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def told_attention(run: RunConfig, tasks: Iterable[RecordedTask]) -> str:
+def told_attention(tasks: Sequence[RecordedTask]) -> str:
     """What cuDNN has to do in a step of a run that lets it compute attention, and if that is nothing, why."""
     count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
     if not count:
-        return f"attention: none of it is cuDNN's: {_why_none(run)}"
-    return f"attention: cuDNN computes it in {count} tasks a step, with {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget as workspace"
+        return f"attention: none of it is cuDNN's: {_why_none(tasks)}"
+    size = format_size(ATTENTION_WORKSPACE_NBYTES)
+    return f"attention: cuDNN computes it in {count} tasks a step where it can, with {size} of each GPU's budget as workspace"
 
 
 def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
@@ -97,11 +104,28 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
         tasks = capture(run.with_model(library=True), 1).plan.tasks
     counts = _shapes(tasks, run.step.num_minibatches)
     if not counts:
-        return AttentionSeconds(None, None, _why_none(run))
+        return AttentionSeconds(None, None, _why_none(tasks))
     try:
         return measure(gpus, model.dtype, counts)
     except scheduler.DeviceFailed as error:
         raise StorageError(f"{error}") from error
+
+
+def _shortage(run: RunConfig) -> str:
+    """Why a step with cuDNN has not the room that it would have without; "" where nothing moves all the same."""
+    if run.step.update_on == "auto":
+        run = run.updating_on("device")  # as it is where nothing moves
+    target = this_machine(run.machine)
+    with no_collections():
+        plan = order_on(capture(run, frozen_base=run.start.frozen_base).plan, SUBMISSION, target, target.policy).plan
+    needed = largest_device_bytes(plan, len(target.compute_nodes))
+    left = min(target.nodes[at][1] for at in target.compute_nodes if at)
+    if needed <= left:
+        return ""
+    return (
+        f"the step needs {format_size(needed)} of a GPU to move nothing, and cuDNN's workspace leaves {format_size(left)} "
+        "(raise --gpu-memory, or ask for --gpu-attention cudnn)"
+    )
 
 
 def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeShape, tuple[int, int]]:
@@ -114,12 +138,28 @@ def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeSh
     return {shape: (found[shape, FORWARD], found[shape, BACKWARD]) for shape in dict.fromkeys(shape for shape, _ in found)}
 
 
-def _why_none(run: RunConfig) -> str:
-    """Why no attention of a step is for cuDNN."""
-    length, tile = run.model.seq_len, run.model.tiling.seq_tile
-    if tile < length:
-        return f"it takes whole sequences, and tiles have {tile:,} of {length:,} tokens (--seq-tile)"
-    return "it takes heads of up to 128 features in steps of 8, without dropout (--dropout), biases, windows, caps and documents"
+def _why_none(tasks: Iterable[RecordedTask]) -> str:
+    """Why no attention of a step is for cuDNN: of each kind of it the first rule that it breaks, with the value that does."""
+    pairs = ((task, cast(Pair, task.constants["at"])) for task in tasks if task.name == ATTENTION)
+    found = dict.fromkeys(_broken_rule(task, at) for task, at in pairs if at.q_start == at.k_start == 0)  # where tiles are whole
+    return "; ".join(found) or "the model has none"
+
+
+def _broken_rule(task: RecordedTask, at: Pair) -> str:
+    """Of what cuDNN takes (`tiles.ops.attention`), the first rule that a task of our attention breaks."""
+    (q, _), (k, _), how = task.accesses[0], task.accesses[1], at.pattern
+    buckets = how.buckets.count if how.buckets else 0
+    rules = [
+        (at.p > 0, f"it takes no dropout, got {at.p:g} (--dropout)"),
+        (not takes_heads(at.head_size), f"it takes heads of up to 128 features in steps of 8, got {at.head_size}"),
+        (buckets > 0, f"it adds no biases of distances to scores, got {buckets:,} of them"),
+        (how.window > 0, f"it takes no windows, got one of {how.window:,} tokens"),
+        (how.cap > 0, f"it takes no caps of scores, got {how.cap:g}"),
+        (how.documents > 0, "it keeps no documents apart, and rows hold several texts or padding"),
+    ]
+    cut = ((cast(Any, handle.view).shape[1], length) for handle, length in ((q, at.length), (k, at.row)))
+    rules += [(tile < length, f"it takes whole sequences, and tiles have {tile:,} of {length:,} tokens (--seq-tile)") for tile, length in cut]
+    return next((rule for is_broken, rule in rules if is_broken), "it takes bf16 on GPUs")
 
 
 def _computed_by(run: RunConfig, who: str) -> RunConfig:
@@ -135,4 +175,6 @@ def _words(found: AttentionSeconds, *, is_faster: bool) -> str:
         beside = "" if found.own is None else f", {found.own:.3g} s a step"
         return f"nntask's kernels{beside}; not cuDNN: {found.why_not}"
     own, cudnn = f"{found.own:.3g} s a step of nntask's kernels", f"{found.cudnn:.3g} s a step"
+    if found.why_not:
+        return f"nntask's kernels; not cuDNN, {cudnn} beside {own}: {found.why_not}"
     return f"cuDNN, {cudnn} beside {own}" if is_faster else f"nntask's kernels; cuDNN is not clearly faster, {cudnn} beside {own}"

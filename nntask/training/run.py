@@ -85,7 +85,7 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
         fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
         explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
         if run.model.library:
-            printer.say(told_attention(run, step.plan.tasks))
+            printer.say(told_attention(step.plan.tasks))
         figures = {**order_figures(order, run, this_machine(run.machine)), **attention}
         foreseen = _Foreseen(order, figures, explained, fallbacks, chosen.seconds)
     else:

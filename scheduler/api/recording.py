@@ -162,7 +162,7 @@ class Recorder:
         plain = tuple((self._input(handle, mode) if handle.kind == "input" else handle.record, mode) for handle, mode in accesses)
         aside = self.runtime.devices_beside is not None and kinds == ("cpu",) and pin is None
         task = RecordedTask(codelet, codelet.name, kinds, plain, constants, priority, pin, block=self.runtime.current_block, aside=aside)
-        task.num_clones, task.clone_share = int(codelet.again >= 0.5), codelet.again
+        task.num_clones, task.clone_share = int(codelet.again > 0), codelet.again
         self.tasks.append(task)
 
     def _input(self, handle: Handle, mode: Mode) -> HandleRecord:

@@ -11,9 +11,10 @@ Promises:
   - a pinned replica is never evicted, moved or freed;
   - when nothing runs or moves, any task that fits anywhere is let through; if there is none, the oldest blocked one fails with `DoesNotFit`.
     Nothing ever hangs, as long as the program gives back what it has acquired;
-  - a task that fails once it has begun makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it;
-  - a task of a replay that is cancelled, and so never began, leaves data alone that outlives the replay and that the replay was to update: to the
-    rest of this replay it is lost, to all other tasks it is what it was before.
+  - a task that fails or is cancelled makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it;
+  - but a task of a replay that never began, because it was cancelled or its device took nothing of it, leaves data alone that outlives the replay
+    and that the replay was to update: to the rest of this replay it is lost, to all other tasks it is what it was before. What a plain task was to
+    write is lost all the same: nothing says which of the tasks behind it may do without.
 
 Actions. Every event has one list of actions: `Machine.handle` makes it, hands it down as the argument `actions` of whatever may cause some, and
 returns it. No part keeps it, so no action comes of anything but the event at hand, and a signature says whether a method can cause actions at all.

@@ -161,7 +161,8 @@ class Task:
         token: the waiter of the program, where the program waits for the task to run.
         model_key: codelet name and footprint, once a performance model has asked for them.
         next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where the submitter knows it.
-        num_clones: of a recorded task, how many it stands for, itself or those that are fused, that make again what others of the step have made.
+        num_clones: of a recorded task, how many it stands for, itself or those that are fused, that make again, if only in part, what others of the
+            step have made.
         clone_share: their share of its time, as far as that is known.
     """
 

@@ -1,6 +1,7 @@
 from .bounds import lower_bounds
 from .choose_order import AUTO, PlannedOrder, plan_order
 from .choose_recompute import as_asked, choose_plan, most_again, what_is_asked
+from .device_share import largest_device_bytes
 from .forecast import Pace
 from .machine_pace import pace_of
 from .ordered_step import SUBMISSION, last_tier_bytes
@@ -22,6 +23,7 @@ __all__ = [
     "as_asked",
     "candidates",
     "choose_plan",
+    "largest_device_bytes",
     "last_tier_bytes",
     "lower_bounds",
     "most_again",

@@ -13,6 +13,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import mul
 from typing import Any, Final, NamedTuple
 
 from ..core.codelet import Codelet, Cost
@@ -172,6 +173,7 @@ def join(
     make: Make,
     owned: dict[HandleRecord, bool],
     bundles: Mapping[HandleRecord, tuple[HandleRecord, int]] | None = None,
+    again: Set[int] = frozenset(),
 ) -> RecordedTask:
     """Some tasks of a step as one fused task.
 
@@ -181,6 +183,7 @@ def join(
         make: creates the record of that.
         owned: of the new step; the scratch memory is added.
         bundles: data that lies in that of another handle, and at which offset; bytes.
+        again: positions of the tasks that another fused task runs, too.
     """
     numbers = {position: number for number, start in enumerate(starts) for position in start}
     joined = [plan.tasks[position] for position in sorted(numbers)]
@@ -207,9 +210,21 @@ def join(
     whole = FusedKernels([[_member(plan.tasks[position], arguments) for position in start] for start in starts], sections)
     name, kinds = f"{joined[0].name} and {len(joined) - 1} more", joined[0].kinds
     codelet = Codelet(name, cuda=whole, cost=whole.cost) if kinds == ("cuda",) else Codelet(name, cpu=whole.on_cpu, cost=whole.cost)
-    clones = sum(task.num_clones for task in joined)
-    share = sum(map(_nbytes, (task for task in joined if task.num_clones))) / max(1, sum(map(_nbytes, joined))) if clones else 0.0
+    clones, share = _made_again(plan, sorted(numbers), again)
     return RecordedTask(codelet, name, kinds, tuple(modes.items()), {}, joined[0].priority, num_clones=clones, clone_share=share)
+
+
+def _made_again(plan: StepPlan, positions: Sequence[int], again: Set[int]) -> tuple[int, float]:
+    """How many of some tasks that are fused make again what others have made, and what share of their time that takes.
+
+    Args:
+        again: as of `join`: they do nothing else.
+    """
+    tasks = [plan.tasks[at] for at in positions]
+    counts = [1 if at in again else task.num_clones for at, task in zip(positions, tasks, strict=True)]
+    shares = [1.0 if at in again else task.clone_share for at, task in zip(positions, tasks, strict=True)]
+    nbytes = [_nbytes(task) for task in tasks]
+    return sum(counts), sum(map(mul, shares, nbytes)) / max(1, sum(nbytes))
 
 
 def _nbytes(task: RecordedTask) -> int:

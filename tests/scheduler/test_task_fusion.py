@@ -425,6 +425,25 @@ def test_an_update_that_has_not_begun_loses_nothing(salt: int, starts: bool, is_
         assert value(runtime, kept[0]) != 2.0 * COUNT
 
 
+def test_a_plain_task_that_has_not_begun_loses_what_it_was_to_write() -> None:
+    """Nobody may take what it was before for what the task should have made of it."""
+    (gpu,) = gpus(1, 0)
+
+    def refuse(out: Any) -> None:
+        error = RuntimeError("planted")
+        setattr(error, NUM_STARTED, gpu.num_started)
+        raise error
+
+    with Runtime(0, gpus=[gpu], gpu_memory=512 * PAGE, ram=1024 * PAGE) as runtime:
+        kept = runtime.handle(PAGE, Numbers(), kind="persistent")
+        runtime.submit(FILL, [(kept, W)], {"value": 2.0})
+        runtime.submit(Codelet("update", cuda=refuse), [(kept, "RW")], {})
+        with pytest.raises(TaskError, match="planted"):
+            runtime.wait()
+        with pytest.raises(HandleLost):
+            value(runtime, kept)
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_what_fused_tasks_make_again_is_counted(graphs: bool) -> None:
     """As of single tasks, and some of the time with it."""

@@ -7,10 +7,12 @@ import random
 import pytest
 from support.late_gpu import COUNT, FILL, MIX, Numbers
 
-from scheduler import Handle, R, W
+from scheduler import Codelet, Handle, R, Runtime, W
 from scheduler.api.capturing_runtime import CapturingRuntime
+from scheduler.core.records import DataClass, HandleRecord
 from scheduler.core.step_plan import StepPlan
 from scheduler.planning import task_groups
+from scheduler.planning.fused_tasks import ScratchView, join
 from scheduler.planning.task_groups import grouped
 
 PAGE = 8 * COUNT
@@ -104,6 +106,42 @@ def test_who_reads_what_is_made_again() -> None:
     graph.task(middle[1], first)
     found = grouped(graph.plan(), 2)
     assert [(list(group.tasks), set(group.again)) for group in found] == [([0, 1], set()), ([0, 2, 3], {0})]
+
+
+def test_what_groups_make_again_is_counted() -> None:
+    """As of all fused tasks, with its share of their time."""
+    with Runtime(2, ram=64 * PAGE) as runtime:
+        with runtime.record(groups=True) as step:
+            first, *middle, last = (runtime.handle(PAGE, Numbers()) for _ in range(4))
+            runtime.submit(FILL, [(first, W)], {"value": 1.0})
+            for each in middle:
+                runtime.submit(FILL, [(each, W), (first, R)], {"value": 2.0})
+            runtime.submit(FILL, [(last, W), (middle[1], R), (first, R)], {"value": 3.0})
+            del first, middle
+        for _ in range(3):
+            step.replay()
+        runtime.wait()
+        stats = runtime.stats()
+    assert (stats["tasks"], stats["recomputed_tasks"]) == (3 * 2, 3)
+    assert 0 < stats["recompute_seconds"] < stats["busy_seconds"]["cpu:0"] + stats["busy_seconds"]["cpu:1"]
+
+
+def test_tasks_that_make_again_in_part_count_with_their_share() -> None:
+    """However small that is, alone and fused."""
+    runtime = CapturingRuntime()
+    with runtime.record():
+        made = [runtime.handle(PAGE, Numbers()) for _ in range(3)]
+        for handle, again in zip(made, (0.3, 0.6, 0.0), strict=True):
+            runtime.submit(Codelet("make", cpu=lambda out: None, again=again), [(handle, W)], {})
+    plan = runtime.plan
+    assert [(task.num_clones, task.clone_share) for task in plan.tasks] == [(1, 0.3), (1, 0.6), (0, 0.0)]
+
+    def no_scratch(nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
+        raise AssertionError("nothing lies inside")
+
+    for others, count, share in ((set[int](), 2, 0.3), ({2}, 3, 1.9 / 3)):
+        fused = join(plan, [[0], [1], [2]], set(), no_scratch, {}, again=others)
+        assert (fused.num_clones, fused.clone_share) == (count, pytest.approx(share))
 
 
 def test_what_is_not_made_again() -> None:

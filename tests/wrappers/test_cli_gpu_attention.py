@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,18 @@ import numpy as np
 import pytest
 from support import strict_cudnn
 from support.cuda_emulator import COMPILER
+from support.objective_data import TEXTS, lines_in
 from support.strict_cuda import rehearsed
 from support.strict_cudnn import StrictCudnn
+from support.transformers_oracle import CONFIGS
 
+from nntask.config.units import parse_size
+from nntask.hardware import gpu_attention
 from nntask.hardware.gpu_attention import gpus_with_cudnn
 from nntask.hardware.gpus import GpuPlan
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.testing import FakeCuda
+from tiles.kernels import CudaDevice, WholeShape, attention_seconds
 from wrappers.cli import main
 
 CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -117,7 +123,8 @@ def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCud
         (["--dtype=fp32"], "it computes in bf16, and this is --dtype fp32"),
         (["--no-flashattention"], "it keeps no scores, which --no-flashattention asks for"),
         (["--seq-tile=4"], "it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)"),
-        (["--dropout=0.1"], "it takes heads of up to 128 features in steps of 8, without dropout (--dropout), biases, windows, caps and documents"),
+        (["--seq-tile=3"], "it takes whole sequences, and tiles have 3 of 8 tokens (--seq-tile)"),
+        (["--dropout=0.1"], "it takes no dropout, got 0.1 (--dropout)"),
         (["--ngpu=0"], "no GPU is used"),
         (["--gpu-memory=200MiB"], "cuDNN's workspace of 320 MiB leaves nothing of --gpu-memory"),
     ],
@@ -131,6 +138,34 @@ def test_auto_is_ours_where_there_is_nothing_to_choose(
     assert cudnn.num_planned == 0
     assert main([*TRAIN, "--steps=2", "--run-dir=own", *flags]) == 0
     assert losses("found") == losses("own")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "flags", "why"),
+    [
+        ("gpt2", {"n_head": 8, "n_embd": 32}, [], "it takes heads of up to 128 features in steps of 8, got 4"),
+        ("mistral", {"sliding_window": 4}, [], "it takes no windows, got one of 4 tokens"),
+        ("t5", {}, [], "it adds no biases of distances to scores, got 32 of them"),
+        (
+            "bert classifier",
+            {"hidden_size": 48},
+            ["--dataset=jsonl", "--dataset-path=labels.jsonl"],
+            "it keeps no documents apart, and rows hold several texts or padding",
+        ),
+    ],
+)
+def test_what_cudnn_does_not_take_is_said_with_the_value(
+    name: str, changes: dict[str, Any], flags: list[str], why: str, cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each rule that a model breaks."""
+    Path("text.txt").write_text("\n".join(TEXTS))
+    lines_in(Path("labels.jsonl"), [{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
+    Path("config.json").write_text(json.dumps({**CONFIGS[name].to_dict(), "vocab_size": 300, **changes}))
+    data = ["--dataset=text", "--dataset-path=text.txt", "--tokenizer=bytes", "--seq-len=8", "--dropout=0"]
+    for flag, words in ((AUTO, f"nntask's kernels; not cuDNN: {why}"), (CUDNN, f"none of it is cuDNN's: {why}")):
+        assert main([*TRAIN, *data, *flags, "--steps=1", "--run-dir=never", "--dry-run", flag]) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        assert words in said, said
 
 
 def test_auto_is_ours_where_cudnn_declines_a_shape(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,20 +182,53 @@ def test_auto_is_ours_where_cudnn_declines_a_shape(cuda: FakeCuda, capsys: pytes
     assert cuda.found == []
 
 
+@pytest.mark.parametrize("where", ["launchKernel", "eventSynchronize"])
 def test_a_card_that_stops_while_it_is_timed_ends_the_run(
-    cuda: FakeCuda, cudnn: StrictCudnn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, cuda: FakeCuda, cudnn: StrictCudnn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is no reason to choose one or the other; nothing has been written yet."""
-    inner = cuda.launchKernel
+    """It is no reason to choose one or the other; nothing has been written yet. Kernels run behind the host, which often hears when it waits."""
+    inner, is_timed = getattr(cuda, where), False
 
-    def launch(*arguments: Any) -> None:
-        cuda.break_device(0)
-        inner(*arguments)
+    def seconds(device: CudaDevice, shape: WholeShape) -> tuple[float, float]:
+        nonlocal is_timed
+        is_timed = True
+        return attention_seconds(device, shape)
 
-    monkeypatch.setattr(cuda, "launchKernel", launch)
+    def call(*arguments: Any) -> Any:
+        if is_timed:
+            cuda.break_device(0)
+        return inner(*arguments)
+
+    monkeypatch.setattr(gpu_attention, "attention_seconds", seconds)
+    monkeypatch.setattr(cuda, where, call)
     assert main([*TRAIN, "--steps=2", "--run-dir=never", AUTO]) == 6
     assert "GPU 0 (Stand-in) stopped working: cudaError 700" in capsys.readouterr().err
     assert not Path("never").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "who"),
+    [
+        (["--gpu-memory=327700KiB"], "own"),  # too little for a task, beside the workspace
+        (["--gpu-memory=328000KiB"], "own"),  # too little for the step
+        (["--gpu-memory=328000KiB", "--update-on=auto"], "own"),
+        (["--gpu-memory=329MiB"], "cudnn"),
+        (["--gpu-memory=329MiB", "--split-gpu=2", "--batch=4"], "cudnn"),
+    ],
+)
+def test_auto_moves_nothing_for_the_workspace(
+    flags: list[str], who: str, cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels that are faster are not worth data that moves: such a run is one that asked for ours."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "evictions: 0 a step" in said
+    assert chosen("found")["chosen"] == who
+    assert ("s a step of nntask's kernels: the step needs " in said) == (who == "own")
+    assert ("to move nothing, and cuDNN's workspace leaves " in chosen("found")["why_not_cudnn"]) == (who == "own")
+    assert main([*TRAIN, "--steps=2", "--run-dir=named", f"--gpu-attention={who}", *flags]) == 0
+    assert losses("found") == losses("named")
+    assert cuda.found == []
 
 
 def test_a_run_on_several_devices_has_one_choice(cuda: FakeCuda, cudnn: StrictCudnn) -> None:
@@ -178,7 +246,9 @@ def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest
     """A shape that cuDNN declines on both devices; and a run that has nothing for it."""
     with strict_cudnn.installed(cuda, declines=lambda queries: True):
         assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--split-gpu=2"]) == 0
-        assert capsys.readouterr().err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
+        said = capsys.readouterr()
+        assert said.err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
+        assert "attention: cuDNN computes it in 16 tasks a step where it can, with 320 MiB of each GPU's budget as workspace\n" in said.out
         assert main([*TRAIN, "--steps=2", "--run-dir=cut", CUDNN, "--seq-tile=4"]) == 0
         assert "attention: none of it is cuDNN's: it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)" in capsys.readouterr().out
 
@@ -196,6 +266,14 @@ def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "cudnn", None)
     assert main([*TRAIN, "--steps=1", CUDNN]) == 2
     assert "--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; pip install -e '.[cudnn13]'" in capsys.readouterr().err
+
+
+def test_advice_has_room_for_the_workspace(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with the budget that a refusal names begins."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=never", CUDNN, "--gpu-memory=327700KiB"]) == 3
+    (size,) = re.findall(r"it would fit with --gpu-memory (\S+)$", capsys.readouterr().err.strip())
+    assert main([*TRAIN, "--steps=2", "--run-dir=fits", CUDNN, f"--gpu-memory={size}"]) == 0
+    assert parse_size(size, "--gpu-memory") > 320 << 20
 
 
 def test_the_workspace_is_of_the_budget(cudnn: StrictCudnn) -> None:

@@ -10,7 +10,7 @@ from .cuda.compiling import KernelBuildError
 from .cuda.device import SPARE_NBYTES, CudaDevice
 from .cuda.hollow import HollowGpu
 from .cuda.launch import PARTIALS_NBYTES, StreamPointer, device
-from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, shape_of
+from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, WholeShape, shape_of, takes_heads
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .reference.buckets import Buckets
@@ -47,4 +47,5 @@ __all__ = [
     "operations",
     "set_blas_threads",
     "shape_of",
+    "takes_heads",
 ]

@@ -256,7 +256,7 @@ def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
         count = sum(number for name, number in figures["tasks_by_name"].items() if name.startswith("whole_attention"))
         yield f"attention           cuDNN's in {count:,} tasks a step where it can; {size} of each GPU for its workspace are not in the budget"
     if figures["gpu_attention"] == "auto" and any(name.startswith("cuda") for name in figures["workers"]):
-        yield f"attention           planned as nntask's own; training times cuDNN's beside it, whose workspace is {size} of each GPU's budget"
+        yield f"attention           planned as nntask's own; training times cuDNN's beside it, for whose workspace {size} of each GPU must be left"
 
 
 def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:
