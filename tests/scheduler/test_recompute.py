@@ -16,7 +16,7 @@ from scheduler.planning import AUTO, BLOCK, NONE, as_asked, choose_plan, last_ti
 from scheduler.planning.choose_recompute import all_groups, groups_of
 from scheduler.planning.forecast import Pace
 from scheduler.planning.recompute import Values, recomputed
-from scheduler.planning.weighing import FINALISTS, NEAR
+from scheduler.planning.weighing import CLOSE, FINALISTS, NEAR
 
 
 def tasks_of(plan: StepPlan) -> list[str]:
@@ -231,6 +231,21 @@ def test_moving_is_preferred_where_links_are_fast() -> None:
     fast = {"memory": plan.needed_bytes() // 3, "last": 1 << 40, "computes_on_last": False}
     found = choose_plan(plan, AUTO, AUTO, **fast, pace=lambda plan: replace(pace(plan), read=1e15, write=1e15))
     assert (found.recompute, len(found.plan.tasks)) == (NONE, len(plan.tasks))
+
+
+@pytest.mark.parametrize(("num_devices", "again"), [(1, "widen:0.67"), (2, NONE)])
+def test_what_copies_may_cost_beside_a_forecast_counts_on_one_device(num_devices: int, again: str) -> None:
+    """Where tasks alone take as long as the step, and a mix would hardly cost anything."""
+    plan = wide_step()
+
+    def cheap(each: StepPlan) -> Pace:
+        seconds = {task: (1e-5 if task.name == "widen" else 1e-3) / num_devices for task in each.tasks}
+        return Pace(seconds, read=PAGE / 6e-5, write=PAGE / 6e-5, duplex=True)
+
+    short: dict[str, Any] = {"memory": int(0.7 * plan.needed_bytes()), "last": 1 << 40, "computes_on_last": False, "pace": cheap}
+    kept = choose_plan(plan, AUTO, NONE, **short, num_devices=num_devices)
+    assert sum(cheap(plan).seconds.values()) > CLOSE * kept.seconds > 0
+    assert choose_plan(plan, AUTO, AUTO, **short, num_devices=num_devices).recompute == again
 
 
 def test_a_judge_has_the_last_word() -> None:
