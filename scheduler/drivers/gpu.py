@@ -68,7 +68,8 @@ class Gpu(Protocol):
     """One GPU, or a partition of one.
 
     Attributes:
-        num_started: pieces of work that kernels have put on streams through it; what is recorded for a graph does not count.
+        num_started: pieces of work that kernels have put on streams through it; what is recorded for a graph does not count. Only the thread of its
+            worker starts kernels, so only that thread reads and writes it.
     """
 
     num_started: int

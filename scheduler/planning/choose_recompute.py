@@ -159,8 +159,8 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
         None where the share does not stand for the step, nothing is short, or the tiers below the devices may be.
     """
     one_order, repeated, pace = AUTO if order == AUTO else order_of_one(order, machine.num_devices), repetition(plan), machine.pace
-    devices = devices_of_tasks(plan, repeated, machine.num_devices)
-    if one_order is None or not devices or pace is None or last_tier_bytes(plan, computes=False) > machine.last:
+    devices, below = devices_of_tasks(plan, repeated, machine.num_devices), last_tier_bytes(plan, computes=False)
+    if one_order is None or not devices or pace is None or below > machine.last:
         return None
     if plan.has_aside and device_bytes(plan.divided(devices), machine.num_devices) <= machine.memory:  # everything fits
         return None
@@ -172,11 +172,12 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
     share = share_of(plan, devices, repeated.updates)
     base = replace(plan_in(share, one_order, one, is_draft=True), recompute=NONE)
     weighing = Weighing(base.plan, machine.last, pace_of_one)
-    if not base.forecasts or weighing.is_bound_by_tasks(base) or _is_spilled(plan, pace(plan)):
+    if not base.forecasts or weighing.is_bound_by_tasks(base) or ((spill := pace(plan).spill) is not None and below > spill.capacity):
         return None
     values, whole, found = Values(plan), Weighing(plan, machine.last, pace), list[tuple[StepPlan, PlannedOrder]]()
+    known = {group.name: group for group in all_groups(values, repeated)}
     for rival in _Search(share, base, one_order, one, weighing).ranked()[:2]:
-        mix = _mix_of_all(rival.chosen, values, repeated)
+        mix = _mix_of_all(rival.chosen, values, known)
         if mix is None:
             return None
         step = mix.apply(values)
@@ -189,16 +190,14 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
     return replace(best, plan=planned)
 
 
-def _is_spilled(plan: StepPlan, pace: Pace) -> bool:
-    """Whether the tier below the devices cannot hold everything."""
-    return pace.spill is not None and last_tier_bytes(plan, computes=False) > pace.spill.capacity
+def _mix_of_all(chosen: PlannedOrder, values: Values, known: Mapping[str, ValueGroup]) -> Mix | None:
+    """The mix of the share of one device for the whole step; None where that has other groups.
 
-
-def _mix_of_all(chosen: PlannedOrder, values: Values, repeated: Repetition) -> Mix | None:
-    """The mix of the share of one device for the whole step; None where that has other groups."""
+    Args:
+        known: groups of the whole step, by name.
+    """
     mix = chosen.mix
     assert mix is not None  # each has been chosen by one
-    known = {group.name: group for group in all_groups(values, repeated)}
     if any(group.name not in known for group in mix.groups):
         return None
     groups = [replace(known[each.name], seconds=each.seconds * known[each.name].nbytes / each.nbytes) for each in mix.groups]
