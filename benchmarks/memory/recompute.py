@@ -1,18 +1,19 @@
 """What is kept, moved and made again: planned seconds of a step under `--recompute` auto, none and block, in virtual time.
 
-    python benchmarks/memory/recompute.py                   # three models, three links, three budgets; an hour
+    python benchmarks/memory/recompute.py --jobs 2          # three models, three links, three budgets; an hour and a half of two cores
     python benchmarks/memory/recompute.py --suite xl        # GPT-2 XL on one device of 20, 10, 6 and 4 GiB
     python benchmarks/memory/recompute.py --suite bound     # the same beside the linear-programming bound (nntask bench bound); six minutes
     python benchmarks/memory/recompute.py --suite runs      # GPT-2 small, trained: RAM with a disk, and simulated devices; a quarter of an hour
 
 Each writes benchmarks/results/recompute_SUITE.json. Budgets are shares of what the step needs at once where nothing moves, devices together. A plan
-is a process of its own (``nntask plan --json``); what it forecasts and then simulates is this program alone, on no hardware. Simulated devices of
-the last suite compute on this machine's cores, behind links of a given rate.
+is a process of its own (``nntask plan --json``); what it forecasts and then simulates is this program alone, on no hardware, so its figures are the
+same however many plans are made side by side. Simulated devices of the last suite compute on this machine's cores, behind links of a given rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import itertools
 import json
 import os
@@ -104,18 +105,22 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
     """Other models and links."""
     rows: list[dict[str, Any]] = []
     cases: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for model in args.models:
-            count, flags, config = MODELS[model]
-            base = [*flags, "--dtype=bf16", "--ram=8TiB"]
+            count, given, config = MODELS[model]
+            base = [*given, "--dtype=bf16", "--ram=8TiB"]
             if config is not None:
                 file = Path(folder) / f"{count}.json"
                 file.write_text(json.dumps(config))
                 base.append(f"--config-path={file}")
             needed = plan([*base, f"--devices={count}x4TiB@150TF", "--recompute=none"])["submission_needed_bytes"]
+            flags_of = {
+                (link, share, mode): [*base, f"--link={link}", f"--devices={count}x{needed // share // count}B@150TF", f"--recompute={mode}"]
+                for link, share, mode in itertools.product(args.links, SHARES, MODES)
+            }
+            plans = {case: pool.submit(plan, flags) for case, flags in flags_of.items()}
             for link, share in itertools.product(args.links, SHARES):
-                device = f"--devices={count}x{needed // share // count}B@150TF"
-                found = {mode: plan([*base, f"--link={link}", device, f"--recompute={mode}"]) for mode in MODES}
+                found = {mode: plans[link, share, mode].result() for mode in MODES}
                 seconds = {mode: each["seconds_per_step"] for mode, each in found.items()}
                 name = f"{model}, {link}, 1/{share} of needed"
                 cases[name] = {mode: kept(each) for mode, each in found.items()}
@@ -176,6 +181,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=("xl", "bound", "models", "runs"), default="models")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--links", nargs="+", default=[*LINKS])
+    parser.add_argument("--jobs", type=int, default=1, help="plans of the suite models that are made side by side")
     parser.add_argument("--rounds", type=int, default=1, help="of runs")
     parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
