@@ -88,21 +88,21 @@ def plan_order(
     Raises:
         ValueError: the step has no order of that name.
     """
-    return plan_in(plan, order, PlanningMachine(memory, last, computes_on_last, num_devices, pace), only=only)
+    return plan_in(OrderedStep(plan, PlanningMachine(memory, last, computes_on_last, num_devices, pace)), order, only=only)
 
 
-def plan_in(plan: StepPlan, order: str, machine: PlanningMachine, *, only: Sequence[str] = (), is_draft: bool = False) -> PlannedOrder:
+def plan_in(step: OrderedStep, order: str, *, only: Sequence[str] = (), is_draft: bool = False) -> PlannedOrder:
     """As `plan_order`.
 
     Args:
         is_draft: whether the plan need not be made: that of the outcome is the step as it was.
     """
-    step = OrderedStep(plan, machine)
+    num_tasks = len(step.plan.tasks)
     if order in (AUTO, SUBMISSION) and step.fits:
-        return PlannedOrder(SUBMISSION, step.planned(SUBMISSION), {}, num_tasks=len(plan.tasks), last_bytes=step.last_bytes)
+        return PlannedOrder(SUBMISSION, step.planned(SUBMISSION), {}, num_tasks=num_tasks, last_bytes=step.last_bytes)
     if order == AUTO:
         names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
-        forecasts, considered = _considered(step, names, machine.last, () if only else (SUBMISSION,))
+        forecasts, considered = _considered(step, names, () if only else (SUBMISSION,))
     elif step.has(order):
         forecasts, considered = {name: step.forecast(name) for name in dict.fromkeys([SUBMISSION, order]) if step.has(name)}, [order]
     else:
@@ -110,7 +110,7 @@ def plan_in(plan: StepPlan, order: str, machine: PlanningMachine, *, only: Seque
     order, moves_least = _best({name: forecasts[name] for name in considered})
     chosen = step.plan if is_draft else step.planned(order)
     shown = {name: forecasts[name] for name in dict.fromkeys([SUBMISSION, *considered]) if name in forecasts}
-    return PlannedOrder(order, chosen, shown, moves_least, num_tasks=len(plan.tasks), last_bytes=forecasts[order].last_bytes)
+    return PlannedOrder(order, chosen, shown, moves_least, num_tasks=num_tasks, last_bytes=forecasts[order].last_bytes)
 
 
 def planned_orders(plan: StepPlan, orders: Sequence[str], machine: PlanningMachine) -> Iterator[StepPlan]:
@@ -131,11 +131,8 @@ def _best(forecasts: Mapping[str, Forecast]) -> tuple[str, bool]:
     return order, equal[order].total == fewest < max(each.total for each in equal.values())
 
 
-def _considered(step: OrderedStep, names: Sequence[str], last: int, always: Iterable[str]) -> tuple[dict[str, Forecast], list[str]]:
+def _considered(step: OrderedStep, names: Sequence[str], always: Iterable[str]) -> tuple[dict[str, Forecast], list[str]]:
     """Forecast orders that are wanted in any case, then one pool of orders after another, until a pool has an order whose data the last tier holds.
-
-    Args:
-        last: bytes of the last tier.
 
     Returns:
         All forecasts, and the names to choose from: the orders of the last pool whose data the tier holds; if no pool has any, the one order that
@@ -145,7 +142,7 @@ def _considered(step: OrderedStep, names: Sequence[str], last: int, always: Iter
     considered: list[str] = []
     for pool in step.pools(names):
         found |= {name: step.forecast(name) for name in pool if name not in found}
-        considered = [name for name in pool if found[name].last_bytes <= last]
+        considered = [name for name in pool if found[name].last_bytes <= step.machine.last]
         if considered:
             break
     return found, considered or [min(found, key=lambda name: found[name].last_bytes)]

@@ -25,7 +25,7 @@ from ..core.step_plan import StepPlan
 from .choose_order import AUTO, PlannedOrder, plan_in, planned_orders
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
-from .ordered_step import SUBMISSION, PlanningMachine, last_tier_bytes
+from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine, last_tier_bytes
 from .orders import Repetition, repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
 from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
@@ -142,7 +142,7 @@ def choose_plan(
     if recompute == AUTO and num_devices > 1 and len(plan.tasks) > MOST_JUDGED and (by_one := _chosen_by_one(plan, order, machine)) is not None:
         return by_one
     asked = as_asked(plan, recompute)
-    found = replace(plan_in(asked, order, machine), recompute=NONE if recompute == AUTO else recompute)
+    found = replace(plan_in(OrderedStep(asked, machine), order), recompute=NONE if recompute == AUTO else recompute)
     is_settled = not found.forecasts or (asked.has_aside and device_bytes(found.plan, num_devices) <= memory)  # everything fits
     if is_settled or (recompute != AUTO and judge is None):
         return found
@@ -170,24 +170,24 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
 
     one = replace(machine, pace=pace_of_one, is_share=True)
     share = share_of(plan, devices, repeated.updates)
-    base = replace(plan_in(share, one_order, one, is_draft=True), recompute=NONE)
+    base = replace(plan_in(OrderedStep(share, one), one_order, is_draft=True), recompute=NONE)
     weighing = Weighing(base.plan, machine.last, pace_of_one)
-    if not base.forecasts or weighing.is_bound_by_tasks(base) or ((spill := pace(plan).spill) is not None and below > spill.capacity):
+    if not base.forecasts or ((spill := pace(plan).spill) is not None and below > spill.capacity):
         return None
-    values, whole, found = Values(plan), Weighing(plan, machine.last, pace), list[tuple[StepPlan, PlannedOrder]]()
+    if weighing.is_bound_by_tasks(base):  # nothing is worth making again: only the order is to be chosen, which the share has done
+        found = plan_in(OrderedStep(plan, machine, repeated), order_of_all(base.name, machine.num_devices))
+        return replace(found, recompute=NONE) if found.last_bytes <= machine.last else None
+    values, whole, drafts = Values(plan), Weighing(plan, machine.last, pace), list[tuple[OrderedStep, PlannedOrder]]()
     known = {group.name: group for group in all_groups(values, repeated)}
     for rival in _Search(share, base, one_order, one, weighing).ranked()[:2]:
         mix = _mix_of_all(rival.chosen, values, known)
         if mix is None:
             return None
-        step = mix.apply(values)
-        draft = plan_in(step, order_of_all(rival.chosen.name, machine.num_devices), machine, is_draft=True)
-        found.append((step, replace(draft, recompute=mix.name, mix=mix)))
-    step, best = min(found, key=lambda each: whole.key(each[1]))
-    if not whole.fits(best):
-        return None
-    (planned,) = planned_orders(step, [best.name], machine)
-    return replace(best, plan=planned)
+        step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
+        draft = plan_in(step, order_of_all(rival.chosen.name, machine.num_devices), is_draft=True)
+        drafts.append((step, replace(draft, recompute=mix.name, mix=mix)))
+    step, best = min(drafts, key=lambda each: whole.key(each[1]))
+    return replace(best, plan=step.planned(best.name)) if whole.fits(best) else None
 
 
 def _mix_of_all(chosen: PlannedOrder, values: Values, known: Mapping[str, ValueGroup]) -> Mix | None:
@@ -343,7 +343,7 @@ class _Search:
         """Plan the step with a mix under the best of some orders, or of all if none is named, unless that has been done; what it is compared by."""
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
-            found = plan_in(mix.apply(self._values), self._order, self._machine, only=only, is_draft=True)
+            found = plan_in(OrderedStep(mix.apply(self._values), self._machine), self._order, only=only, is_draft=True)
             if found.forecasts:
                 forecasts = {SUBMISSION: self._base.forecasts[SUBMISSION], **found.forecasts}  # beside what would run without a planner
             else:  # like that everything fits, in submission order

@@ -57,14 +57,18 @@ class PlanningMachine:
 class OrderedStep:
     """A step on a machine, in submission order and in others.
 
+    Args:
+        repeated: `repetition` of the step, if it is known.
+
     Attributes:
+        machine: where it runs.
         plan: the step in submission order, with the devices of its tasks where it has such.
         fits: whether nothing moves in submission order.
         last_bytes: what the last tier must hold in submission order.
     """
 
-    def __init__(self, plan: StepPlan, machine: PlanningMachine) -> None:
-        self._recorded, self._machine, self._orders = plan, machine, dict[str, list[int]]()
+    def __init__(self, plan: StepPlan, machine: PlanningMachine, repeated: Repetition | None = None) -> None:
+        self.machine, self._recorded, self._known, self._orders = machine, plan, repeated, dict[str, list[int]]()
         if machine.num_devices > 1:
             plan = plan.divided(devices_of_share(plan, self._repeated.updates) if machine.is_share else self._devices(machine.num_devices))
         self.plan = plan
@@ -78,7 +82,7 @@ class OrderedStep:
         """Names of all candidates; one minibatch after another is a side-by-side order for the share of a device."""
         self._orders |= candidates(self._recorded, self._repeated)
         found = [*self._orders]
-        return [*found, alone] if self._machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else found
+        return [*found, alone] if self.machine.is_share and self.has(alone := f"{SIDE_BY_SIDE}:1") else found
 
     def has(self, name: str) -> bool:
         """Whether the step has an order of that name, if no candidate."""
@@ -109,7 +113,7 @@ class OrderedStep:
         ranks = [0] * len(positions)
         for at, position in enumerate(positions):
             ranks[position] = at
-        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self._machine.computes_on_last, ranks=ranks))
+        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=ranks))
 
     def planned(self, name: str) -> StepPlan:
         """The step in an order, with what will leave the memory where tasks run, if something moves and there is a tier below."""
@@ -117,13 +121,13 @@ class OrderedStep:
             return self.plan if self._is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
         positions, devices = self._orders[name], self._devices_of(name)
         chosen = self._permuted(positions, devices)
-        if not self._machine.computes_on_last:  # the last tier has no tier below to write back to
+        if not self.machine.computes_on_last:  # the last tier has no tier below to write back to
             self._foresee(chosen, positions, devices)
         return chosen
 
     @cached_property
     def _repeated(self) -> Repetition:
-        return repetition(self._recorded)
+        return repetition(self._recorded) if self._known is None else self._known
 
     @cached_property
     def _touches(self) -> Touches:
@@ -131,25 +135,25 @@ class OrderedStep:
 
     @cached_property
     def _pace(self) -> Pace | None:
-        found = None if self._machine.pace is None else self._machine.pace(self.plan)
+        found = None if self.machine.pace is None else self.machine.pace(self.plan)
         return found if found is None or not self.plan.partitions else replace(found, num_devices=self._num_devices)
 
     @cached_property
     def _only_files(self) -> bool:
         """As of `forecast`."""
-        return self._machine.computes_on_last and reads_files(self.plan)
+        return self.machine.computes_on_last and reads_files(self.plan)
 
     @property
     def _unit(self) -> int:
         """Minibatches of which an order takes a multiple through each layer side by side on all devices."""
-        return 1 if self._machine.is_share else self._machine.num_devices
+        return 1 if self.machine.is_share else self.machine.num_devices
 
     def _devices(self, group: int | None) -> list[int]:
-        return devices_of_tasks(self._recorded, self._repeated, self._machine.num_devices, group)
+        return devices_of_tasks(self._recorded, self._repeated, self.machine.num_devices, group)
 
     def _devices_of(self, name: str) -> Sequence[int]:
         """The device of each task in an order; none for one pool."""
-        return self.plan.partitions if self._machine.num_devices == 1 or self._machine.is_share else self._devices(_group_of(name, self._unit))
+        return self.plan.partitions if self.machine.num_devices == 1 or self.machine.is_share else self._devices(_group_of(name, self._unit))
 
     def _of_device(self, positions: Sequence[int], devices: Sequence[int]) -> Forecast:
         """The cost for equal devices, by that of the first."""
@@ -184,7 +188,7 @@ class OrderedStep:
         plan = self.plan
         tasks = [plan.tasks[position] for position in positions]
         devices = [devices[position] for position in positions] if devices else ()
-        return StepPlan(tasks, plan.owned, window=WINDOW * self._machine.num_devices, partitions=devices, idle=plan.idle)
+        return StepPlan(tasks, plan.owned, window=WINDOW * self.machine.num_devices, partitions=devices, idle=plan.idle)
 
 
 def _group_of(name: str, unit: int) -> int | None:

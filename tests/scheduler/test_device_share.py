@@ -14,7 +14,7 @@ from scheduler.planning import AUTO, PlannedOrder, choose_plan, plan_order, repe
 from scheduler.planning.choose_order import plan_in
 from scheduler.planning.device_share import devices_of_share, devices_of_tasks, order_of_all, order_of_one, share_of
 from scheduler.planning.forecast import Pace, Spill
-from scheduler.planning.ordered_step import PlanningMachine
+from scheduler.planning.ordered_step import OrderedStep, PlanningMachine
 from scheduler.planning.weighing import Weighing
 
 
@@ -32,9 +32,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each step that is forecast from now on, whether it is a share; and shares are searched, however few tasks there are."""
     seen: list[bool] = []
 
-    def watch(plan: StepPlan, order: str, machine: PlanningMachine, **more: Any) -> PlannedOrder:
-        seen.append(machine.is_share)
-        return plan_in(plan, order, machine, **more)
+    def watch(step: OrderedStep, order: str, **more: Any) -> PlannedOrder:
+        seen.append(step.machine.is_share)
+        return plan_in(step, order, **more)
 
     monkeypatch.setattr("scheduler.planning.choose_recompute.plan_in", watch)
     monkeypatch.setattr("scheduler.planning.choose_recompute.MOST_JUDGED", 0)
@@ -65,7 +65,7 @@ def test_a_share_is_forecast_as_the_step_on_all_devices(minibatches: int) -> Non
     assert 2 * (len(share.tasks) - num_updates) == len(plan.tasks) - num_updates
     given = short(plan, num_devices, 1 / 3)
     whole = plan_order(plan, AUTO, **given).forecasts
-    part = plan_in(share, AUTO, PlanningMachine(**given, is_share=True), is_draft=True).forecasts
+    part = plan_in(OrderedStep(share, PlanningMachine(**given, is_share=True)), AUTO, is_draft=True).forecasts
     assert {order_of_all(name, num_devices) for name in part} >= set(whole)
     for name, found in part.items():
         if (other := whole.get(order_of_all(name, num_devices))) is not None:
