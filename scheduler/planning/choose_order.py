@@ -91,10 +91,13 @@ def plan_order(
     return plan_in(OrderedStep(plan, PlanningMachine(memory, last, computes_on_last, num_devices, pace)), order, only=only)
 
 
-def plan_in(step: OrderedStep, order: str, *, only: Sequence[str] = (), is_draft: bool = False) -> PlannedOrder:
+def plan_in(
+    step: OrderedStep, order: str, *, only: Sequence[str] = (), beside: Sequence[str] = (SUBMISSION,), is_draft: bool = False
+) -> PlannedOrder:
     """As `plan_order`.
 
     Args:
+        beside: what is forecast for comparison, unless "auto" has only some orders to choose from.
         is_draft: whether the plan need not be made: that of the outcome is the step as it was.
     """
     num_tasks = len(step.plan.tasks)
@@ -102,9 +105,9 @@ def plan_in(step: OrderedStep, order: str, *, only: Sequence[str] = (), is_draft
         return PlannedOrder(SUBMISSION, step.planned(SUBMISSION), {}, num_tasks=num_tasks, last_bytes=step.last_bytes)
     if order == AUTO:
         names = [name for name in only if step.has(name)] or [SUBMISSION] if only else step.names()
-        forecasts, considered = _considered(step, names, () if only else (SUBMISSION,))
+        forecasts, considered = _considered(step, names, () if only else beside)
     elif step.has(order):
-        forecasts, considered = {name: step.forecast(name) for name in dict.fromkeys([SUBMISSION, order]) if step.has(name)}, [order]
+        forecasts, considered = {name: step.forecast(name) for name in dict.fromkeys([*beside, order]) if step.has(name)}, [order]
     else:
         raise ValueError(f"this step has no order {order!r}; it has {', '.join(step.names())}, and auto")
     order, moves_least = _best({name: forecasts[name] for name in considered})

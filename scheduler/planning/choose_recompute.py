@@ -153,7 +153,7 @@ def choose_plan(
 
 
 def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
-    """What the share of one device would best make again, for all of equal devices: of the best two by it, the one with the better forecast of all.
+    """What the share of one device would best make again, for all of equal devices: its forecasts are within 1 % of those of all.
 
     Returns:
         None where the share does not stand for the step, nothing is short, or the tiers below the devices may be.
@@ -172,32 +172,31 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
     share = share_of(plan, devices, repeated.updates)
     base = replace(plan_in(OrderedStep(share, one), one_order, is_draft=True), recompute=NONE)
     weighing = Weighing(base.plan, machine.last, pace_of_one)
-    if not base.forecasts or ((spill := pace(plan).spill) is not None and below > spill.capacity):
+    if not base.forecasts or ((spill := pace_of_one(share).spill) is not None and below > spill.capacity):
         return None
-    if weighing.is_bound_by_tasks(base):  # nothing is worth making again: only the order is to be chosen, which the share has done
-        found = plan_in(OrderedStep(plan, machine, repeated), order_of_all(base.name, machine.num_devices))
-        return replace(found, recompute=NONE) if found.last_bytes <= machine.last else None
-    values, whole, drafts = Values(plan), Weighing(plan, machine.last, pace), list[tuple[OrderedStep, PlannedOrder]]()
-    known = {group.name: group for group in all_groups(values, repeated)}
-    for rival in _Search(share, base, one_order, one, weighing).ranked()[:2]:
-        mix = _mix_of_all(rival.chosen, values, known)
-        if mix is None:
-            return None
-        step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
-        draft = plan_in(step, order_of_all(rival.chosen.name, machine.num_devices), is_draft=True)
-        drafts.append((step, replace(draft, recompute=mix.name, mix=mix)))
-    step, best = min(drafts, key=lambda each: whole.key(each[1]))
-    return replace(best, plan=step.planned(best.name)) if whole.fits(best) else None
+    best, values = base, Values(plan)
+    if not weighing.is_bound_by_tasks(base):
+        best = _Search(share, base, one_order, one, weighing).ranked()[0].chosen
+    mix = _mix_of_all(best, values, repeated)
+    if mix is None:
+        return None
+    step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
+    found = plan_in(step, order_of_all(best.name, machine.num_devices), beside=())
+    forecasts = {SUBMISSION: base.forecasts[SUBMISSION], **found.forecasts}
+    return replace(found, recompute=mix.name, mix=mix, forecasts=forecasts) if found.last_bytes <= machine.last else None
 
 
-def _mix_of_all(chosen: PlannedOrder, values: Values, known: Mapping[str, ValueGroup]) -> Mix | None:
+def _mix_of_all(chosen: PlannedOrder, values: Values, repeated: Repetition) -> Mix | None:
     """The mix of the share of one device for the whole step; None where that has other groups.
 
     Args:
-        known: groups of the whole step, by name.
+        values: of the whole step.
+        repeated: `repetition` of it.
     """
     mix = chosen.mix
-    assert mix is not None  # each has been chosen by one
+    if mix is None:  # of a step for which none was looked for
+        return Mix()
+    known = {group.name: group for group in all_groups(values, repeated)}
     if any(group.name not in known for group in mix.groups):
         return None
     groups = [replace(known[each.name], seconds=each.seconds * known[each.name].nbytes / each.nbytes) for each in mix.groups]

@@ -63,8 +63,6 @@ class OrderedStep:
     Attributes:
         machine: where it runs.
         plan: the step in submission order, with the devices of its tasks where it has such.
-        fits: whether nothing moves in submission order.
-        last_bytes: what the last tier must hold in submission order.
     """
 
     def __init__(self, plan: StepPlan, machine: PlanningMachine, repeated: Repetition | None = None) -> None:
@@ -73,10 +71,17 @@ class OrderedStep:
             plan = plan.divided(devices_of_share(plan, self._repeated.updates) if machine.is_share else self._devices(machine.num_devices))
         self.plan = plan
         self._num_devices = machine.num_devices if plan.partitions else 1
-        self._memory, needed = machine.memory // self._num_devices, device_bytes(plan, machine.num_devices)
-        self._is_roomy = ROOMY * needed <= machine.memory
-        self.last_bytes = last_tier_bytes(plan, computes=machine.computes_on_last)
-        self.fits = not plan.has_aside and needed <= machine.memory and self.last_bytes <= machine.last
+        self._memory = machine.memory // self._num_devices
+
+    @cached_property
+    def last_bytes(self) -> int:
+        """What the last tier must hold in submission order."""
+        return last_tier_bytes(self.plan, computes=self.machine.computes_on_last)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether nothing moves in submission order."""
+        return not self.plan.has_aside and self._needed_bytes <= self.machine.memory and self.last_bytes <= self.machine.last
 
     def names(self) -> list[str]:
         """Names of all candidates; one minibatch after another is a side-by-side order for the share of a device."""
@@ -118,12 +123,17 @@ class OrderedStep:
     def planned(self, name: str) -> StepPlan:
         """The step in an order, with what will leave the memory where tasks run, if something moves and there is a tier below."""
         if name == SUBMISSION and self.fits:
-            return self.plan if self._is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
+            is_roomy = ROOMY * self._needed_bytes <= self.machine.memory
+            return self.plan if is_roomy else self._permuted(range(len(self.plan.tasks)), self.plan.partitions)
         positions, devices = self._orders[name], self._devices_of(name)
         chosen = self._permuted(positions, devices)
         if not self.machine.computes_on_last:  # the last tier has no tier below to write back to
             self._foresee(chosen, positions, devices)
         return chosen
+
+    @cached_property
+    def _needed_bytes(self) -> int:
+        return device_bytes(self.plan, self.machine.num_devices)
 
     @cached_property
     def _repeated(self) -> Repetition:
