@@ -134,8 +134,8 @@ def models(args: argparse.Namespace) -> dict[str, Any]:
                 could_gain += fits <= GAIN * seconds[other]
                 print(rows[-1], f"everything fits: {fits:.3f}", file=sys.stderr, flush=True)
     note = (
-        f"In {could_gain} of {len(rows)} cases a step of devices where everything fits takes at most {GAIN:g} times the seconds of the better of both: "
-        "in the others no choice could be faster than that by a tenth."
+        f"In {could_gain} of {len(rows)} cases a step of devices where everything fits takes at most {GAIN:g} times the seconds of the better of "
+        "both; in the others no choice could be faster than that by a tenth."
     )
     return {"notes": [note], "comparisons": rows, "cases": cases}
 
