@@ -3,7 +3,7 @@ from .compare import Comparison, run_side_by_side
 from .initial_weights import model_to_start_from
 from .preflight import check_disk, check_start, check_tier_directory, warn_of_disk
 from .run import train, train_untiled
-from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE, machine_of, newest_run, write_machine
+from .run_directory import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE, machine_of, newest_run, write_machine, write_plan
 from .session import Opened, UntiledModel
 from .signals import Interrupts
 
@@ -31,4 +31,5 @@ __all__ = [
     "train_untiled",
     "warn_of_disk",
     "write_machine",
+    "write_plan",
 ]

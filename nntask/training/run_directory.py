@@ -26,7 +26,7 @@ METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
 MACHINE: Final = "machine.json"
 PLAN: Final = "plan.json"
-"""Of a run on one machine: `nntask.planning.order_figures`."""
+"""Of each machine: `nntask.planning.order_figures`."""
 _OF_TORCH: Final = ("torch", "transformers")
 _OF_CUDNN: Final = ("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NODES: Final = "nodes"

@@ -42,6 +42,7 @@ OTHER_FLAGS = {
     "help",
     "check",
     "rounds",
+    "jobs",
     "steps",
     "output",
     "peers",

@@ -118,4 +118,5 @@ def write_cluster_run(folder: Path) -> Path:
         (folder / name).unlink()
     for name in ("left", "right"):
         write_node(folder / "nodes" / name)
+        (folder / "nodes" / name / "plan.json").write_text(json.dumps(PLAN))
     return folder

@@ -319,7 +319,7 @@ def test_too_few_workers_other_data_other_versions(here: Path, cluster: LocalClu
 
 
 def test_nodes_leave_files_for_the_report_and_figures_on_the_dashboard(here: Path, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A metrics.jsonl and machine.json per node, which a later part of the run continues; gauges; and no harm where there is no dashboard."""
+    """Metrics, machine and plan of each node, which a later part of the run continues; gauges; and no harm where there is no dashboard."""
     on = f"--dask={cluster.scheduler_address}"
     assert main([*TRAIN, "--steps=4", "--run-dir=run", on, "--nodes=2"]) == 0
     run = read_run(here / "run")
@@ -328,6 +328,7 @@ def test_nodes_leave_files_for_the_report_and_figures_on_the_dashboard(here: Pat
         assert sum(part["tokens"] for part in parts) == whole["tokens"]
         assert sum(part["loss"] * part["tokens"] for part in parts) / whole["tokens"] == pytest.approx(whole["loss"])
         assert [part["moved_bytes"][link] > 0 for part, link in zip(parts, ("0=>1", "1=>0"), strict=True)] == [True, True]
+        assert all(node.planned["recompute"] == "none" for node in run.nodes)  # everything fits
         assert all(0 < part["resident_peak_bytes"]["ram"] <= node.machine["budget_bytes"]["ram"] for part, node in zip(parts, run.nodes, strict=True))
     with Client(cluster.scheduler_address) as client:
         limit = monotonic() + DEADLINE  # messages of workers go out in batches

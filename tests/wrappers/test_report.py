@@ -74,7 +74,7 @@ def test_what_is_kept_moved_or_made_again(tmp_path: Path) -> None:
         read_run(folder)
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").write_text(json.dumps({key: value for key, value in line(1).items() if not key.startswith("recompute")}) + "\n")
-    assert read_run(folder).planned == {}
+    assert read_run(folder).nodes[0].planned == {}
     assert "made again" not in text_of(page(read_run(folder)))
 
 
@@ -180,6 +180,11 @@ def test_a_cluster_has_one_page(tmp_path: Path) -> None:
     assert row(document, "left disk->ram")[1] == "2.000"
     assert "workers on 2 nodes" in text_of(document)
     assert "right: a traced step took 50.0 ms" in text_of(document)
+    assert text_of(document).count("On left, right, made again instead of kept: norm") == 1
+    (tmp_path / "run" / "nodes" / "right" / "plan.json").write_text(json.dumps({**PLAN, "recompute": "none", "values": [], "forecast_bytes": {}}))
+    text = text_of(page(read_run(tmp_path / "run")))
+    assert "On left, made again instead of kept: norm" in text
+    assert "On right, made again instead of kept: none: everything fits." in text
     with pytest.raises(UsageError, match=r"is of one machine and .* has 2 nodes"):
         read_run(tmp_path / "run", tmp_path / "run" / "nodes" / "left" / "trace.json.gz")
 

@@ -5,10 +5,10 @@ whole run, one directory per node, named after the node, with the node's own fil
 
     RUN/metrics.jsonl                 steps of the run: step, loss, lr, grad_norm, tokens, seconds, ...
     RUN/summary.json, machine.json    optional
-    RUN/plan.json                     optional: of one machine, what is kept, moved or made again, and why
+    RUN/plan.json                     optional: what is kept, moved or made again, and why
     RUN/trace.json.gz                 of --trace-steps, or the file that --trace named
     RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with those of the same fields that the node has
-    RUN/nodes/<name>/machine.json, trace.json.gz, trace.json
+    RUN/nodes/<name>/machine.json, plan.json, trace.json.gz, trace.json
 """
 
 from __future__ import annotations
@@ -84,12 +84,14 @@ class NodeRecord:
         lines: lines of its metrics.jsonl.
         machine: contents of its machine.json: budgets, workers, peak; empty without that file.
         trace: trace of some steps; None without one.
+        planned: contents of its plan.json: `nntask.planning.order_figures`; empty without that file.
     """
 
     name: str
     lines: list[Line]
     machine: Mapping[str, Any] = field(default_factory=dict)
     trace: TraceRecord | None = None
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +103,12 @@ class RunRecord:
         lines: lines of its metrics.jsonl, at least one.
         summary: contents of its summary.json; empty while the run goes on, or after a kill.
         nodes: the nodes, at least one.
-        planned: contents of its plan.json: `nntask.planning.order_figures`; empty without that file.
     """
 
     path: Path
     lines: list[Line]
     summary: Mapping[str, Any]
     nodes: list[NodeRecord]
-    planned: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -145,13 +145,13 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
         return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
     found = trace or _trace_of(directory)
-    node = NodeRecord("", lines, machine, read_trace(found) if found else None)
-    return RunRecord(directory, lines, summary, [node], _plan(directory / PLAN))
+    node = NodeRecord("", lines, machine, read_trace(found) if found else None, _plan(directory / PLAN))
+    return RunRecord(directory, lines, summary, [node])
 
 
 def _node(folder: Path, lines: list[Line]) -> NodeRecord:
     trace = _trace_of(folder)
-    return NodeRecord(folder.name, lines, _facts(folder / MACHINE), read_trace(trace) if trace else None)
+    return NodeRecord(folder.name, lines, _facts(folder / MACHINE), read_trace(trace) if trace else None, _plan(folder / PLAN))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

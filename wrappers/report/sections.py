@@ -60,8 +60,8 @@ def sections_of(run: RunRecord, limits: PageLimits) -> Iterator[Section]:
     yield _training(run, limits)
     yield _memory(nodes, limits)
     yield _movement(nodes, limits)
-    if run.planned:
-        yield _values(run)
+    if any(node.planned for node in nodes):
+        yield _values(nodes)
     yield _workers(nodes)
     yield _steps(run, limits)
     if any(figures.whole_steps(node.trace) for node in nodes):
@@ -119,23 +119,34 @@ def _movement(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
     return Section("Movement", sentences, [[plots.links_plot({name: link for name, link in found.items() if name in busiest})]], table)
 
 
-def _values(run: RunRecord) -> Section:
-    """What the planner decided about values that could be made again, beside what was measured."""
-    figures_of_plan = run.planned
-    sentences = [f"Made again instead of kept: {escaped(headline(figures_of_plan))}."]
-    again = figures.recomputed(run.lines)
+def _values(nodes: Sequence[NodeRecord]) -> Section:
+    """What the planner decided about values that could be made again, beside what was measured; of nodes that decided alike, those of the first."""
+    alike: dict[tuple[str, str], list[NodeRecord]] = {}
+    for node in nodes:
+        if node.planned:
+            alike.setdefault((node.planned["order"], node.planned["recompute"]), []).append(node)
+    sentences, tables = list[str](), list[str]()
+    for found in alike.values():
+        first = found[0]
+        who = f"On {', '.join(node.name for node in found)}, made" if first.name else "Made"
+        sentences += [f"{escaped(who)} again instead of kept: {escaped(headline(first.planned))}.", *_as_planned(first)]
+        if rows := cells(first.planned):
+            tables.append(_table(HEAD, rows))
+    return Section("Kept, moved or made again", sentences, table="".join(tables))
+
+
+def _as_planned(node: NodeRecord) -> Iterator[str]:
+    """What the steps of a node made again, moved and took, beside its plan."""
+    again, planned = figures.recomputed(node.lines), node.planned
     if again is not None:
-        sentences.append(f"Measured: {recomputed_line(again.tasks, again.seconds, again.busy_seconds, again.steps)}.")
-    rows = cells(figures_of_plan)
-    if rows:
-        moved, seconds = (figures_of_plan[name][figures_of_plan["order"]] for name in ("forecast_bytes", "forecast_seconds"))
-        found = [figures.numbers(line, "moved_bytes") for line in run.lines]
-        measured = sum(sum(each.values()) for each in found) / len(found)
-        sentences.append(
+        yield f"Measured: {recomputed_line(again.tasks, again.seconds, again.busy_seconds, again.steps)}."
+    if node.lines and cells(planned):
+        moved, seconds = (planned[name][planned["order"]] for name in ("forecast_bytes", "forecast_seconds"))
+        measured = sum(sum(figures.numbers(line, "moved_bytes").values()) for line in node.lines) / len(node.lines)
+        yield (
             f"Forecast to move {moved / 1e9:,.3g} GB and to take {seconds:.3g} s a step; measured, {measured / 1e9:,.3g} GB and "
-            f"{figures.elapsed(run.lines)[-1] / len(run.lines):.3g} s. Seconds in the table are those of all values of a kind."
+            f"{figures.elapsed(node.lines)[-1] / len(node.lines):.3g} s. Seconds in the table are those of all values of a kind."
         )
-    return Section("Kept, moved or made again", sentences, table=_table(HEAD, rows) if rows else "")
 
 
 def _workers(nodes: Sequence[NodeRecord]) -> Section:

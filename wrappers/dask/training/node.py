@@ -155,14 +155,15 @@ class TrainingNode:
         await self._run(self._starts, self._comms.connect, addresses)
 
     async def open(self, order: Order) -> dict[str, Any]:
-        """Make runtime, model and data ready; returns the node's number of tasks and of trained weights, and its counters."""
+        """Make runtime, model and data ready; returns the node's number of tasks and of trained weights, its plan.json and its counters."""
         return await self._run(self._starts, self._open, order)
 
     def _open(self, order: Order) -> dict[str, Any]:
         from nntask import DataError
         from nntask.data import BatchStream, open_dataset
         from nntask.engine import RecordedEngine
-        from nntask.hardware import runtime_for
+        from nntask.hardware import runtime_for, this_machine
+        from nntask.planning import order_figures
         from nntask.training import model_to_start_from
 
         run, shard = order.run, order.shard
@@ -194,6 +195,7 @@ class TrainingNode:
         return {
             "num_tasks": num_tasks,
             "num_trained": engine.num_trained,
+            "planned": order_figures(engine.order, run, this_machine(run.machine)),
             "stats": self._stats(),
         }
 

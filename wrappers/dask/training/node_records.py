@@ -1,4 +1,4 @@
-"""Step records of each node of a cluster, as `nntask report` reads them: RUN/nodes/<rank>/metrics.jsonl and machine.json."""
+"""Step records of each node of a cluster, as `nntask report` reads them: RUN/nodes/<rank>/metrics.jsonl, machine.json and plan.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from nntask.engine import Outcome
 from nntask.optim import DataShard
 from nntask.telemetry import Journal, Meter
-from nntask.training import METRICS, NODES, write_machine
+from nntask.training import METRICS, NODES, write_machine, write_plan
 
 from .node import NodeOutcome
 
@@ -36,6 +36,7 @@ class NodeRecords:
         machines: Sequence[Mapping[str, Any]],
     ) -> None:
         self._run, self._first, self._shards, self._tokens, self._machines = run, first, all_shards, tokens, machines
+        self._plans = [each["planned"] for each in answers]
         self._meters = [Meter(self._counters(rank, each["stats"])) for rank, each in enumerate(answers)]
         self._journals: list[Journal] = []
 
@@ -73,8 +74,9 @@ class NodeRecords:
 
     def _open(self) -> None:
         folders = [self._run / NODES / str(rank) for rank in range(len(self._machines))]
-        for folder, machine in zip(folders, self._machines, strict=True):
+        for folder, machine, planned in zip(folders, self._machines, self._plans, strict=True):
             write_machine(folder, machine)
+            write_plan(folder, planned)
         for gone in set((self._run / NODES).iterdir()) - set(folders):
             Journal(gone / METRICS, self._first, run=self._run).close()
         self._journals = [Journal(folder / METRICS, self._first, run=self._run) for folder in folders]
