@@ -81,7 +81,8 @@ _RANGES: Final = (
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
-_OPERATION: Final = r"[\w.]+(\[\d+\])?(>[\w.+]+)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
+_CALLS: Final = r"[\w.]+( and \d+)?"  # of a PyTorch model, a task of several operations is named by one: "mm and 2"
+_OPERATION: Final = rf"{_CALLS}(\[\d+\])?(>{_CALLS}(\+{_CALLS})*)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
 _RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
