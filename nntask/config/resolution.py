@@ -22,7 +22,7 @@ from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
 from ..models.interface import LanguageConfig, ModelConfig
-from ..tiling.model_tiling import ModelTiling, default_tiling
+from ..tiling.model_tiling import ModelTiling, default_tiling, divisors
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
 from .objective import objective_of, with_objective
@@ -375,5 +375,5 @@ def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:
         UsageError: it does not; names the nearest divisor.
     """
     if whole % value:
-        near = nearest((n for n in range(1, whole + 1) if whole % n == 0), value)
+        near = nearest(divisors(whole), value)
         raise UsageError(f"{flag} must divide {of_flag} = {whole}, got {value}; the nearest legal value is {near}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from scheduler.drivers import MOST_PARTITIONS
+from scheduler.planning import AUTO, BLOCK, NONE
 
 from ..errors import UsageError
 from ..models.interface import LanguageConfig
@@ -48,6 +49,7 @@ _COUNTS: Final = (
     ("cluster", "nodes", 1),
 )
 _MOST: Final = {
+    "batch": (10**10, "tiles and minibatches are sought among its divisors"),
     "ncpu": (1024, "each worker is a thread of one process"),
     "sim_gpu": (64, "each device has two threads and a memory"),
     "counts": (64, "each device has a memory and links that a plan goes through one by one"),
@@ -79,7 +81,8 @@ _RANGES: Final = (
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
-_OPERATION: Final = r"[\w.]+(\[\d+\])?(>[\w.+]+)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
+_CALLS: Final = r"[\w.]+( and \d+)?"  # of a PyTorch model, a task of several operations is named by one: "mm and 2"
+_OPERATION: Final = rf"{_CALLS}(\[\d+\])?(>{_CALLS}(\+{_CALLS})*)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
 _RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
 
@@ -142,12 +145,22 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
             f"--order must be auto, submission, eager-update, layers, layers:G with G minibatches, turn:K/8 with K from 1 to 7, or forward, "
             f"got {resources.order!r}; use --order auto"
         )
-    if _RECOMPUTE.fullmatch(resources.recompute) is None:
-        raise UsageError(
-            "--recompute must be auto, none, block, or operations separated by commas, each perhaps with a share of its layers, such as "
-            f"layer_norm,attention:0.5, got {resources.recompute!r}; use --recompute auto"
-        )
+    _check_recompute(resources.recompute)
     trace_range(settings.observe.trace_steps)
+
+
+def _check_recompute(text: str) -> None:
+    if _RECOMPUTE.fullmatch(text) is None:
+        raise UsageError(
+            "--recompute must be auto, none, block, or operations separated by commas, each perhaps with a share of its layers (above 0, at most 1), "
+            f"such as layer_norm,attention:0.5, got {text!r}; use --recompute auto"
+        )
+    names = [each.partition(":")[0].strip() for each in text.split(",")]
+    for name in names:
+        if len(names) > 1 and name in (AUTO, NONE, BLOCK):
+            raise UsageError(f"--recompute {name} stands alone, got {text!r}; use --recompute {name}, or name operations only")
+        if names.count(name) > 1:
+            raise UsageError(f"--recompute must name an operation once, got {name!r} {names.count(name)} times in {text!r}; keep one of them")
 
 
 def check_most(name: str, value: int | None) -> None:

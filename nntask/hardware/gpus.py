@@ -194,7 +194,16 @@ def _check_update(resources: ResourceSettings, gpus: GpuPlan) -> None:
     """
     if not (gpus.devices or resources.sim_gpu):
         raise UsageError("--update-on cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1")
-    if resources.ncpu == 0:
+    check_updaters(resources.ncpu)
+
+
+def check_updaters(num_cpu: int | None) -> None:
+    """Check that --update-on cpu has CPU workers.
+
+    Raises:
+        UsageError: --ncpu leaves none.
+    """
+    if num_cpu == 0:
         raise UsageError("--update-on cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device")
 
 

@@ -17,6 +17,7 @@ from ..config.validation import check_most
 from ..errors import UsageError
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import ModelTiling, divisors, even, whole_groups
+from .gpus import check_updaters
 from .machine_model import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, MachineModel
 
 DEFAULT_LINK: Final = "25GB/s"
@@ -59,7 +60,7 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
         ram_rate: bytes per second that CPU workers read and write where they update weights, all together.
 
     Raises:
-        UsageError: a text is not of its form, or there is no disk.
+        UsageError: a text is not of its form, there is no disk, or nobody to update weights.
     """
     count, memory, flops = parse_devices(devices)
     check_most("devices", count)
@@ -70,6 +71,8 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
     if ram_rate and resources.update_on == "device":
         raise UsageError(f"--ram-rate {ram_rate} is about updates by CPU workers and devices update here; add --update-on auto, or drop it")
+    if resources.update_on == "cpu":
+        check_updaters(resources.ncpu)
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS
     nodes = [(RAM, ram), *((f"gpu:{at}", memory) for at in range(count))]
     disk = imaginary_disk_of(resources.disk)

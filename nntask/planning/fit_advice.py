@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from scheduler.planning import AUTO, BLOCK, NONE, SUBMISSION, PlannedOrder
+from scheduler.planning import AUTO, BLOCK, SUBMISSION, PlannedOrder
 
 from ..config.run_config import RunConfig
 from ..config.units import flag_size, rounded_up
@@ -84,7 +84,7 @@ def advice(
         found += filter(None, [_smaller_tile(run, target, needs)])
     if is_last_short:
         found += filter(None, [_smaller_minibatch(run, target)])
-    if is_last_short and run.step.recompute == NONE and not _short(with_free_order(run.recomputing(BLOCK)), target):
+    if is_last_short and run.step.recompute not in (AUTO, BLOCK) and not _short(with_free_order(run.recomputing(BLOCK)), target):
         found.append("--recompute block")
     return found
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -245,8 +246,20 @@ def _asked_mix(values: Values, recompute: str) -> Mix:
         if not found:
             known = ", ".join(sorted({group.op for group in groups})) or "no operation"
             raise ValueError(f"this step has nothing to make again that {name!r} makes; name some of {known}")
-        again.update(handle for group in found for handle in group.leading(float(share or 1)))
+        again.update(handle for group in found for handle in group.leading(_share_of(share)))
     return Mix(inside=again, asked=recompute)
+
+
+def _share_of(text: str) -> float:
+    """The share of layers that a text behind an operation says, all of them where there is none.
+
+    Raises:
+        ValueError: it is no number above 0 and at most 1.
+    """
+    with suppress(ValueError):
+        if 0 < (share := float(text or 1)) <= 1:
+            return share
+    raise ValueError(f"a share of an operation's layers must be above 0 and at most 1, got {text!r}; for example 0.5")
 
 
 def most_again(plan: StepPlan) -> Iterator[StepPlan]:

@@ -34,6 +34,7 @@ def settings(*argv: str) -> TrainSettings:
     ("argv", "words"),
     [
         (["--batch=6", "--minibatch=4"], "--minibatch must divide --batch = 6, got 4; the nearest legal value is 3"),
+        ([f"--batch={10**10 - 1}", "--minibatch=4"], "--minibatch must divide --batch = 9999999999, got 4; the nearest legal value is 3"),
         (["--batch=8", "--minibatch=4", "--minibatch-tile=3"], "--minibatch-tile must divide --minibatch = 4, got 3; the nearest legal value is 2"),
         (["--seq-len=65"], "--seq-len must be at most n_positions = 64, got 65; the nearest legal value is 64"),
         (["--seq-tile=128"], "--seq-tile must be at most the sequence length 64, got 128"),
@@ -72,6 +73,7 @@ def test_rules_between_values(argv, words):
         ([f"--seed={1 << 63}"], "--seed must be at most 9223372036854775807, got 9223372036854775808"),
         (["--seed=-1"], "--seed must be 0 or more"),
         ([f"--batch={10**30}"], "--batch must be at most"),
+        ([f"--batch={10**10 + 1}"], "--batch must be at most 10000000000, because tiles and minibatches are sought among its divisors"),
         (["--ram=99999999TiB"], "--ram must be at most 9223372036854775807 bytes"),
         (["--disk=scratch:12XB"], "--disk must be a size in B"),
         (["--disk=scratch:"], "--disk must be DIR or DIR:SIZE"),
@@ -79,6 +81,9 @@ def test_rules_between_values(argv, words):
         (["--order=layer"], "--order must be auto, submission"),
         (["--order=layers:0"], "--order must be auto, submission"),
         (["--order=turn:9/8"], "turn:K/8 with K from 1 to 7, or forward, got 'turn:9/8'"),
+        (["--recompute=attention:1.5"], "each perhaps with a share of its layers (above 0, at most 1), such as layer_norm,attention:0.5, got"),
+        (["--recompute=attention:0.5, attention"], "--recompute must name an operation once, got 'attention' 2 times in 'attention:0.5, attention'"),
+        (["--recompute=auto,attention"], "--recompute auto stands alone, got 'auto,attention'; use --recompute auto, or name operations only"),
         (["--sim-gpu=1", "--gpu-memory=0.5x"], "--gpu-memory must be a size"),
         (["--gpu-memory=1GiB"], "add --sim-gpu 1"),
         (["--gpu-memory=0.5"], "about GPUs, and none is used; drop it"),
@@ -100,6 +105,12 @@ def test_values_on_their_own(argv, words):
     with pytest.raises(UsageError) as error:
         check(settings(*argv))
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["mm and 1[0]>addmm and 2+gelu:0.5,layer_norm", "layer_norm[0]>matmul, attention:1"])
+def test_names_that_plans_print_can_be_given(text):
+    """Those of PyTorch models among them, whose tasks are of several operations."""
+    check_values(settings(f"--recompute={text}"))
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,7 @@ REFUSALS: Final = (
     Refusal("no minibatch", r"minibatches must be an integer of at least 1, got 0", _step(Mean, minibatches=0)),
     Refusal("parts of a minibatch", r"minibatches must be an integer of at least 1, got 2\.5", _step(Mean, minibatches=2.5)),
     Refusal("no thread", r"threads must be from 1 to 1024, got 0", _step(Mean, threads=0)),
+    Refusal("fewer workers than none", r"workers must be at least 0, or None for one a core, got -1; use 1", _step(Mean, workers=-1)),
     Refusal("no worker", r"workers must be at least 1 where there are no GPUs, got 0", _step(Mean, workers=0)),
     Refusal("a budget that is none", r"ram must be a size in B, .* got '-1'; for example 2GiB", _step(Mean, ram=-1)),
     Refusal("a batch that cannot be cut", r"a multiple of 3, got \{'x': 2\}", _step(Mean, minibatches=3)),

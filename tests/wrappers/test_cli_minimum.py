@@ -107,6 +107,19 @@ def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.Capture
     assert not Path("b").exists()
 
 
+def test_a_run_that_makes_too_little_again_is_offered_more(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where --recompute names operations that do not free enough, the message offers blocks, which do."""
+    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 4}))
+    flags = ["plan", *(flag for flag in FLAGS if not flag.startswith("--vocab-tile")), "--ncpu=1"]
+    assert main([*flags, "--recompute=layer_norm", "--ram=1MiB"]) == 3
+    needed = re.search(r"needs ([\d,]+) B of ram at least", capsys.readouterr().err)
+    assert needed is not None
+    budget = f"--ram={int(needed[1].replace(',', '')) - PAGE}"
+    assert main([*flags, "--recompute=layer_norm", budget]) == 3
+    assert "or --recompute block" in capsys.readouterr().err
+    assert main([*flags, "--recompute=block", budget]) == 0
+
+
 def test_a_resumed_run_is_offered_what_it_accepts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiles, minibatches and recomputation are its checkpoint's: memory alone is offered. What is offered is enough, and so are bytes as printed."""
     (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 4}))

@@ -34,6 +34,8 @@ def machine_with(
         raise UsageError(f"ngpu must be at least 0, or None for all GPUs, got {ngpu}; use 0")
     if ngpu and sim_gpu:
         raise UsageError(f"devices are real or simulated, got ngpu={ngpu} and sim_gpu={sim_gpu}; drop one of them")
+    if workers is not None and workers < 0:
+        raise UsageError(f"workers must be at least 0, or None for one a core, got {workers}; use 1")
     if workers == 0 and ngpu == 0 and not sim_gpu:
         raise UsageError("workers must be at least 1 where there are no GPUs, got 0; use 1, or sim_gpu=1")
     if ram is not None:

@@ -126,7 +126,7 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
     from nntask.hardware import imaginary_machine
 
     assert asked.untiled is not None
-    devices, link, disk_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate"))
+    devices, link, disk_rate, ram_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate", "ram-rate"))
     settings = asked.settings
     with naming(asked.sources):
         load_torch(asked.untiled)
@@ -135,7 +135,7 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
         target = None
         if devices:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
-            target = imaginary_machine(devices, settings.resources, link, disk_rate)
+            target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate)
         return plan(settings, asked.values, *asked.untiled, asked.resumed, target)
 
 
