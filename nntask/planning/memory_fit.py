@@ -21,12 +21,11 @@ from scheduler.planning import (
     SUBMISSION,
     Judge,
     PlannedOrder,
-    arrange,
     as_asked,
     choose_plan,
     last_tier_bytes,
+    least_last_bytes,
     most_again,
-    repetition,
     what_is_asked,
 )
 from tiles import TileTensor
@@ -158,16 +157,13 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
     """What a step needs in the order of the plan.
 
     Args:
-        thrifty: with updates as early as they can instead, the candidate order that needs least.
+        thrifty: in the order that needs least instead (`scheduler.planning.least_last_bytes`).
         reading: bytes of host memory for file readers.
     """
     tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
     hungriest = max(tasks, key=_touched)
     persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
-    if thrifty:
-        eager = arrange(plan, repetition(plan).updates, lambda position: (position,))
-        plan = StepPlan([plan.tasks[at] for at in eager], plan.owned, idle=plan.idle)
-    total, passive = (last_tier_bytes(plan, computes=computes) for computes in (True, False))
+    total, passive = least_last_bytes(plan) if thrifty else (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
     least = next((_touched(each) for each in sorted(tasks, key=_touched) if _computes(each)), 0)
     return Needs(task, tile, total, passive, persistent, hungriest, least, reading, plan.largest_task(aside=True))
@@ -176,8 +172,8 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
 def least_needs(
     plan: StepPlan, run: LanguageRun, target: MachineModel, order: PlannedOrder | None = None, *, quick: bool = False, reading: int = 0
 ) -> Needs:
-    """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or early updates, and make
-    again what it can.
+    """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or one that needs less, and
+    make again what it can.
 
     Args:
         order: that of the run, if it is known.
@@ -195,7 +191,7 @@ def least_needs(
 
 
 def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, quick: bool = False, reading: int = 0) -> Needs:
-    """What the step needs with updates as early as they can, and as much made again as a planner would if it is free to choose.
+    """What the step needs in the order that needs least, with as much made again as a planner would if it is free to choose.
 
     Args:
         quick: whether to look no further once it fits without.

@@ -4,7 +4,7 @@ from .choose_recompute import as_asked, choose_plan, most_again, what_is_asked
 from .device_share import largest_device_bytes
 from .forecast import Pace
 from .machine_pace import pace_of
-from .ordered_step import SUBMISSION, last_tier_bytes
+from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
 from .orders import arrange, candidates, repetition
 from .recompute import BLOCK, NONE, Value, Values
 from .weighing import Judge
@@ -25,6 +25,7 @@ __all__ = [
     "choose_plan",
     "largest_device_bytes",
     "last_tier_bytes",
+    "least_last_bytes",
     "lower_bounds",
     "most_again",
     "pace_of",

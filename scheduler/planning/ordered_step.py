@@ -20,6 +20,10 @@ from .tile_traffic import Touches
 
 SUBMISSION: Final = "submission"
 
+THRIFTY: Final = ("eager-update", "layers")
+"""Orders in which data that lives at once takes the fewest bytes: one minibatch after another where activations are most of it, all through a layer
+where gradients are, because those that several minibatches add to live through all of them otherwise."""
+
 WINDOW: Final = 256
 """Scheduling window where memory is short: tasks beyond the oldest unfinished one that may run, per device."""
 
@@ -36,6 +40,22 @@ def last_tier_bytes(plan: StepPlan, *, computes: bool, ranks: Sequence[int] | No
         ranks: of the tasks, where they run in another order.
     """
     return plan.minimum_bytes(is_last=True, computes=computes, ranks=ranks) + sum(handle.size for handle in plan.uses if handle.kind == "input")
+
+
+def least_last_bytes(plan: StepPlan) -> tuple[int, int]:
+    """As `last_tier_bytes` if tasks run on the last tier, and if none does, each in the better of the `THRIFTY` orders."""
+    repeated = repetition(plan)
+    ranks = [_ranks(order) for name in THRIFTY if (order := named(plan, repeated, name)) is not None]
+    with_tasks, without = (min(last_tier_bytes(plan, computes=computes, ranks=each) for each in ranks) for computes in (True, False))
+    return with_tasks, without
+
+
+def _ranks(positions: Sequence[int]) -> list[int]:
+    """Of each task, its place in an order."""
+    ranks = [0] * len(positions)
+    for at, position in enumerate(positions):
+        ranks[position] = at
+    return ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +135,7 @@ class OrderedStep:
             found = self._of_device(positions, devices)
         else:
             found = forecast(self._touches, positions, self._memory, self._pace, only_files=self._only_files)
-        ranks = [0] * len(positions)
-        for at, position in enumerate(positions):
-            ranks[position] = at
-        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=ranks))
+        return replace(found, last_bytes=last_tier_bytes(self.plan, computes=self.machine.computes_on_last, ranks=_ranks(positions)))
 
     def planned(self, name: str) -> StepPlan:
         """The step in an order, with what will leave the memory where tasks run, if something moves and there is a tier below."""

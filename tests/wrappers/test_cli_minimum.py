@@ -94,6 +94,19 @@ def test_the_planned_minimum_is_enough_and_a_page_less_is_refused(here: Path, ma
         assert not Path("a").exists()
 
 
+def test_the_minimum_is_that_of_the_order_that_needs_least(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where gradients are most of what lives at once, all minibatches through a layer need less than early updates alone, and a run finds that."""
+    (here / "deep.json").write_text(json.dumps({**MODEL, "n_embd": 128, "n_layer": 4}))
+    flags = ["--config-path=deep.json", "--batch=4", "--minibatch=1", "--seq-tile=16", "--recompute=block"]
+    found = {}
+    for order in ("auto", "layers", "eager-update"):
+        assert main(["plan", *flags, f"--order={order}", "--ncpu=1", "--json"]) == 0
+        found[order] = json.loads(capsys.readouterr().out)["minimum_budget_bytes"]["ram"]
+    assert found["auto"] == found["layers"] < found["eager-update"]
+    assert main(["train", *flags, *RUN, "--ncpu=1", f"--ram={found['auto']}", "--sample-tokens=0", "--run-dir=a"]) == 0
+    assert main(["train", *flags, *RUN, "--ncpu=1", f"--ram={found['auto'] - PAGE}", "--sample-tokens=0", "--run-dir=b"]) == 3
+
+
 def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Positions behind --seq-len are made from the seed and stay: adapters train at the minimum, and a page less is refused at once."""
     (here / "long.json").write_text(json.dumps({**MODEL, "n_positions": 1024}))
