@@ -28,6 +28,7 @@ from ..hardware.machine_model import MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets, devices_of
 from ..models.interface import ModelConfig
 from ..models.registry import family_of
+from ..telemetry.explain import matching
 from ..tiling.model_tiling import default_tiling
 from .fit_advice import advice, with_free_order
 from .memory_fit import (
@@ -65,7 +66,7 @@ def plan_run(
         reach: whether to look for the largest model and minibatch that fit.
 
     Raises:
-        UsageError: a rule is broken, or the step has no such order.
+        UsageError: a rule is broken, or the step has no such order, or no task that is to be explained.
         DoesNotFit: a budget is not to be had; or imaginary devices are so small that a step in their tiles cannot be looked at.
     """
     if target is not None:
@@ -80,6 +81,7 @@ def plan_run(
     with no_collections():
         chosen = plan_updater(run, target)
         run, target = chosen.run, chosen.target
+        matching(settings.observe.explain, {task.name for task in chosen.step.plan.tasks})
         figures = plan_step(
             chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order, chosen.needs
         )

@@ -46,6 +46,7 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--batch=0"], 2, "--batch must be at least 1, got 0"),
         (["--steps=-1"], 2, "--steps must be at least 1, got -1"),
         (["--batch=500"], 4, "too short"),
+        (["--resume="], 2, "--resume must name a run or a checkpoint, got an empty name"),
         (["--restrict=cuda"], 2, "drop --restrict=cuda"),
         (["--dataset=WikiText-104"], 2, "--dataset WikiText-104 is not available"),
         (["--dataset=WikiText-103"], 4, "--dataset WikiText-103: data has no files of it"),

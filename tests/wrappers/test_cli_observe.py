@@ -96,5 +96,7 @@ def test_an_unknown_task_is_a_mistake(here: Path, capsys: pytest.CaptureFixture[
     for more in ([], ["--dry-run"]):
         assert main([*TRAIN, "--explain=gemm", *more]) == 2
         assert "--explain must name a task of the step, got 'gemm'; the tasks are: activation" in capsys.readouterr().err
+    assert main(["plan", *TRAIN[1:], "--explain=gemm"]) == 2
+    assert "--explain must name a task of the step, got 'gemm'" in capsys.readouterr().err
     assert main([*TRAIN, "--explain=adam", "--dry-run"]) == 0
     assert not (here / "run").exists()

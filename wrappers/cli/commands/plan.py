@@ -209,9 +209,10 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if figures["seconds_per_step"] is not None:
         pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
         yield f"seconds per step    {pace}, simulated"
-    if figures["largest_minibatch"] is not None:
+    if (largest := figures["largest_minibatch"]) is not None:
+        fits = f"{largest:,} sequence{'' if largest == 1 else 's'} at once" if largest else "none fits"
         more = ", or more in larger ones: a step may have no more tasks" if figures["largest_minibatch_is_of_tasks"] else ""
-        yield f"largest minibatch   {figures['largest_minibatch']:,} sequences at once, with these tiles{more}"
+        yield f"largest minibatch   {fits}, with these tiles{more}"
     if figures["largest_model"] is not None:
         shape = f"with --batch {figures['batch']} --seq-len {figures['seq_len']} or less"
         yield f"largest --model     {figures['largest_model']}, {shape}" + ("" if figures["feasible"] else ", in tiles of its own, would fit instead")

@@ -146,10 +146,19 @@ def _read_config(file: str, table: Table) -> dict[str, Any]:
 
 
 def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint of --resume; None without the flag."""
-    resume = explicit.get("resume", "")
-    if not resume:
+    """The checkpoint of --resume; None without the flag.
+
+    Raises:
+        UsageError: its value is empty, as that of an unset variable of a shell.
+        DataError: there is no such checkpoint.
+    """
+    resume = explicit.get("resume")
+    if resume is None:
         return None
+    if not resume:
+        from nntask import UsageError
+
+        raise UsageError("--resume must name a run or a checkpoint, got an empty name; name one, or give no value for the newest run")
     from nntask.checkpoints import find_checkpoint
     from nntask.training import newest_run
 
