@@ -13,9 +13,9 @@ from support.search import register_profiles
 register_profiles()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Performance models go to a folder of this session, in this process and in those it starts."""
+    """Performance models go to a folder of this file of tests, in this process and in those it starts: what others measure takes time to read."""
     folder = tmp_path_factory.mktemp("cache")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder))
