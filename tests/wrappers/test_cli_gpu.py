@@ -74,7 +74,7 @@ def test_parts_of_a_card(cards: EmulatedCards, capsys: pytest.CaptureFixture[str
 @needs_compiler
 def test_the_ram_that_is_asked_for_is_enough_beside_staging(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """Copies between disk and GPUs keep a part of --ram; what a refusal says is needed counts it, and is enough."""
-    tight = [*TRAIN[:-1], "--steps=1", "--gpu-memory=256KiB", "--disk=scratch:64MiB"]
+    tight = [*TRAIN[:-1], "--steps=1", *SHORT, "--disk=scratch:64MiB"]
     staging = staging_nbytes(1, has_tier=True)
     assert main([*tight, f"--ram={staging + 1}", "--run-dir=a"]) == 3
     needed = re.search(r"needs ([\d,]+ B) of ram at least", capsys.readouterr().err)
@@ -94,7 +94,7 @@ def test_the_memory_of_a_gpu_that_is_advised_is_enough(cards: EmulatedCards, cap
 @needs_compiler
 def test_the_least_ram_of_a_plan_counts_staging(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """With GPUs over a disk, what the table says of RAM is enough for the plan and for the run; the table's budget is what was typed."""
-    flags = [*TRAIN[1:-1], "--steps=1", "--gpu-memory=256KiB", "--disk=scratch:64MiB"]
+    flags = [*TRAIN[1:-1], "--steps=1", *SHORT, "--disk=scratch:64MiB"]
     assert main(["plan", *flags, "--ram=64MiB"]) == 0
     row = re.search(r"^ram +budget 64 MiB, at least ([\d.]+ \w+)", capsys.readouterr().out, re.MULTILINE)
     assert row is not None
