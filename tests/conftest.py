@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,12 @@ import pytest
 from support.search import register_profiles
 
 register_profiles()
+
+
+def pytest_collection_finish() -> None:
+    """Tests and what they have imported live to the end: garbage collections, which some tests and products ask for, need not look through them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
