@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,15 @@ from support.search import register_profiles
 register_profiles()
 
 
-@pytest.fixture(scope="session", autouse=True)
+def pytest_collection_finish() -> None:
+    """Tests and what they have imported live to the end: garbage collections, which some tests and products ask for, need not look through them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Performance models go to a folder of this session, in this process and in those it starts."""
+    """Performance models go to a folder of this file of tests, in this process and in those it starts: what others measure takes time to read."""
     folder = tmp_path_factory.mktemp("cache")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder))

@@ -1,5 +1,5 @@
 from .fit_advice import more_memory
-from .memory_fit import CapturedStep, capture, choose_order, needs_of, no_collections, order_on, thriftiest_needs, untouched
+from .memory_fit import CapturedStep, capture, needs_of, no_collections, order_on, order_or_needs, thriftiest_needs, untouched
 from .needs import Needs, shortage
 from .simulate import plan_run, plan_step, with_few_tasks
 from .updater import told_updater
@@ -11,13 +11,13 @@ __all__ = [
     "Needs",
     "capture",
     "cells",
-    "choose_order",
     "headline",
     "more_memory",
     "needs_of",
     "no_collections",
     "order_figures",
     "order_on",
+    "order_or_needs",
     "plan_run",
     "plan_step",
     "shortage",

@@ -19,6 +19,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +35,9 @@ LONGEST_SECONDS: Final = 1e6
 
 MOST_BYTES: Final = 1 << 50
 """Largest credible copy; bytes."""
+
+Stored = tuple[dict[Key, list[float]], dict[tuple[str, str], list[tuple[int, float]]]]
+"""Series and links of a file."""
 
 
 def default_directory() -> Path:
@@ -141,17 +145,30 @@ class PerfStore:
             return False
         return True
 
-    def _read(self) -> tuple[dict[Key, list[float]], dict[tuple[str, str], list[tuple[int, float]]]]:
+    def _read(self) -> Stored:
         """The series and links of the file; empty if it is absent, of another version or machine, or not in the format of `save`."""
         try:
-            content = json.loads(self.path.read_text())
-            if content["version"] != VERSION or content["machine"] != self.machine:
-                return {}, {}
-            tasks = {(str(name), int(number), str(kind)): _seconds(samples) for name, number, kind, samples in content["tasks"]}
-            links = {(str(source), str(target)): _copies(copies) for source, target, copies in content["links"]}
+            state = self.path.stat()
+            machine, (tasks, links) = _content_of(self.path, (state.st_ino, state.st_mtime_ns, state.st_size))
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return {}, {}
-        return tasks, links
+        return (dict(tasks), dict(links)) if machine == self.machine else ({}, {})
+
+
+@lru_cache(maxsize=2)
+def _content_of(path: Path, state: tuple[int, int, int]) -> tuple[Any, Stored]:
+    """Machine, series and links of a file. A process that opens many runtimes reads it once, as long as nobody replaces it, which changes its state.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: it is not in the format of `save`.
+    """
+    content = json.loads(path.read_text())
+    if content["version"] != VERSION:
+        raise ValueError(f"the version must be {VERSION}, got {content['version']}")
+    tasks = {(str(name), int(number), str(kind)): _seconds(samples) for name, number, kind, samples in content["tasks"]}
+    links = {(str(source), str(target)): _copies(copies) for source, target, copies in content["links"]}
+    return content["machine"], (tasks, links)
 
 
 def _seconds(samples: Any) -> list[float]:
@@ -160,8 +177,8 @@ def _seconds(samples: Any) -> list[float]:
     Raises:
         ValueError: a duration is not credible.
     """
-    found = [float(seconds) for seconds in samples][-KEPT:]
-    if not found or not all(math.isfinite(seconds) and 0.0 <= seconds <= LONGEST_SECONDS for seconds in found):
+    found = list(map(float, samples))[-KEPT:]
+    if not found or not (math.isfinite(sum(found)) and min(found) >= 0.0 and max(found) <= LONGEST_SECONDS):
         raise ValueError(f"durations must be 0 to {LONGEST_SECONDS:g} s, got {found[:3]}")
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ PURE = {"__future__", "bisect", "collections", "copy", "dataclasses", "heapq", "
 INDEPENDENT = ("dependencies", "memory.coherence", "memory.extents", "performance_model")
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Names of the modules a file imports; relative ones begin with a dot."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -29,7 +31,7 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             dots, base = "." * node.level, node.module or ""
             found.update([dots + base] if base else [dots + alias.name for alias in node.names])
-    return found
+    return frozenset(found)
 
 
 def test_import_contracts_hold() -> None:

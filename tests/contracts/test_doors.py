@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,16 +26,19 @@ DOORS = {name for name, path in MODULES.items() if path.with_suffix(".pyi").exis
 """Packages and rooms with public names: those with a stub, and two modules that import eagerly."""
 
 
-def imports(path: Path) -> Iterator[tuple[str, str, int]]:
+@cache
+def imports(path: Path) -> list[tuple[str, str, int]]:
     """What a file imports, anywhere in it: the module, the name ("" for a whole module) and the line."""
+    found: list[tuple[str, str, int]] = []
     here = list(path.relative_to(ROOT).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "", node.lineno) for alias in node.names)
+            found.extend((alias.name, "", node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((module, alias.name, node.lineno) for alias in node.names)
+            found.extend((module, alias.name, node.lineno) for alias in node.names)
+    return found
 
 
 def package_of(module: str) -> str:

@@ -80,7 +80,7 @@ def test_bounds(name: str, rate: float, duplex: bool) -> None:
     assert found.seconds <= compute + reading + writing
 
 
-@pytest.mark.parametrize("rate", [1.0, 2.0, 4.0, 16.0])
+@pytest.mark.parametrize("rate", [1.0, pytest.param(2.0, marks=pytest.mark.long), 4.0, 16.0])
 @pytest.mark.parametrize("name", ["submission", "layers"])
 def test_close_to_the_machine_in_virtual_time(name: str, rate: float) -> None:
     """The forecast is within 20 % of what the whole machine takes in the mean, from links that bind to links that do not."""
@@ -151,7 +151,7 @@ def test_what_leaves_is_what_is_fetched_again(name: str) -> None:
     assert foresee(plan, 1 << 40) == Foreseen({}, [])
 
 
-@pytest.mark.parametrize("name", ["layers", "turn:2/8"])
+@pytest.mark.parametrize("name", ["layers", pytest.param("turn:2/8", marks=pytest.mark.long)])
 def test_writing_early_what_will_leave_saves_time_and_costs_no_bytes(name: str) -> None:
     """Where links are short, a plan that knows what leaves takes less time than the same plan without that."""
     plan, budget, speeds = ordered(name), STEP.needed_bytes() // 3, near(1.0)

@@ -25,6 +25,8 @@ from tiles.kernels.cuda.library_attention import WholeShape
 COMPILER = shutil.which("g++")
 _running = threading.Lock()
 """Of a kernel: a library has one set of threads, whoever loads it."""
+_building = threading.Lock()
+"""Of a library: devices of one process need the same ones."""
 
 EMULATION = Path(__file__).with_name("emulation.hpp")
 
@@ -79,14 +81,20 @@ class CompiledSources:
         found = self._libraries.get((source, element))
         if found is None:
             path = self._folder / f"{source}_{element}.so"
-            if not path.exists():
-                flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
-                command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o"]
-                own = path.with_suffix(f".{os.getpid()}")
-                subprocess.run([*command, str(own)], check=True, capture_output=True, text=True)
-                own.replace(path)
+            with _building:
+                self._build(source, element, path)
             found = self._libraries[source, element] = ctypes.CDLL(str(path))
         return found
+
+    @staticmethod
+    def _build(source: str, element: str, path: Path) -> None:
+        """Make the library of a source, unless it is there. Written aside, for other processes may be at it, too."""
+        if not path.exists():
+            flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DEMULATED", f"-DELEMENT={element}", "-include", str(EMULATION)]
+            command = [COMPILER or "g++", *flags, "-x", "c++", str(SOURCES / f"{source}.cu"), "-o"]
+            own = path.with_suffix(f".{os.getpid()}")
+            subprocess.run([*command, str(own)], check=True, capture_output=True, text=True)
+            own.replace(path)
 
 
 class Emulator(FakeGpu):

@@ -292,7 +292,7 @@ def test_bad_input(here, capsys, argv, code, words):
 )
 def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, machine, flag, change):
     """With the least budget, which is enough to the last token."""
-    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=40", *machine]
+    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=24", *machine]
     code, err = refuse(capsys, [*argv, flag.format("60KiB")])
     least = int(re.search(r"3 x \d+ tokens: the step needs ([\d,]+) B of", err)[1].replace(",", ""))
     assert (code, change.format(flag_size(least)) in err) == (3, True), err
@@ -306,7 +306,7 @@ def test_texts_that_find_no_room_are_refused_before_they_begin(here, capsys, mac
 )
 def test_beams_count_in_what_texts_need(here, capsys, machine, flag, shown):
     """More than without, refused below the least budget with the flags that would do, and enough at it; one beam fits in less."""
-    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=40", "--temperature=0", *machine]
+    argv = ["generate", "gpt2", "--prompt-file=prompts.txt", "--max-new-tokens=24", "--temperature=0", *machine]
     code, err = refuse(capsys, [*argv, "--num-beams=4", flag.format("100KiB")])
     least = int(re.search(r"3 x 4 beams x \d+ tokens: the step needs ([\d,]+) B of", err)[1].replace(",", ""))
     assert (code, f"raise {shown.format('100KiB')} to at least {flag_size(least)}" in err) == (3, True), err

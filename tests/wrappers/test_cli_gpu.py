@@ -24,6 +24,8 @@ from wrappers.cli import main
 CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=1 --lr=1e-3 --sample-tokens=0 --ram=64MiB"
 TRAIN = ["train", *FLAGS.split()]
+SHORT = ["--gpu-memory=256KiB", "--order=submission", "--recompute=none"]
+"""Less memory than a step takes, in an order that takes no search."""
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 
@@ -60,7 +62,7 @@ def test_the_same_command_uses_the_gpus_there_are(cards: EmulatedCards, capsys: 
 @needs_compiler
 def test_parts_of_a_card(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """Two parts of one card are two devices with a memory each, a fraction of the card's, and compute the same bits as two cards."""
-    shared = ["--steps=2", "--gpu-memory=256KiB"]
+    shared = ["--steps=2", *SHORT]
     assert main([*TRAIN, *shared, "--run-dir=split", "--ngpu=1", "--split-gpu=2"]) == 0
     assert len(cards.opened) == 2
     assert main([*TRAIN, *shared, "--run-dir=cards", "--ngpu=2"]) == 0
@@ -72,7 +74,7 @@ def test_parts_of_a_card(cards: EmulatedCards, capsys: pytest.CaptureFixture[str
 @needs_compiler
 def test_the_ram_that_is_asked_for_is_enough_beside_staging(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """Copies between disk and GPUs keep a part of --ram; what a refusal says is needed counts it, and is enough."""
-    tight = [*TRAIN[:-1], "--steps=1", "--gpu-memory=256KiB", "--disk=scratch:64MiB"]
+    tight = [*TRAIN[:-1], "--steps=1", *SHORT, "--disk=scratch:64MiB"]
     staging = staging_nbytes(1, has_tier=True)
     assert main([*tight, f"--ram={staging + 1}", "--run-dir=a"]) == 3
     needed = re.search(r"needs ([\d,]+ B) of ram at least", capsys.readouterr().err)
@@ -92,7 +94,7 @@ def test_the_memory_of_a_gpu_that_is_advised_is_enough(cards: EmulatedCards, cap
 @needs_compiler
 def test_the_least_ram_of_a_plan_counts_staging(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """With GPUs over a disk, what the table says of RAM is enough for the plan and for the run; the table's budget is what was typed."""
-    flags = [*TRAIN[1:-1], "--steps=1", "--gpu-memory=256KiB", "--disk=scratch:64MiB"]
+    flags = [*TRAIN[1:-1], "--steps=1", *SHORT, "--disk=scratch:64MiB"]
     assert main(["plan", *flags, "--ram=64MiB"]) == 0
     row = re.search(r"^ram +budget 64 MiB, at least ([\d.]+ \w+)", capsys.readouterr().out, re.MULTILINE)
     assert row is not None
@@ -328,7 +330,7 @@ def test_a_trace_knows_the_steps_of_joined_tasks(cards: EmulatedCards, capsys: p
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_updates_by_cpu_workers(cards: EmulatedCards, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     """CPU workers update and do nothing else; losses are those of updates on GPUs within rounding, and no task counts as one that falls back."""
-    some = [f"--dtype={dtype}", "--steps=4", "--gpu-memory=256KiB", "--strict"]
+    some = [f"--dtype={dtype}", "--steps=3", *SHORT, "--strict"]
     assert main([*TRAIN, *some, "--update-on=cpu", "--ncpu=2", "--run-dir=cpu", "--trace=t.json"]) == 0
     out = capsys.readouterr().out
     assert "weights are updated by CPU workers in RAM" in out

@@ -27,7 +27,7 @@ from scheduler.testing import FakeCuda
 from tiles.kernels import CudaDevice, WholeShape, attention_seconds
 from wrappers.cli import main
 
-CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=2 --lr=1e-3 --sample-tokens=0 --ram=64MiB --dtype=bf16"
 TRAIN = ["train", *FLAGS.split()]
 CUDNN, AUTO = "--gpu-attention=cudnn", "--gpu-attention=auto"
@@ -58,19 +58,19 @@ def losses(run: str) -> list[float]:
 
 def test_a_run_keeps_its_choice(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses are near those of our kernels; stopped and resumed they are those of one run, with graphs and without; another choice is refused."""
-    assert main([*TRAIN, "--steps=6", "--run-dir=own"]) == 0
+    assert main([*TRAIN, "--steps=4", "--run-dir=own"]) == 0
     assert cudnn.num_started == 0
-    assert main([*TRAIN, "--steps=6", "--run-dir=whole", CUDNN]) == 0
+    assert main([*TRAIN, "--steps=4", "--run-dir=whole", CUDNN]) == 0
     assert cudnn.num_planned == 2
     np.testing.assert_allclose(losses("whole"), losses("own"), rtol=1e-2)
-    assert main([*TRAIN, "--steps=6", "--run-dir=single", CUDNN, "--no-graphs"]) == 0
+    assert main([*TRAIN, "--steps=4", "--run-dir=single", CUDNN, "--no-graphs"]) == 0
     assert losses("single") == losses("whole")
-    assert main([*TRAIN, "--steps=3", "--run-dir=parts", CUDNN]) == 0
+    assert main([*TRAIN, "--steps=2", "--run-dir=parts", CUDNN]) == 0
     planned = cudnn.num_planned
-    assert main(["train", "--resume=parts", "--steps=6"]) == 0
+    assert main(["train", "--resume=parts", "--steps=4"]) == 0
     assert cudnn.num_planned == planned + 2
     assert losses("parts") == losses("whole")
-    assert main(["train", "--resume=parts", "--steps=7", "--gpu-attention=own"]) == 2
+    assert main(["train", "--resume=parts", "--steps=5", "--gpu-attention=own"]) == 2
     assert "--gpu-attention (was cudnn, is own)" in capsys.readouterr().err
     assert cuda.found == []
 
@@ -100,9 +100,9 @@ def chosen(run: str) -> dict[str, Any]:
 def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
     """The losses are those of a run that asks for it by name; a run that goes on keeps it, whoever would be faster by then."""
     with strict_cudnn.installed(cuda, idle=idle):
-        assert main([*TRAIN, "--steps=6", "--run-dir=named", f"--gpu-attention={who}"]) == 0
+        assert main([*TRAIN, "--steps=4", "--run-dir=named", f"--gpu-attention={who}"]) == 0
         capsys.readouterr()
-        assert main([*TRAIN, "--steps=3", "--run-dir=found", AUTO]) == 0
+        assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO]) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpu-attention:")]
         figures = chosen("found")
         seconds = f"{figures['cudnn_seconds']:.3g} s a step beside {figures['own_seconds']:.3g} s a step of nntask's kernels"
@@ -110,7 +110,7 @@ def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCud
         assert figures["chosen"] == who
         assert f'gpu_attention = "{who}"' in Path("found", "config.toml").read_text()
     with strict_cudnn.installed(cuda, idle=9 - idle):
-        assert main(["train", "--resume=found", "--steps=6", AUTO]) == 0
+        assert main(["train", "--resume=found", "--steps=4", AUTO]) == 0
         assert "gpu-attention:" not in capsys.readouterr().out
     assert chosen("found") == figures
     assert losses("found") == losses("named")
@@ -132,12 +132,19 @@ def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCud
 def test_auto_is_ours_where_there_is_nothing_to_choose(
     flags: list[str], why: str, cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the reason, and the losses of a run that never asked."""
-    assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO, *flags]) == 0
+    """With the reason, before anything is measured."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=never", "--dry-run", AUTO, *flags]) == 0
     assert f"gpu-attention: nntask's kernels; not cuDNN: {why}\n" in capsys.readouterr().out
     assert cudnn.num_planned == 0
+
+
+@pytest.mark.parametrize("flags", [["--seq-tile=3", "--dropout=0.1"], ["--ngpu=0"]], ids=" ".join)
+def test_a_run_with_nothing_to_choose_is_one_that_never_asked(flags: list[str], cuda: FakeCuda, cudnn: StrictCudnn) -> None:
+    """Its losses, on a GPU and without one; cuDNN is not asked."""
+    assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO, *flags]) == 0
     assert main([*TRAIN, "--steps=2", "--run-dir=own", *flags]) == 0
     assert losses("found") == losses("own")
+    assert cudnn.num_planned == 0
 
 
 @pytest.mark.parametrize(
@@ -248,14 +255,14 @@ def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest
         assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--split-gpu=2"]) == 0
         said = capsys.readouterr()
         assert said.err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
-        assert "attention: cuDNN computes it in 16 tasks a step where it can, with 320 MiB of each GPU's budget as workspace\n" in said.out
+        assert "attention: cuDNN computes it in 8 tasks a step where it can, with 320 MiB of each GPU's budget as workspace\n" in said.out
         assert main([*TRAIN, "--steps=2", "--run-dir=cut", CUDNN, "--seq-tile=4"]) == 0
         assert "attention: none of it is cuDNN's: it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)" in capsys.readouterr().out
 
 
 def test_plans_say_who_computes_attention(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
     """And what of the budgets that takes; nothing is measured for a plan."""
-    for flag, words in ((CUDNN, "cuDNN's in 8 tasks a step where it can; 320 MiB of each GPU"), (AUTO, "planned as nntask's own; training times")):
+    for flag, words in ((CUDNN, "cuDNN's in 4 tasks a step where it can; 320 MiB of each GPU"), (AUTO, "planned as nntask's own; training times")):
         assert main(["plan", *FLAGS.split(), flag]) == 0
         assert f"attention           {words}" in capsys.readouterr().out
     assert cudnn.num_planned == 0

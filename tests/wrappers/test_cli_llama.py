@@ -30,15 +30,10 @@ TRAIN = ["train", *FLAGS.split(), "--ncpu=2", "--sample-tokens=0"]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(folder: Path, text: Path) -> Path:
     """A directory of its own with a small config and some text."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "small.json").write_text(json.dumps(SMALL))
-    (tmp_path / "text").mkdir()
-    for i in range(25):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"line {i} of a text about the number {i * i}\n" * 20)
-    return tmp_path
+    (folder / "small.json").write_text(json.dumps(SMALL))
+    return folder
 
 
 def refuse(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from wrappers.cli import main
 
 MODEL = {"vocab_size": 257, "n_positions": 16, "n_embd": 64, "n_layer": 1, "n_head": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 STEPS = int(os.environ.get("NNTASK_MINIMUM_STEPS", "3"))
-FLAGS = ["--config-path=model.json", "--batch=4", "--minibatch=1", "--vocab-tile=64", "--inner-tile=64"]
+FLAGS = ["--config-path=model.json", "--batch=2", "--minibatch=1", "--vocab-tile=64", "--inner-tile=64"]
 RUN = ["--dataset=text", "--dataset-path=text", "--tokenizer=bytes", f"--steps={STEPS}", "--eval-every=2", "--eval-batches=1", "--save-every=2"]
 PAGE = 4096
 MACHINES = {
@@ -135,7 +135,7 @@ def test_a_run_that_makes_too_little_again_is_offered_more(here: Path, capsys: p
 
 def test_a_resumed_run_is_offered_what_it_accepts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiles, minibatches and recomputation are its checkpoint's: memory alone is offered. What is offered is enough, and so are bytes as printed."""
-    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 4}))
+    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 2}))
     flags = [flag for flag in FLAGS if not flag.startswith("--vocab-tile")]
     assert main(["train", *flags, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=0", "--run-dir=a"]) == 0
     begin, resume = ["train", *flags, *RUN, "--run-dir=b", "--ncpu=1", "--recompute=none"], ["train", "--resume=a", "--ncpu=1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from support.commands import refuse
@@ -37,7 +38,7 @@ def test_a_family_is_listed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bert" not in out
 
 
-def test_a_preset_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers of `nntask plan` for the same model and batch."""
     assert main(["plan", "--model=bert-tiny", "--batch=1", "--ncpu=1", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

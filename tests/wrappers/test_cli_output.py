@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("", "--help", "plan --help", "devices --json", "plan --seq-len 64 --batch 1")
+COMMANDS = ("", "--help", "plan --help", "devices --json", "models")
 SENTENCE = "nntask: cannot write to standard output: No space left on device; what was saved is whole\n"
 
 
@@ -43,7 +44,8 @@ def test_a_closed_standard_output(command: str, tmp_path: Path) -> None:
 def test_a_run_with_its_streams_closed(tmp_path: Path) -> None:
     """It trains and saves; no file of it takes the number of a stream."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    flags = "--dataset text --dataset-path text.txt --tokenizer bytes --seq-len 32 --batch 1 --steps 1 --sample-tokens 0 --run-dir run"
+    (tmp_path / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3}))
+    flags = "--config-path small.json --dataset text --dataset-path text.txt --tokenizer bytes --batch 1 --steps 1 --sample-tokens 0 --run-dir run"
     done = shell(f"train {flags}", "<&- >&- 2>&-", tmp_path)
     assert done.returncode == 0
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()

@@ -18,6 +18,8 @@ from scheduler.planning.orders import candidates
 from tiles.kernels.cpu.onednn import library as onednn
 from wrappers.cli import main
 from wrappers.cli.bench import BENCHMARKS
+from wrappers.cli.bench.bound import BoundSettings
+from wrappers.cli.bench.bound import run as run_bound
 from wrappers.cli.bench.evict import EvictSettings
 from wrappers.cli.bench.evict import run as run_evict
 from wrappers.cli.bench.standard import captured, named
@@ -35,7 +37,7 @@ def config(folder: Path) -> str:
 
 def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The documented keys come first; the table says the same in words; nothing is written."""
-    flags = ["plan", config, "--batch=4", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2"]
+    flags = ["plan", config, "--batch=2", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2"]
     assert main([*flags, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert list(plan)[: len(KEYS)] == KEYS
@@ -61,7 +63,7 @@ def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tm
 
 def test_a_plan_that_does_not_fit_ends_with_3(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What it needs is printed all the same, and no forecast; the sentence names the numbers and what would fit."""
-    assert main(["plan", config, "--batch=4", "--ram=100KiB", "--json"]) == 3
+    assert main(["plan", config, "--batch=2", "--ram=100KiB", "--json"]) == 3
     captured = capsys.readouterr()
     plan = json.loads(captured.out)
     assert (plan["feasible"], plan["forecast_bytes"], plan["forecast_seconds"], plan["seconds_per_step"]) == (False, None, None, None)
@@ -72,7 +74,7 @@ def test_a_plan_that_does_not_fit_ends_with_3(config: str, capsys: pytest.Captur
 
 def test_a_plan_that_does_not_fit_chooses_nothing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No order is chosen for a step that cannot run, and the model that would fit is another one."""
-    assert main(["plan", config, "--batch=4", "--ram=16KiB", "--disk=scratch:100MB"]) == 3
+    assert main(["plan", config, "--batch=2", "--ram=16KiB", "--disk=scratch:100MB"]) == 3
     out = capsys.readouterr().out
     assert "feasible            no: " in out
     for word in ("(chosen)", "forecast", "everything fits", "peak", "seconds"):
@@ -80,9 +82,9 @@ def test_a_plan_that_does_not_fit_chooses_nothing(config: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("flags", [["--ram=1KB"], ["--ram=16KiB", "--disk=scratch:100MB"], ["--ram=1KB", "--batch=2"]], ids=" ".join)
-def test_a_plan_that_fits_in_no_order_is_told_before_a_search(flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_fits_in_no_order_is_told_before_a_search(flags: list[str], config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The figures are those of the submission order with nothing made again, which takes no search."""
-    assert main(["plan", "--model=tiny", "--seq-len=32", "--batch=4", "--minibatch=1", *flags, "--json"]) == 3
+    assert main(["plan", config, "--batch=4", "--minibatch=1", *flags, "--json"]) == 3
     plan = json.loads(capsys.readouterr().out)
     assert (plan["order"], plan["recompute"], plan["values"], plan["forecast_bytes"]) == ("submission", "none", [], None)
     assert plan["tasks_per_step"] == sum(plan["tasks_by_name"].values())
@@ -90,7 +92,7 @@ def test_a_plan_that_fits_in_no_order_is_told_before_a_search(flags: list[str], 
 
 def test_the_least_budgets_of_the_table_are_enough(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Typed back as they are printed, the step fits."""
-    flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]
+    flags = ["plan", config, "--batch=2", "--devices=1x4MiB"]
     assert main([*flags, "--ram=16KiB", "--disk=100MB"]) == 0
     found = re.findall(r"^(ram|disk) +budget .*?, at least ([\d.]+ \w+) \(([\d,]+ B)\)", capsys.readouterr().out, re.MULTILINE)
     assert {name for name, *_ in found} == {"ram", "disk"}
@@ -100,7 +102,7 @@ def test_the_least_budgets_of_the_table_are_enough(config: str, capsys: pytest.C
 
 def test_a_device_without_room_for_a_task_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """By plan as by train, with the least that will do; one that has that much and is sent nothing peaks at nothing."""
-    flags = ["plan", config, "--batch=4", "--ncpu=1", "--sim-gpu=2", "--json"]
+    flags = ["plan", config, "--batch=2", "--ncpu=1", "--sim-gpu=2", "--json"]
     assert main([*flags, "--gpu-memory=60"]) == 3
     found = re.search(
         r"the smallest task that computes needs [\d,]+ B, more than the 60 B of sim:0, .* fit with (--gpu-memory) (\S+)\n", capsys.readouterr().err
@@ -120,7 +122,7 @@ def test_a_device_without_room_for_a_task_is_refused(config: str, capsys: pytest
 
 def test_devices_that_are_alike_share_a_line(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As workers and as memories; in --json each has its own figures. There are not more than a plan goes through in a minute."""
-    assert main(["plan", config, "--batch=4", "--minibatch=1", "--devices=4x4MiB@1TF"]) == 0
+    assert main(["plan", config, "--batch=2", "--minibatch=1", "--devices=4x4MiB@1TF"]) == 0
     out = capsys.readouterr().out
     assert "workers             4 x sim@gpu:0..3; policy" in out
     assert (
@@ -128,7 +130,7 @@ def test_devices_that_are_alike_share_a_line(config: str, capsys: pytest.Capture
         == re.findall(r"^gpu:0\.\.3 .*at most ", out, re.MULTILINE)
         != []
     )
-    assert main(["plan", config, "--batch=4", "--devices=4x4MiB", "--json"]) == 0
+    assert main(["plan", config, "--batch=2", "--devices=4x4MiB", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["budget_bytes"]) == ["ram", "gpu:0", "gpu:1", "gpu:2", "gpu:3"]
     assert main(["plan", config, "--devices=1000x4MiB"]) == 2
     assert "--devices must be at most 64, because each has a memory and links" in capsys.readouterr().err
@@ -136,7 +138,7 @@ def test_devices_that_are_alike_share_a_line(config: str, capsys: pytest.Capture
 
 def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--devices, --ram and --link describe the machine; --link alone is a mistake."""
-    assert main(["plan", config, "--batch=4", "--devices=2x4MiB@1TF", "--ram=1GiB", "--link=1GB/s", "--json"]) == 0
+    assert main(["plan", config, "--batch=2", "--devices=2x4MiB@1TF", "--ram=1GiB", "--link=1GB/s", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["budget_bytes"] == {"ram": 1 << 30, "gpu:0": 4 << 20, "gpu:1": 4 << 20}
     assert main(["plan", config, "--link=1GB/s"]) == 2
@@ -163,7 +165,7 @@ def test_the_usage_line_of_a_benchmark_is_what_it_takes(name: str, capsys: pytes
 
 def test_the_disk_of_an_imaginary_machine_has_a_rate(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--disk-rate is that of all requests together, printed with the links'; a slower disk takes longer, and a rate of no disk is a mistake."""
-    flags = ["plan", config, "--batch=4", "--minibatch=1", "--devices=1x192KiB@1GF", "--ram=128KiB", "--disk=scratch:1GiB", "--recompute=none"]
+    flags = ["plan", config, "--batch=2", "--minibatch=1", "--devices=1x192KiB@1GF", "--ram=128KiB", "--disk=scratch:1GiB", "--recompute=none"]
     seconds = []
     for rate, nbytes in (([], 1.6e9), (["--disk-rate=20MB/s"], 20e6)):
         assert main([*flags, *rate, "--json"]) == 0
@@ -185,7 +187,7 @@ def test_the_disk_of_an_imaginary_machine_has_a_rate(config: str, capsys: pytest
 
 def test_updates_by_cpu_workers_are_planned(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan says who updates, and why if that was open; --ram-rate says how fast, and is a mistake where nobody asks."""
-    flags = ["plan", config, "--devices=1x4MiB@1TF", "--batch=4", "--minibatch=1"]
+    flags = ["plan", config, "--devices=1x4MiB@1TF", "--batch=2", "--minibatch=1"]
     assert main([*flags, "--update-on=cpu", "--ncpu=2"]) == 0
     out = capsys.readouterr().out
     assert "weights             updated by CPU workers in RAM\n" in out
@@ -206,7 +208,7 @@ def test_updates_by_cpu_workers_are_planned(config: str, capsys: pytest.CaptureF
 
 def test_the_disk_of_an_imaginary_machine_is_a_size(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--disk 2TB is as large as that; memory that does not say is boundless; on this machine a size is no directory."""
-    flags = ["plan", config, "--batch=4", "--devices=1x4MiB"]
+    flags = ["plan", config, "--batch=2", "--devices=1x4MiB"]
     assert main([*flags, "--disk=2TB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["budget_bytes"]["disk"] == 2 * 10**12
     assert main([*flags, "--disk=2TB"]) == 0
@@ -223,7 +225,7 @@ def test_a_choice_among_equally_fast_orders_is_explained(config: str, capsys: py
     """Where copies take no time the bytes decide, and the table says so; not of an order that was given."""
     found = []
     for order in ("auto", "layers"):
-        flags = ["plan", config, "--batch=4", "--minibatch=1", "--devices=1x192KiB@0.001GF", f"--order={order}"]
+        flags = ["plan", config, "--batch=2", "--minibatch=1", "--devices=1x192KiB@0.001GF", f"--order={order}"]
         assert main([*flags, "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert main(flags) == 0
@@ -235,7 +237,7 @@ def test_a_choice_among_equally_fast_orders_is_explained(config: str, capsys: py
 
 def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a given order the table says that it was given."""
-    flags = ["plan", config, "--batch=4", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2", "--order=layers"]
+    flags = ["plan", config, "--batch=2", "--minibatch=1", "--ram=300KiB", "--disk=scratch:100MB", "--ncpu=2", "--order=layers"]
     assert main(flags) == 0
     out = capsys.readouterr().out
     assert [line.split()[1] for line in out.splitlines() if line.endswith("(given)")] == ["layers"]
@@ -252,7 +254,7 @@ def test_an_order_that_was_given_is_not_called_chosen(config: str, capsys: pytes
 )
 def test_what_an_imaginary_machine_lacks(config: str, flags: list[str], helps: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Larger devices, RAM or disk, as texts of these flags; nothing of this machine's devices and directories."""
-    assert main(["plan", config, "--batch=4", *flags, "--json"]) == 3
+    assert main(["plan", config, "--batch=2", *flags, "--json"]) == 3
     captured = capsys.readouterr()
     advice = json.loads(captured.out)["advice"]
     assert all(change.startswith(f"{words} ") for change, words in zip(advice, helps, strict=False))
@@ -344,13 +346,12 @@ def test_bench_evict_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> N
     assert moved[f"1/{part + 1}"] is None
 
 
-BOUND = ["bench", "bound", "--batch=4", "--minibatch=1", "--link=100MB/s"]
+BOUND = ["bench", "bound", "--batch=2", "--minibatch=1", "--link=100MB/s"]
 
 
 def test_bench_bound(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan is that of `nntask plan`, and not below the bound of its order; each order has one, smaller where values may be made again."""
-    assert main([*BOUND, config, "--device=200KiB@1GF", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    figures, lines = run_bound(BoundSettings(config_path="small.json", batch=2, minibatch=1, link="100MB/s", device="200KiB@1GF"))
     assert main(["plan", config, *BOUND[2:], "--devices=1x200KiB@1GF", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert all(figures[name] == plan[name] for name in ("seconds_per_step", "order", "recompute", "tasks_per_step", "moved_bytes_per_step"))
@@ -362,10 +363,8 @@ def test_bench_bound(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["seconds"] <= row["seconds_without_recompute"] * (1 + 1e-6)
     assert figures["bound_seconds"] == min(row["seconds"] for row in bounds.values()) == bounds[figures["bound_order"]]["seconds"]
     assert figures["over_bound"] == figures["seconds_per_step"] / figures["bound_seconds"] >= 1
-    assert main([*BOUND, config, "--device=200KiB@1GF"]) == 0
-    out = capsys.readouterr().out
-    assert f"the plan takes {figures['over_bound']:.3f} times as long" in out
-    assert len(out.splitlines()) == 4 + len(bounds)
+    assert any(f"the plan takes {figures['over_bound']:.3f} times as long" in line for line in lines)
+    assert len(lines) == 4 + len(bounds)
 
 
 @pytest.mark.parametrize(("flags", "words"), [(["--device=20KiB@1GF"], "enlarge --device"), (["--device=1MiB", "--ram=300KiB"], "or --ram 300KiB")])
@@ -394,7 +393,7 @@ def test_bench_sched_takes_a_model_s_length(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_disk_of_this_machine_is_none_of_another_one(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory in the environment; its size is taken over, and one that is typed is a mistake."""
-    flags = ["plan", config, "--batch=4", "--devices=1x4MiB", "--json"]
+    flags = ["plan", config, "--batch=2", "--devices=1x4MiB", "--json"]
     for said, is_there in (("scratch", False), ("scratch:1GB", True)):
         monkeypatch.setenv("NNTASK_DISK", said)
         assert main(flags) == 0
@@ -405,7 +404,7 @@ def test_a_disk_of_this_machine_is_none_of_another_one(config: str, monkeypatch:
 
 def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:
     """No policy beats the bounds; auto is one of them."""
-    flags = ["bench", "sched", "--model=tiny", "--seq-len=64", "--batch=4", "--minibatch=2", "--counts=1,2", "--device=256MiB@1TF"]
+    flags = ["bench", "sched", "--model=tiny", "--seq-len=64", "--batch=2", "--minibatch=2", "--counts=1,2", "--device=256MiB@1TF"]
     assert main([*flags, "--json"]) == 0
     machines = json.loads(capsys.readouterr().out)["machines"]
     assert [machine["devices"] for machine in machines] == [1, 2]

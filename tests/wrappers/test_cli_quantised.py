@@ -40,7 +40,13 @@ FLAGS = "--train=lora:4 --lora-alpha=8 --dataset=text --dataset-path=text.txt --
 TRAIN = ["train", *FLAGS.split(), "--ncpu=2"]
 
 
-@pytest.fixture(params=list(CONFIGS))
+def of_families(usual: str) -> pytest.MarkDecorator:
+    """Every family; those besides the usual one are `long`."""
+    each = [name if name == usual else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+    return pytest.mark.parametrize("here", each, indirect=True)
+
+
+@pytest.fixture
 def here(folder: Path, request: pytest.FixtureRequest) -> Path:
     """A directory with text, a plain model, a quantised one, and what that stands for."""
     config = replace(CONFIGS[request.param])
@@ -63,6 +69,7 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
+@of_families("gpt2")
 def test_texts_perplexity_comparison_and_plans(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A quantised directory says what the decoded one says, where commands read models; and a plan of adapters on it needs less."""
     texts = [said(capsys, "generate", name, "--prompt=some words", "--max-new-tokens=8", "--temperature=0") for name in ("small", "decoded")]
@@ -76,13 +83,14 @@ def test_texts_perplexity_comparison_and_plans(here: Path, capsys: pytest.Captur
     assert small < 0.75 * floats  # the table of tokens is most of so small a model
 
 
+@of_families("llama")
 def test_adapters_on_a_quantised_base_are_those_on_the_decoded_one(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The losses, a resumed run bit by bit, texts of the run, and the merged model, which is the sum of the decoded weights and the adapters."""
     assert main([*TRAIN, "--init-from=small", "--steps=4", "--run-dir=a"]) == 0
     assert main([*TRAIN, "--init-from=decoded", "--steps=4", "--run-dir=floats"]) == 0
     assert losses(here / "a") == pytest.approx(losses(here / "floats"), abs=1e-5)
     assert losses(here / "a")[-1] < losses(here / "a")[0] - 0.05
-    assert main([*TRAIN, "--init-from=small", "--steps=2", "--run-dir=b", "--ram=1100KiB", "--disk=tier"]) == 0
+    assert main([*TRAIN, "--init-from=small", "--steps=2", "--run-dir=b", "--ram=1100KiB", "--disk=tier", "--recompute=none"]) == 0
     assert main(["train", "--resume=b", "--steps=4", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
     assert losses(here / "a") == losses(here / "b")
     texts = [said(capsys, "generate", name, "--prompt=some words", "--max-new-tokens=8", "--temperature=0") for name in ("a", "floats")]
@@ -99,6 +107,7 @@ def test_adapters_on_a_quantised_base_are_those_on_the_decoded_one(here: Path, c
     assert torch.isfinite(merged(torch.arange(20)[None]).logits).all()
 
 
+@of_families("gpt2")
 def test_all_weights_of_a_quantised_directory_train_as_floats(here: Path) -> None:
     """Without adapters the decoded weights are what training begins with."""
     rest = [each for each in TRAIN if "lora" not in each]

@@ -175,7 +175,7 @@ def test_a_kill_while_saving_costs_nothing(here):
     assert len(numbers(here / "b")) == 10
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)])
 def test_a_signal_saves_and_tells_how_to_continue(here, number, code):
     """Ctrl-C and SIGTERM let what is in flight finish; the command that is printed continues the run."""
     process = start(*TRAIN, "--steps=100000", "--run-dir=a")
@@ -280,7 +280,13 @@ loop.Loop.save = save
 """
 
 
-@pytest.mark.parametrize(("every", "words"), [(0, "nothing was saved, so there is"), (2, "nothing more was saved, the newest checkpoint is a/check")])
+@pytest.mark.parametrize(
+    ("every", "words"),
+    [
+        pytest.param(0, "nothing was saved, so there is", marks=pytest.mark.long),
+        (2, "nothing more was saved, the newest checkpoint is a/check"),
+    ],
+)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)])
 def test_a_second_signal_stops_at_once(here, every, words, number, code):
     """While the first one's checkpoint does not come to an end, the second one ends the process and says what there is."""

@@ -378,7 +378,7 @@ def test_clients_that_leave(server: Served, alone: Alone) -> None:
 
 def test_many_at_once(server: Served, alone: Alone) -> None:
     """Eight clients with texts of their own, some of which leave: nothing is lost or mixed up."""
-    prompts = [f"text number {number} " + "word " * (number % 7) for number in range(40)]
+    prompts = [f"text number {number} " + "word " * (number % 7) for number in range(24)]
     wants = [alone.text(prompt, 5 + number % 20) for number, prompt in enumerate(prompts)]
     lock = threading.Semaphore(8)  # as many as run and wait
 

@@ -38,7 +38,7 @@ def alone(model: Path) -> Iterator[Alone]:
     found.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_a_signal_lets_streams_end(number: int, model: Path, alone: Alone) -> None:
     """What runs is said to its end, new connections are refused, and the exit code is 0."""
     with served(model) as server, server.client() as client:
@@ -191,13 +191,20 @@ def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
             client.chat.completions.create(model="small", messages=[{"role": "user", "content": "a"}])
 
 
+IMPATIENT = """
+from functools import partial
+from wrappers.serve import template_process
+template_process.TemplateProcess = partial(template_process.TemplateProcess, cpu_seconds=1)
+"""
+
+
 def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> None:
     """Its refusal is the client's, and so is what it may not take, time and memory; a name for the model; a key from the environment."""
     template = tmp_path / "t.jinja"
     bug = "{% if messages[0].role == 'bug' %}{{ messages[0].role * 10**18 }}{% endif %}"
     bug += "{% if messages[0].role == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     template.write_text("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}" + bug + "{{ messages[0].content }}")
-    script = "import os\nos.environ['NNTASK_API_KEY'] = 'a-key'"
+    script = "import os\nos.environ['NNTASK_API_KEY'] = 'a-key'\n" + IMPATIENT
     with served(model, "--chat-template", str(template), "--name", "org/other", script=script) as server, server.client() as client:
         message: Any = {"role": "user", "content": "a"}
         assert client.models.retrieve("org/other").id == "org/other"
@@ -206,7 +213,7 @@ def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> Non
             client.chat.completions.create(model="org/other", messages=[message, message])
         for role, words in (
             ("bug", "more memory than it may have; change the messages"),
-            ("loop", "more than 5 s of a processor; change the messages"),
+            ("loop", "more than 1 s of a processor; change the messages"),
         ):
             with pytest.raises(openai.BadRequestError, match=words) as refusal:
                 client.chat.completions.create(model="org/other", messages=[{**message, "role": role}])

@@ -46,7 +46,7 @@ def processes() -> Iterator[list[TemplateProcess]]:
         each.close()
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if "macros" in name or "number" in name else name for name in HOSTILE])
 def test_hostile_conversations(name: str, processes: list[TemplateProcess]) -> None:
     """A conversation whose rendering is without bound is refused within seconds and bytes; one that is not so is written as without a process."""
     piece, words = HOSTILE[name]

@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 USUAL = ("bert", "mixtral", "resnet", "t5")
 """Families of the default run: an encoder, grouped products, batch normalisation, tied weights in an encoder and a decoder."""
 ALL = [pytest.param(name, marks=() if name in USUAL else pytest.mark.long) for name in FAMILIES]
-SAME = [pytest.param(name, marks=() if name in USUAL[:2] else pytest.mark.long) for name in FAMILIES]
+SAME = [pytest.param(name, marks=() if name == USUAL[0] else pytest.mark.long) for name in FAMILIES]
 
 
 def train(module: torch.nn.Module, batches: Sequence[Batch], **terms: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:

@@ -61,7 +61,7 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     from nntask import DoesNotFit, UsageError
     from nntask.config import ModelSettings, TilingSettings
     from nntask.hardware import parse_devices
-    from nntask.planning import capture, choose_order, no_collections, plan_step, with_few_tasks
+    from nntask.planning import capture, no_collections, order_or_needs, plan_step, with_few_tasks
 
     from .standard import on_devices, run_of
 
@@ -74,8 +74,8 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     job = with_few_tasks(run_of(train, config), target, "--device")
     with no_collections():
         found = capture(job)
-        order = choose_order(found, job, target)
-        planned = plan_step(found, job, target, lambda needs, full: (), order)
+        order, needs = order_or_needs(found, job, target)
+        planned = plan_step(found, job, target, lambda needs, full: (), order, needs)
         if not planned["feasible"]:
             raise DoesNotFit(f"{planned['refusal']}; enlarge --device {settings.device}" + (f" or --ram {settings.ram}" if settings.ram else ""))
         names = ("seconds_per_step", "order", "recompute", "tasks_per_step", "needed_bytes", "moved_bytes_per_step")
