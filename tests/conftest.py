@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("XDG_CACHE_HOME", str(folder))
     yield folder
     patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_measurements(own_caches: Path) -> Iterator[None]:
+    """Durations that a module's tests have measured go with it: every runtime reads all that there are, and writes them when it closes."""
+    yield
+    shutil.rmtree(own_caches / "nntask" / "perf", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
