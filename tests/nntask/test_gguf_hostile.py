@@ -266,8 +266,9 @@ def test_wrong_values_of_keys(
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))  # for what would take memory without end
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_AS, before))
     keys = [key for key in GgufFile(source).metadata if key not in ("general.name", "general.architecture", "llama.vocab_size")]
+    others = ["general.alignment", "llama.rope.scaling.type", "split.count", "tokenizer.huggingface.json", "llama.attention.sliding_window"]
     codes = set()
-    for at, key in enumerate((*keys, "general.alignment", "llama.rope.scaling.type", "split.count", "tokenizer.huggingface.json", "llama.attention.sliding_window")):
+    for at, key in enumerate(keys + others):
         values = (*VALUES, None) if key in keys else VALUES
         for value in values[(third - at) % 3 :: 3]:
             path = tmp_path / "changed.gguf"

@@ -168,8 +168,8 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_a_run_stays_within_its_cgroup(job: Path) -> None:
-    """Initialisation, training, checkpoint, resume, validation and sampling; what takes more than the group's limit is killed. Orders and what to make
-    again are chosen in the test below, which is long."""
+    """Initialisation, training, checkpoint, resume, validation and sampling; what takes more than the group's limit is killed. An order and what to
+    make again are chosen in the last test."""
     with memory_group(LIMIT) as procs:
         for flags in ([*FLAGS.split(), "--order=forward", "--recompute=none", "--steps=1"], ["--resume=run", "--steps=2"]):
             done = nntask(job, procs, *flags, f"--ram={RAM}B", "--disk=tier")
