@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from support.search import register_profiles
 
 register_profiles()
+gc.set_threshold(20_000, 10, 10)  # torch and transformers are a million objects, which were gone through for every few recorded steps
 
 
 @pytest.fixture(scope="session", autouse=True)
