@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from support.search import register_profiles
 
 register_profiles()
+gc.set_threshold(20_000, 10, 10)  # torch and transformers are a million objects, which were gone through for every few recorded steps
 
 
 def pytest_collection_finish() -> None:
@@ -28,6 +30,13 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("XDG_CACHE_HOME", str(folder))
     yield folder
     patch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_measurements(own_caches: Path) -> Iterator[None]:
+    """Durations that a module's tests have measured go with it: every runtime reads all that there are, and writes them when it closes."""
+    yield
+    shutil.rmtree(own_caches / "nntask" / "perf", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -107,11 +107,9 @@ def short(share: str, **options: object) -> Case:
 
 
 FEW = [
-    Case(workers=1, lanes=4, sched="eager"),
     Case(lanes=4, sims=1, sched="lws", traced=True),
     Case("llama", workers=4, lanes=4, sched="eager", traced=True),
-    Case("llama", lanes=4, sims=2, sched="dmdas"),
-    Case("gpt2 adapters", lanes=4, sims=1, sched="reuse"),
+    Case("gpt2 adapters", workers=1, lanes=4, sims=1, sched="reuse"),
     Case("llama adapters", lanes=4, sims=2, sched="dmda"),
     short("0.5", lanes=4, sched="dm"),
     short("0.25", sched="reuse", evict="fifo"),
@@ -123,6 +121,8 @@ FEW = [
     short("minimum", sims=1),
 ]
 ALL = [
+    Case(workers=1, lanes=4, sched="eager"),
+    Case("llama", lanes=4, sims=2, sched="dmdas"),
     Case(workers=1, lanes=4, sims=2),
     short("0.25", sched="lws", evict="lru"),
     short("0.25", lanes=4, sched="dmda", prefetch=False),

@@ -54,7 +54,7 @@ def test_computing_blocks_again_changes_nothing(name):
     theirs, batch, found, needed = hf_model(config), random_batch(config, 1), [], []
     for recompute in ("none", "block"):
         with Runtime(cpu_workers=1) as runtime:
-            model = our_model(theirs, config, tiles(config), runtime)
+            model = our_model(theirs, config, ModelTiling(3, 6, 16, 24, -1, 31), runtime)
             optimizer, given = SGD(model.parameters(), 0.05), written(model, batch)
             with runtime.record(recompute=recompute) as step:
                 loss = model(**given)
@@ -68,13 +68,13 @@ def test_computing_blocks_again_changes_nothing(name):
 
 
 @families
-def test_ten_steps_of_training_are_those_of_transformers(name):
-    """Losses within 2e-5 over ten steps of gradient descent on equal batches."""
+def test_five_steps_of_training_are_those_of_transformers(name):
+    """Losses within 2e-5 over five steps of gradient descent on equal batches."""
     config = CONFIGS[name]
     theirs = hf_model(config).train()
     model = our_model(theirs, config, ModelTiling(3, 6, 16, 24, -1, 31), InlineRuntime())
     ours, reference = SGD(model.parameters(), 0.05), torch.optim.SGD(theirs.parameters(), 0.05)
-    for step in range(10):
+    for step in range(5):
         batch = random_batch(config, step)
         reference.zero_grad()
         expected = hf_loss(theirs, config, batch)

@@ -24,7 +24,7 @@ from wrappers.cli import main
 
 CONFIG = GPT2Config(vocab_size=512, n_positions=32, n_embd=128, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 TILING = ModelTiling(1, 32, 64, 128, 2, 128)
-IDS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (4, 1, CONFIG.n_positions + 1)).astype(np.int32)
+IDS = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (3, 1, CONFIG.n_positions + 1)).astype(np.int32)
 
 
 def write_model(path: Path, dtype: type = np.float32, config: GPT2Config = CONFIG) -> Path:
@@ -51,7 +51,7 @@ def opened(path: Path, runtime: Runtime) -> GPT2:
 
 
 def losses(path: Path, runtime: Runtime) -> list[bytes]:
-    """Bits of the losses of four evaluations by one recorded step."""
+    """Bits of the losses of three evaluations by one recorded step."""
     model = opened(path, runtime)
     tokens, targets = model.input_tensors(1)
     with runtime.record() as step:
@@ -64,6 +64,13 @@ def losses(path: Path, runtime: Runtime) -> list[bytes]:
         targets.write(ids[:, 1:])
         found.append(step.replay().read(loss).tobytes())
     return found
+
+
+@pytest.fixture(scope="module")
+def expected(directory: Path) -> list[bytes]:
+    """The losses with room."""
+    with Runtime(1, ram=1 << 28) as runtime:
+        return losses(directory, runtime)
 
 
 class Copies(Trace):
@@ -84,11 +91,9 @@ def size_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("machine", ["ram", "ram disk", "device", "device disk"])
-def test_a_forward_pass_writes_no_weights(directory: Path, machine: str, tmp_path: Path) -> None:
+def test_a_forward_pass_writes_no_weights(directory: Path, expected: list[bytes], machine: str, tmp_path: Path) -> None:
     """With a quarter of the weights' bytes where tasks run: the same losses, nothing written to the disk tier, or no disk tier at all."""
     quarter = size_of(directory) // 4
-    with Runtime(1, ram=1 << 28) as runtime:
-        expected = losses(directory, runtime)
     options: dict = {"disk": (tmp_path / "tier", 1 << 30)} if machine.endswith("disk") else {}
     if machine.startswith("device"):
         options.update(sim_gpus=1, gpu_memory=quarter)
@@ -107,7 +112,7 @@ def test_a_forward_pass_writes_no_weights(directory: Path, machine: str, tmp_pat
 
 
 def train(path: Path, **options) -> tuple[list[bytes], dict[str, np.ndarray], dict, list[int]]:
-    """Four steps of AdamW on biases and scales alone: bits of the losses, the weights after them, counters, and the plan's least budgets."""
+    """Three steps of AdamW on biases and scales alone: bits of the losses, the weights after them, counters, and the plan's least budgets."""
     with Runtime(2, **options) as runtime:
         model = opened(path, runtime)
         optimizer = AdamW([Group([each for each in model.parameters() if len(each.shape) == 1], 0.0)], 1e-2)
@@ -175,7 +180,7 @@ def change(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "words"), [(truncate, "has become shorter since it was opened"), (change, "has changed since it was opened")])
-def test_a_file_that_is_spoiled(directory: Path, tmp_path: Path, spoil, words: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_file_that_is_spoiled(tmp_path: Path, spoil, words: str) -> None:  # type: ignore[no-untyped-def]
     """The tensor and its file are named; what has been read before goes on."""
     path = write_model(tmp_path / "model")
     with Runtime(1, ram=1 << 26) as runtime:

@@ -29,7 +29,7 @@ from scheduler.core.records import NodeId, Task, WorkerKind
 from scheduler.simulation.virtual_time import simulate
 
 CONFIG: Final = GPT2Config(vocab_size=1024, n_positions=64, n_embd=128, n_layer=2, n_head=4)
-STEPS: Final = 5
+STEPS: Final = 4
 BOUNDLESS: Final = 1 << 50
 
 
@@ -37,7 +37,7 @@ def settings(**resources: Any) -> TrainSettings:
     """Four minibatches of one sequence in tiles of several pages; one CPU worker unless told otherwise."""
     asked = TrainSettings(
         model=ModelSettings(config_path="small.json"),
-        tiling=TilingSettings(batch=4, minibatch=1, embd_tile=64, inner_tile=128, vocab_tile=256, head_tile=2),
+        tiling=TilingSettings(batch=4, minibatch=1, embd_tile=128, inner_tile=128, vocab_tile=256, head_tile=2),
         resources=ResourceSettings(**{"ncpu": 1, "ram": "1GiB", **resources}),
     )
     return resolve(asked, CONFIG).settings

@@ -22,7 +22,7 @@ from nntask.inference.sampling import Sampling
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 
-CONTEXT, COUNT = 32, 12
+CONTEXT, COUNT = 32, 9
 COARSE = ModelTiling(2, 6, 24, 31, -1, 61)
 """Tiles of positions within windows, and few others: each token is a step."""
 WRITERS = [name for name, config in CONFIGS.items() if config.objective in ("causal", "seq2seq")]

@@ -252,10 +252,12 @@ def test_wrong_pairs_of_sizes(name: str, factors: np.ndarray[Any, Any] | None) -
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("third", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_wrong_values_of_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest, third: int
 ) -> None:
-    """Every key of a config and of a tokenizer with every kind of nonsense: the model is read, or refused with one sentence."""
+    """Every key of a config and of a tokenizer with every kind of nonsense: the model is read, or refused with one sentence. By default each key
+    with a third of the values, each value with a third of the keys."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model")
     source = write_gguf(tmp_path / "whole.gguf", hf_model(replace(CONFIGS["llama"], vocab_size=300)), tokenizer=tmp_path / "model", kind="F16")
@@ -264,9 +266,11 @@ def test_wrong_values_of_keys(
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))  # for what would take memory without end
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_AS, before))
     keys = [key for key in GgufFile(source).metadata if key not in ("general.name", "general.architecture", "llama.vocab_size")]
+    others = ["general.alignment", "llama.rope.scaling.type", "split.count", "tokenizer.huggingface.json", "llama.attention.sliding_window"]
     codes = set()
-    for key in (*keys, "general.alignment", "llama.rope.scaling.type", "split.count", "tokenizer.huggingface.json", "llama.attention.sliding_window"):
-        for value in (*VALUES, None) if key in keys else VALUES:
+    for at, key in enumerate(keys + others):
+        values = (*VALUES, None) if key in keys else VALUES
+        for value in values[(third - at) % 3 :: 3]:
             path = tmp_path / "changed.gguf"
             path.unlink(missing_ok=True)
             changed(source, path, key, value)

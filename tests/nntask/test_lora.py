@@ -167,8 +167,8 @@ def test_no_task_writes_or_differentiates_what_is_frozen(family: str, recompute:
     names = Counter(task.name for task in found.tasks)
     assert not {"embedding_backward", "add_rows_backward", "column_sums"} & set(names)
     # the first norm's input leads to nothing that is learnt: of 2 L + 1 norms, all but one have a backward pass
-    backward = names["norm_backward_apply"]  # one for each tile of 2 sequences x 2 x 2, in two minibatches
-    assert backward == 2 * 8 * (2 * 2 + 1 - 1)
+    backward = names["norm_backward_apply"]  # one for each tile of 2 positions x 2 features, in two minibatches
+    assert backward == 2 * 4 * (2 * 2 + 1 - 1)
 
 
 def test_the_ledger_counts_the_adapters_share() -> None:

@@ -93,7 +93,7 @@ def test_twenty_steps_of_adamw_follow_torch(family, tied):
     config = gpt2.oracle.random_config(11, n_layer=2) if family is gpt2 else replace(family.config, initializer_range=0.1)
     config = replace(config, tie_word_embeddings=tied)
     theirs = family.oracle.hf_model(config)
-    model = family.oracle.our_model(theirs, config, family.uneven[0], InlineRuntime())
+    model = family.oracle.our_model(theirs, config, family.uneven[3], InlineRuntime())
     schedule = make_schedule("cosine", 1e-2, steps=20, warmup_steps=5, min_lr=1e-4)
     matrices = [p for p in theirs.parameters() if p.ndim > 1]
     vectors = [p for p in theirs.parameters() if p.ndim == 1]
@@ -158,7 +158,7 @@ def test_bf16_stays_near_fp32(family):
     """Weights and activations in bf16 with fp32 masters, in ragged tiles: losses of a few steps on one batch within its three digits."""
     runs = []
     for dtype in (np.float32, ml_dtypes.bfloat16):
-        model = family.kind(family.config, family.uneven[0], InlineRuntime(), seed=4, dtype=dtype)
+        model = family.kind(family.config, family.uneven[3], InlineRuntime(), seed=4, dtype=dtype)
         optimizer = AdamW(model.parameters(), lr=1e-2)
         given = model.input_tensors(3, LENGTH)
         for tensor, ids in zip(given, batches(family.config, 1, 3, LENGTH)[0], strict=True):
@@ -177,7 +177,7 @@ def test_bf16_stays_near_fp32(family):
 
 def emission(family, runtime, config):
     """Model, optimizer, inputs, and a function that emits a step of two minibatches, with clipping."""
-    model = family.kind(config, family.uneven[0], runtime, seed=4)
+    model = family.kind(config, family.uneven[3], runtime, seed=4)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=0.1)
     given = [model.input_tensors(2, LENGTH) for _ in range(2)]
 

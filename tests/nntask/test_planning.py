@@ -124,8 +124,9 @@ def test_short_memory_in_an_order_that_is_asked_for() -> None:
 
 def test_a_tile_too_large_is_named_with_a_size_that_fits() -> None:
     """The flag that is advised makes the step fit."""
-    minimum = plan_run(settings(disk="scratch:1GiB"), WIDE)["minimum_budget_bytes"]["ram"]
-    tight = settings(ram=str(minimum // 2), disk="scratch:1GiB")
+    roomy = replace(settings(disk="scratch:1GiB"), tiling=TilingSettings(batch=2, minibatch=1))
+    minimum = plan_run(roomy, WIDE)["minimum_budget_bytes"]["ram"]
+    tight = replace(roomy, resources=replace(roomy.resources, ram=str(minimum // 2)))
     refused = plan_run(tight, WIDE)
     assert "at once" in refused["refusal"]
     words = refused["advice"][-1].split()

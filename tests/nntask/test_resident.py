@@ -168,10 +168,11 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_a_run_stays_within_its_cgroup(job: Path) -> None:
-    """Initialisation, training, checkpoint, resume, validation and sampling; what takes more than the group's limit is killed."""
+    """Initialisation, training, checkpoint, resume, validation and sampling; what takes more than the group's limit is killed. An order and what to
+    make again are chosen in the last test."""
     with memory_group(LIMIT) as procs:
-        for flags in (["--steps=1"], ["--resume=run", "--steps=2"]):
-            done = nntask(job, procs, *(FLAGS.split() if "--resume=run" not in flags else []), *flags, f"--ram={RAM}B", "--disk=tier")
+        for flags in ([*FLAGS.split(), "--order=forward", "--recompute=none", "--steps=1"], ["--resume=run", "--steps=2"]):
+            done = nntask(job, procs, *flags, f"--ram={RAM}B", "--disk=tier")
             assert done.returncode == 0, done.stdout + done.stderr
         found = records(job)
         assert [record["step"] for record in found] == [1, 2]

@@ -28,7 +28,7 @@ from scheduler.planning import PlannedOrder
 from scheduler.planning.forecast import Forecast
 from wrappers.cli import main
 
-STEPS = 4
+STEPS = 3
 MIB = 1 << 20
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -52,13 +52,13 @@ def aside_plan() -> StepPlan:
 
 FAMILIES: list[tuple[str, np.dtype[Any] | None]] = [("gpt2", None), ("gpt2", BF16), ("llama adapters", None)]
 MACHINES = [(1.0, 1), (1.0, 2), (0.5, 1), (0.5, 2)]
-"""Shares of what the step needs, and devices."""
+"""Shares of what the step needs, and devices. By default the first family is on the first and the last, the others on the last."""
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "share", "devices"),
     [
-        pytest.param(*model, *machine, marks=[] if model == FAMILIES[0] or machine == MACHINES[-1] else pytest.mark.long)
+        pytest.param(*model, *machine, marks=[] if machine == MACHINES[-1] or (model, machine) == (FAMILIES[0], MACHINES[0]) else pytest.mark.long)
         for model in FAMILIES
         for machine in MACHINES
     ],
@@ -109,15 +109,16 @@ def settings(**resources: Any) -> TrainSettings:
     """GPT-2 of a size whose optimizer state is most of its data."""
     return TrainSettings(
         model=ModelSettings(model="gpt2", dtype="bf16", seq_len=64),
-        tiling=TilingSettings(batch=4, minibatch=1),
+        tiling=TilingSettings(batch=2, minibatch=1),
         resources=ResourceSettings(ram="64GiB", **{"recompute": "none", **resources}),
     )
 
 
-CONFIG = GPT2Config(vocab_size=5056, n_positions=128, n_embd=256, n_layer=4, n_head=4)
+CONFIG = GPT2Config(vocab_size=5056, n_positions=128, n_embd=256, n_layer=2, n_head=4)
 
 
-def planned(link: str, ram_rate: str, memory: str = "24MiB", **resources: Any) -> dict[str, Any]:
+@cache
+def planned(link: str, ram_rate: str, memory: str = "16MiB", **resources: Any) -> dict[str, Any]:
     """The plan of a step on one imaginary device."""
     asked = settings(**resources)
     target = imaginary_machine(f"1x{memory}@150TF", asked.resources, link, ram_rate="" if asked.resources.update_on == "device" else ram_rate)
@@ -143,8 +144,8 @@ def test_updaters_are_compared_by_one_measure() -> None:
 
     assert expected({"device": order(7.9, 11.4), "cpu": order(8.5, 0.0)}) == {"device": 7.9, "cpu": 8.5}
     assert expected({"device": order(7.9, 11.4), "cpu": order(8.5, 12.0)}) == {"device": 11.4, "cpu": 12.0}
-    both = planned("8GB/s", "25GB/s", update_on="auto")["seconds_by_update"]
-    device, cpu = (planned("8GB/s", "25GB/s", update_on=updater) for updater in ("device", "cpu"))
+    both = planned("1GB/s", "100GB/s", update_on="auto")["seconds_by_update"]
+    device, cpu = (planned("1GB/s", "100GB/s", update_on=updater) for updater in ("device", "cpu"))
     assert device["judged_seconds"]
     assert not cpu["judged_seconds"]  # its gradients fit the device
     assert both == {"device": device["forecast_seconds"][device["order"]], "cpu": cpu["forecast_seconds"][cpu["order"]]}
@@ -152,7 +153,7 @@ def test_updaters_are_compared_by_one_measure() -> None:
 
 def test_a_plan_counts_state_in_ram() -> None:
     """Less moves by at least most of master and both moments in each direction; the device needs no room for an update; gradients come down."""
-    device, cpu = (planned("25GB/s", "100GB/s", update_on=updater) for updater in ("device", "cpu"))
+    device, cpu = (planned("1GB/s", "100GB/s", update_on=updater) for updater in ("device", "cpu"))
     state = 12 * CONFIG.num_parameters
     up, down = "ram->gpu:0", "gpu:0->ram"
     assert cpu["moved_bytes_per_step"][up] < device["moved_bytes_per_step"][up] - 0.7 * state
@@ -200,7 +201,7 @@ def test_a_choice_is_written_down_and_kept(tmp_path: Path, monkeypatch: pytest.M
         "--config-path=c.json",
         "--dataset=train.bin",
         "--dataset-path=.",
-        "--batch=4",
+        "--batch=2",
         "--minibatch=1",
         "--sample-tokens=0",
         "--save-every=2",
@@ -208,10 +209,10 @@ def test_a_choice_is_written_down_and_kept(tmp_path: Path, monkeypatch: pytest.M
         "--recompute=none",
     ]
     small = ["--sim-gpu=1", "--ncpu=1", "--gpu-memory=300KiB", "--sim-bandwidth=10MB/s"]
-    assert main(["train", *flags, *small, "--steps=4", "--update-on=auto", "--run-dir=a"]) == 0
-    assert "weights are updated by CPU workers in RAM (chosen: forecast " in capsys.readouterr().out
-    assert 'update-on = "cpu"' in Path("a/config.toml").read_text().replace("_", "-")
+    assert main(["train", *flags, *small, "--steps=4", "--update-on=cpu", "--run-dir=a"]) == 0
     assert main(["train", *flags, *small, "--steps=2", "--update-on=auto", "--run-dir=b"]) == 0
+    assert "weights are updated by CPU workers in RAM (chosen: forecast " in capsys.readouterr().out
+    assert 'update-on = "cpu"' in Path("b/config.toml").read_text().replace("_", "-")
     assert main(["train", "--resume=b", "--steps=3"]) == 0
     assert "weights are updated by CPU workers in RAM\n" in capsys.readouterr().out
     assert main(["train", "--resume=b", "--steps=4", "--update-on=device"]) == 0

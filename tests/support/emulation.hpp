@@ -1,6 +1,7 @@
 // Makes a kernel source run on a CPU, to test its arithmetic and its barriers without a GPU: g++ -std=c++17 -shared -DEMULATED -DELEMENT=float -include emulation.hpp
 //
-// The threads of a block are coroutines that one thread runs in turn: each goes on until its next barrier. A block in which some threads have ended
+// The threads of a block are coroutines that one thread runs in turn: each goes on until its next barrier. They are made once, and run their share of
+// one block after another; they give way by jumps, for `swapcontext` asks the kernel about signals every time. A block in which some threads have ended
 // and others wait at a barrier is an error, and so is memory behind the shared memory that was asked for. What it cannot show: races between
 // barriers beyond those that show when threads run backwards.
 
@@ -10,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <tuple>
 #include <ucontext.h>
 #include <utility>
@@ -36,16 +38,35 @@ struct Index {
 
 static Index threadIdx;
 
+static const size_t STACK = 64 << 10, GUARD = 64;
+
+// Where a coroutine, or whoever runs it, goes on.
+struct Resumption {
+    void *registers[5];
+};
+
+struct Coroutine {
+    Resumption at;
+    std::vector<char> stack = std::vector<char>(STACK);
+};
+
 struct Emulated {
     std::vector<char> shared;
-    ucontext_t scheduler;
-    std::vector<ucontext_t> threads;
-    std::vector<char> stacks, ended;
+    Resumption scheduler;
+    std::deque<Coroutine> threads;
+    std::vector<char> ended;
+    void (*run)();  // the kernel's work of one thread of one block
 };
 
 static Emulated emulated;
 
-static inline void __syncthreads() { swapcontext(&emulated.threads[threadIdx.x], &emulated.scheduler); }
+static __attribute__((noinline)) void jump(Resumption &to) { __builtin_longjmp(to.registers, 1); }
+
+static __attribute__((noinline)) void leave(Resumption &from, Resumption &to) {
+    if (!__builtin_setjmp(from.registers)) jump(to);
+}
+
+static inline void __syncthreads() { leave(emulated.threads[threadIdx.x].at, emulated.scheduler); }
 
 static inline float __uint_as_float(u32 bits) {
     float x;
@@ -94,7 +115,26 @@ static inline void mma(float *c, const u32 *a, u32 b0, u32 b1) {
     __syncthreads();
 }
 
-static const size_t STACK = 64 << 10, GUARD = 64;
+// A coroutine's life: one thread of one block after another.
+static void work() {
+    for (;;) {
+        __syncthreads();
+        emulated.run();
+        emulated.ended[threadIdx.x] = 1;
+    }
+}
+
+// Makes the coroutine of `threadIdx`, which waits for its first block.
+static __attribute__((noinline)) void make_thread() {
+    emulated.threads.emplace_back();
+    ucontext_t first;
+    getcontext(&first);
+    first.uc_stack.ss_sp = emulated.threads.back().stack.data();
+    first.uc_stack.ss_size = STACK;
+    first.uc_link = nullptr;
+    makecontext(&first, work, 0);
+    if (!__builtin_setjmp(emulated.scheduler.registers)) setcontext(&first);
+}
 
 // One kernel launch, whose arguments are behind the pointers `arguments`.
 template <class... A> struct Launch {
@@ -105,28 +145,17 @@ template <class... A> struct Launch {
 
     static Launch *running;
 
-    static void thread() {
-        std::apply(running->kernel, running->arguments);
-        emulated.ended[threadIdx.x] = 1;
-        for (;;) swapcontext(&emulated.threads[threadIdx.x], &emulated.scheduler);
-    }
+    static void thread() { std::apply(running->kernel, running->arguments); }
 
     void block(bool backwards) {
         int count = blockDim.x, left = count;
         emulated.ended.assign(count, 0);
-        for (int t = 0; t < count; t++) {
-            getcontext(&emulated.threads[t]);
-            emulated.threads[t].uc_stack.ss_sp = emulated.stacks.data() + t * STACK;
-            emulated.threads[t].uc_stack.ss_size = STACK;
-            emulated.threads[t].uc_link = nullptr;
-            makecontext(&emulated.threads[t], thread, 0);
-        }
         while (left) {
             int before = left;
             for (int n = 0; n < count; n++) {
                 threadIdx.x = backwards ? count - 1 - n : n;
                 if (emulated.ended[threadIdx.x]) continue;
-                swapcontext(&emulated.scheduler, &emulated.threads[threadIdx.x]);
+                leave(emulated.scheduler, emulated.threads[threadIdx.x].at);
                 left -= emulated.ended[threadIdx.x];
             }
             if (left && left != before) {
@@ -142,12 +171,15 @@ template <class... A> Launch<A...> *Launch<A...>::running;
 template <class... A> void emulate(void (*kernel)(A...), const int *dims, void **arguments) {
     Launch<A...> launch{kernel, Launch<A...>::unpack(arguments, std::index_sequence_for<A...>())};
     Launch<A...>::running = &launch;
+    emulated.run = Launch<A...>::thread;
     gridDim = {dims[0], dims[1], dims[2]};
     blockDim = {dims[3], 1, 1};
     size_t nbytes = dims[4];
     bool backwards = dims[5];
-    emulated.threads.resize(blockDim.x);
-    emulated.stacks.resize(blockDim.x * STACK);
+    while ((int)emulated.threads.size() < blockDim.x) {
+        threadIdx.x = (int)emulated.threads.size();
+        make_thread();
+    }
     for (int z = 0; z < dims[2]; z++)
         for (int y = 0; y < dims[1]; y++)
             for (int x = 0; x < dims[0]; x++) {

@@ -35,10 +35,10 @@ LLAMA = LlamaConfig(
 )
 MODELS = {"gpt2": (GPT2, GPT), "llama": (Llama, LLAMA)}
 TILINGS = {
-    "gpt2": ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=50, head_tile=2, vocab_tile=25),
-    "llama": ModelTiling(minibatch_tile=1, seq_tile=9, embd_tile=16, inner_tile=30, head_tile=4, vocab_tile=25),
+    "gpt2": ModelTiling(minibatch_tile=2, seq_tile=9, embd_tile=16, inner_tile=50, head_tile=2, vocab_tile=25),
+    "llama": ModelTiling(minibatch_tile=2, seq_tile=9, embd_tile=16, inner_tile=30, head_tile=4, vocab_tile=25),
 }
-"""Nothing divides its axis."""
+"""Nothing divides its axis; both sequences of a minibatch are in one tile, which halves the tasks of a step."""
 COARSE = ModelTiling(minibatch_tile=1, embd_tile=16)
 """With four minibatches a step in these tiles has every kind of order. In the tiles above nothing is found that repeats, since tasks that make less
 than a page count as making nothing; and two minibatches are too few for ``layers:G``."""

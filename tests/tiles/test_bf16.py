@@ -9,6 +9,7 @@ import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,7 @@ print(json.dumps({"available": onednn.has_bf16_products(), "status": onednn.bf16
 """
 
 
+@cache
 def _train(workers: int, **environment: str) -> dict[str, Any]:
     whole = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", **environment}
     done = subprocess.run([sys.executable, "-c", TRAIN, str(workers)], env=whole, capture_output=True, text=True, timeout=DEADLINE, check=True)
