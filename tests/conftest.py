@@ -13,7 +13,7 @@ import pytest
 from support.search import register_profiles
 
 register_profiles()
-gc.set_threshold(20_000, 10, 10)  # torch and transformers are a million objects, which were gone through for every few recorded steps
+gc.set_threshold(20_000, 10, 10)  # what tests import later, torch above all, is a million objects, which every few recorded steps would go through
 
 
 def pytest_collection_finish() -> None:
@@ -22,9 +22,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Performance models go to a folder of this file of tests, in this process and in those it starts: what others measure takes time to read."""
+    """Performance models go to a folder of this session, in this process and in those it starts."""
     folder = tmp_path_factory.mktemp("cache")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder))
