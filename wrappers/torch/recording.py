@@ -16,7 +16,7 @@ import torch
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
 from nntask.optim import Optimizer
-from nntask.planning import shortage, thriftiest_needs
+from nntask.planning import no_collections, shortage, thriftiest_needs
 from scheduler import Handle, Runtime, Step
 from scheduler.planning import AUTO, NONE, as_asked
 from tiles import TileTensor
@@ -139,7 +139,8 @@ class StepRecorder:
         if found is None:
             self._state.runtime.wait()  # no step may compute while a pass is captured
             self._drop(purpose)
-            found = self._record(purpose, minibatches, divisor)
+            with no_collections():  # which would go through all of torch
+                found = self._record(purpose, minibatches, divisor)
         self._steps[key] = found
         return found
 
