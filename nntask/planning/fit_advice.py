@@ -143,18 +143,24 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     count = run.step.num_minibatches
     looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
 
-    def look(num_minibatches: int) -> Needs:
+    def look(num_minibatches: int, *, quick: bool) -> Needs:
         found = capture(run, num_minibatches)
-        return least_needs(found.plan, run, target, quick=looked_at == count, reading=found.reading)
+        return least_needs(found.plan, run, target, quick=quick, reading=found.reading)
 
-    needs = look(looked_at)
-    if looked_at < count:
-        two = look(2)
-        needs = replace(
+    def estimated(*, quick: bool) -> Needs:
+        needs = look(looked_at, quick=quick)
+        if looked_at == count:
+            return needs
+        two = look(2, quick=quick)
+        return replace(
             needs,
             total=needs.total + (count - 3) * (needs.total - two.total),
             passive=needs.passive + (count - 3) * (needs.passive - two.passive),
         )
+
+    needs = estimated(quick=True)
+    if looked_at < count and not needs.fits_last(target):
+        needs = estimated(quick=False)
     return needs.short(target)
 
 

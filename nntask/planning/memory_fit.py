@@ -177,14 +177,14 @@ def least_needs(
 
     Args:
         order: that of the run, if it is known.
-        quick: whether to look no further once a step fits.
+        quick: whether to look no further once the last tier holds a step.
         reading: bytes of host memory for file readers.
     """
     name = run.step.order
     if name not in (AUTO, SUBMISSION):
         return needs_of((order or _ordered(plan, run, target)).plan, reading=reading)
     found = needs_of(plan, reading=reading)
-    if name != AUTO or (quick and found.fit(target)):
+    if name != AUTO or (quick and found.fits_last(target)):
         return found
     least = thriftiest_needs(plan, target, run.step.recompute, quick=quick, reading=reading)
     return min(found, least, key=lambda needs: needs.last(target))
@@ -194,10 +194,10 @@ def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, qu
     """What the step needs in the order that needs least, with as much made again as a planner would if it is free to choose.
 
     Args:
-        quick: whether to look no further once it fits without.
+        quick: whether to look no further once the last tier holds it without.
     """
     found = needs_of(plan, thrifty=True, reading=reading)
-    if recompute != AUTO or (quick and found.fit(target)):
+    if recompute != AUTO or (quick and found.fits_last(target)):
         return found
     again = [needs_of(each, thrifty=True, reading=reading) for each in most_again(plan)]
     return min([found, *again], key=lambda needs: needs.last(target))
@@ -260,6 +260,7 @@ def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -
     if run.step.order in (AUTO, SUBMISSION):
         needs = least_needs(step.plan, run, target, quick=True, reading=step.reading)
         if not needs.fit(target):
+            needs = least_needs(step.plan, run, target, reading=step.reading)  # in full, for it is told
             return PlannedOrder(SUBMISSION, step.plan, {}, num_tasks=len(step.plan.tasks)), needs
         return choose_order(step, run, target.without(step.reading)), None
     order = choose_order(step, run, target.without(step.reading))

@@ -78,6 +78,10 @@ class Needs:
         """Whether a machine has as much."""
         return not self.short(target)
 
+    def fits_last(self, target: MachineModel) -> bool:
+        """Whether the last tier has as much, which is all that depends on the order of a step and on what it makes again."""
+        return all(at != target.last for at, _ in self.short(target))
+
     def fits_task(self, target: MachineModel) -> bool:
         """Whether some memory holds the hungriest task."""
         return any(self._fits_task_at(target, at) for at in target.compute_nodes)
