@@ -5,8 +5,9 @@ from .device_share import largest_device_bytes
 from .forecast import Pace
 from .machine_pace import pace_of
 from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
-from .orders import arrange, candidates, repetition
+from .orders import candidates
 from .recompute import BLOCK, NONE, Value, Values
+from .repeated_structure import repetition
 from .weighing import Judge
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "PlannedOrder",
     "Value",
     "Values",
-    "arrange",
     "as_asked",
     "candidates",
     "choose_plan",

@@ -27,8 +27,8 @@ from .choose_order import AUTO, PlannedOrder, plan_in, planned_orders
 from .device_share import device_bytes, devices_of_tasks, order_of_all, order_of_one, share_of
 from .forecast import Forecast, Pace
 from .ordered_step import SUBMISSION, OrderedStep, PlanningMachine, last_tier_bytes
-from .orders import Repetition, repetition
 from .recompute import BLOCK, NONE, Mix, ValueGroup, Values, clones_of
+from .repeated_structure import Repetition, repetition
 from .weighing import CLOSE, MOST_JUDGED, Judge, Rival, Weighing
 
 LEAST_SHARE: Final = 0.01

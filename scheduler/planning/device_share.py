@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ..core.step_plan import StepPlan
-from .orders import Repetition
+from .repeated_structure import Repetition
 
 SIDE_BY_SIDE: Final = "layers"
 """Orders of one device that all can take at the same time, each with minibatches of its own: this one, and with a number of minibatches behind it."""

@@ -15,7 +15,8 @@ from ..core.step_plan import StepPlan
 from .device_share import SIDE_BY_SIDE, device_bytes, devices_of_share, devices_of_tasks, of_tasks, own_tasks
 from .forecast import SHARE_BESIDE, SHARE_LEAVING, Forecast, Pace, forecast, foresee
 from .machine_pace import reads_files
-from .orders import Repetition, candidates, named, repetition
+from .orders import candidates, named
+from .repeated_structure import Repetition, repetition
 from .tile_traffic import Touches
 
 SUBMISSION: Final = "submission"

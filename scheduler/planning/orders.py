@@ -1,18 +1,5 @@
 """Orders in which a recorded step may execute: the candidates among which a planner chooses.
 
-Theory of operation. A training step repeats the same tasks for every minibatch. The program does not declare the repetition; it is found in the
-graph:
-
-- *Updates* are tasks that create at most scalars and are followed by updates only: optimizer tasks, norms of final gradients. In every order but
-  the submitted one an update runs as soon as its predecessors have ended, because the gradient that it consumes then frees its memory.
-- *Minibatches* are the connected components of the other tasks once the edges through data that outlives the step, through copies of inputs and
-  through running sums of equal tasks (accumulated gradients) are cut.
-- The *key* of a task is its codelet and the sources of its operands: a persistent tile, or the key of the task that wrote the operand. Task k of
-  every minibatch has the same key. The first occurrence of a key defines its *stage*.
-- A *layer group* is a run of stages over the same shared tiles. Shared tiles are those that several minibatches touch: weights and gradient
-  accumulators. The group grows while its shared tiles fit the size of the largest one, and takes in later stages over the same tiles if the
-  predecessors of these stages allow it.
-
 An order sorts tasks by some of (group of minibatches, layer group, minibatch, position):
 
 ========================  ==========================================================================================================
@@ -36,44 +23,18 @@ of minibatch 1, the backward passes run one after another; the program must subm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..core.records import RW, SCRATCH, HandleRecord, R
 from ..core.step_plan import StepPlan
+from .repeated_structure import FIRST, Repetition, repetition
 
-SCALAR_NBYTES: Final = 4096
-"""A task that creates only temporaries up to this size counts as creating nothing; bytes."""
 TURNS: Final = 8
 """Number of steps into which the way from the loss to the ends of the model is divided."""
 ALWAYS: Final = ("submission", "eager-update", "layers")
 """Orders that every step has."""
 
 _Key = tuple[int, ...]
-_FIRST: Final = -1  # outside every minibatch and without predecessors, such as copies of inputs
-_NONE: Final = -2  # outside every minibatch, with predecessors
-
-
-@dataclass(slots=True)
-class Repetition:
-    """The repeated structure of a step.
-
-    Attributes:
-        updates: for each task, whether it is an update.
-        minibatch: minibatch of each task, from 0; negative outside every minibatch.
-        stage: stage of each task, from 0 in the order of first occurrence; -1 outside every minibatch.
-        layer_group: layer group of each stage, from 0. A stage's predecessors within its minibatch are never in a later group.
-        turns: ranges (first, last) of layer groups around the loss, from narrow to wide, each within the next.
-        num_minibatches: number of minibatches; 0 where nothing repeats.
-    """
-
-    updates: list[bool]
-    minibatch: list[int]
-    stage: list[int]
-    layer_group: list[int] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    num_minibatches: int = 0
 
 
 def candidates(plan: StepPlan, found: Repetition | None = None) -> dict[str, list[int]]:
@@ -136,7 +97,7 @@ def sorted_by_layer_group(plan: StepPlan, found: Repetition, *, group: int | Non
     def key(position: int) -> _Key:
         minibatch = found.minibatch[position]
         if minibatch < 0:
-            return (-1 if minibatch == _FIRST else len(plan.tasks), position)
+            return (-1 if minibatch == FIRST else len(plan.tasks), position)
         layer_group = found.layer_group[found.stage[position]]
         number = minibatch // group if group else 0
         if low <= layer_group <= high:
@@ -186,229 +147,3 @@ def arrange(plan: StepPlan, updates: Sequence[bool], key: Callable[[int], _Key])
                 if not done[task]:
                     execute(task)
     return order
-
-
-def repetition(plan: StepPlan) -> Repetition:
-    """Find the updates, minibatches, stages and layer groups of a step."""
-    shrinking = _shrinking(plan)
-    facts = _Facts(plan, shrinking)
-    found = Repetition(facts.updates, facts.minibatches(), [-1] * len(plan.tasks))
-    found.num_minibatches = max(found.minibatch, default=-1) + 1
-    numbers: dict[int, int] = {}
-    first: list[list[int]] = []  # tasks of each stage in the first minibatch that has it
-    for position, minibatch in enumerate(found.minibatch):
-        if minibatch >= 0:
-            stage = found.stage[position] = numbers.setdefault(facts.keys[position], len(numbers))
-            if stage == len(first):
-                first.append([])
-            if not first[stage] or found.minibatch[first[stage][0]] == minibatch:
-                first[stage].append(position)
-    shared = _shared_tiles(plan, found, len(numbers))
-    again = [tasks[0] in facts.again for tasks in first]
-    found.layer_group = _layer_groups(plan, found, first, shared, again)
-    found.turns = _turns(found.layer_group, shared)
-    return found
-
-
-def _shrinking(plan: StepPlan) -> list[bool]:
-    """For each task, whether it has predecessors, creates scalars at most, and is followed by such tasks only."""
-    seen: set[HandleRecord] = set()
-    creates = []
-    for task in plan.tasks:
-        new = [handle for handle, mode in task.accesses if mode != SCRATCH and handle not in seen]
-        seen.update(new)
-        creates.append(any(handle in plan.owned and handle.size > SCALAR_NBYTES for handle in new))
-    found = [False] * len(plan.tasks)
-    for position in reversed(range(len(plan.tasks))):
-        found[position] = bool(plan.predecessors[position]) and not creates[position] and all(found[after] for after in plan.successors[position])
-    return found
-
-
-@dataclass(slots=True)
-class _Value:
-    """The data that a handle holds at a point of the step.
-
-    Attributes:
-        key: number that equal data of other minibatches shares.
-        writer: position of the task that wrote the data.
-        is_constant: whether the data follows from inputs alone.
-    """
-
-    key: int
-    writer: int
-    is_constant: bool
-
-
-class _Facts:
-    """One pass over a step in submission order, which finds the keys, the updates and the connected components.
-
-    Attributes:
-        keys: key of each task.
-        updates: for each task, whether it is an update.
-        again: positions of recomputations (tasks that repeat an earlier one's work), and of tasks that read their results.
-    """
-
-    def __init__(self, plan: StepPlan, shrinking: Sequence[bool]) -> None:
-        self.keys: list[int] = []
-        self.updates: list[bool] = []
-        self.again: set[int] = set()
-        self._owned = plan.owned
-        self._shrinking = shrinking
-        self._plan = plan
-        self._parent = list(range(len(plan.tasks)))
-        self._values: dict[HandleRecord, _Value] = {}
-        self._numbers: dict[tuple[object, ...], int] = {}
-        self._computed: dict[tuple[object, ...], int] = {}
-        self._constant: set[int] = set()
-        self._gradients = {
-            handle
-            for position, task in enumerate(plan.tasks)
-            if shrinking[position] and self._writes_shared(position)
-            for handle, mode in task.accesses
-            if mode == R and handle in plan.owned
-        }
-        links = [self._enter(position) for position in range(len(plan.tasks))]
-        for position in reversed(range(len(plan.tasks))):
-            self.updates[position] &= all(self.updates[after] for after in plan.successors[position])
-        for position, linked in enumerate(links):
-            self._join(position, linked)
-
-    def minibatches(self) -> list[int]:
-        """Minibatch of each task, as in `Repetition`: connected components that share a key with another component."""
-        components: dict[int, set[int]] = {}
-        roots = [self._find(position) for position in range(len(self.keys))]
-        inside = [not update and position not in self._constant for position, update in enumerate(self.updates)]
-        for position, key in enumerate(self.keys):
-            if inside[position]:
-                components.setdefault(key, set()).add(roots[position])
-        repeated = {root for each in components.values() if len(each) > 1 for root in each}
-        number = {root: at for at, root in enumerate(sorted(repeated))}
-        outside = [_NONE if before else _FIRST for before in self._plan.predecessors]
-        return [number.get(root, outside[at]) if inside[at] else outside[at] for at, root in enumerate(roots)]
-
-    def _enter(self, position: int) -> list[int]:
-        """Find a task's key, and whether it may be an update; returns the positions of earlier tasks in the same component."""
-        task = self._plan.tasks[position]
-        reads = [(handle, self._values.get(handle)) for handle, mode in task.accesses if mode == R]
-        origins: list[object] = [task.name]
-        for handle, value in reads:
-            origins.append(value.key if value is not None else -1 if handle.kind == "input" else (handle.id,))
-        origins += [(handle.id,) for handle, mode in task.accesses if mode not in (R, SCRATCH) and handle not in self._owned]
-        same = (task.name, *((handle.id, value and value.writer) for handle, value in reads))
-        times = self._computed[same] = self._computed.get(same, -1) + 1 if reads else 0
-        key = self._number((times, *origins))
-        self.keys.append(key)
-        writers = [value.writer for _, value in reads if value is not None and not value.is_constant]
-        if times or any(writer in self.again for writer in writers):
-            self.again.add(position)
-        if all(value.is_constant if value is not None else handle.kind == "input" for handle, value in reads) and not self._writes_shared(position):
-            self._constant.add(position)
-        self.updates.append(self._is_update(position, reads))
-        linked = writers + self._continued(position)
-        for at, (handle, mode) in enumerate(task.accesses):
-            if mode not in (R, SCRATCH):
-                self._values[handle] = _Value(self._number((key, at)), position, position in self._constant)
-        return linked
-
-    def _is_update(self, position: int, reads: Sequence[tuple[HandleRecord, _Value | None]]) -> bool:
-        """Whether the task is shrinking and no minibatch's contribution to a gradient; a contribution reads data of a task that is not shrinking."""
-        if not self._shrinking[position] or self._writes_shared(position):
-            return self._shrinking[position]
-        return all(value is None or value.is_constant or handle in self._gradients or self._shrinking[value.writer] for handle, value in reads)
-
-    def _join(self, position: int, linked: Sequence[int]) -> None:
-        """Merge the components of a task and of the tasks whose results it reads or continues to sum."""
-        if self.updates[position]:
-            return
-        for writer in linked:
-            if not self.updates[writer]:
-                one, other = self._find(position), self._find(writer)
-                self._parent[max(one, other)] = min(one, other)
-
-    def _continued(self, position: int) -> list[int]:
-        """The writers of unfinished results that this task updates, except where both tasks add contributions of one kind."""
-        if self._shrinking[position]:
-            return []
-        found = []
-        for handle, mode in self._plan.tasks[position].accesses:
-            value = self._values.get(handle) if mode == RW and handle not in self._gradients else None
-            if value is not None and not self._shrinking[value.writer] and self.keys[value.writer] != self.keys[position]:
-                found.append(value.writer)
-        return found
-
-    def _writes_shared(self, position: int) -> bool:
-        return any(mode not in (R, SCRATCH) and handle not in self._owned for handle, mode in self._plan.tasks[position].accesses)
-
-    def _number(self, origins: tuple[object, ...]) -> int:
-        return self._numbers.setdefault(origins, len(self._numbers))
-
-    def _find(self, position: int) -> int:
-        parent = self._parent
-        while parent[position] != position:
-            parent[position] = position = parent[parent[position]]
-        return position
-
-
-def _shared_tiles(plan: StepPlan, found: Repetition, num_stages: int) -> list[dict[HandleRecord, None]]:
-    """For each stage, the tiles it touches that several minibatches touch."""
-    owner: dict[HandleRecord, int] = {}
-    shared: set[HandleRecord] = set()
-    for minibatch, task in zip(found.minibatch, plan.tasks, strict=True):
-        if minibatch >= 0:
-            for handle, mode in task.accesses:
-                if mode != SCRATCH and owner.setdefault(handle, minibatch) != minibatch:
-                    shared.add(handle)
-    tiles: list[dict[HandleRecord, None]] = [{} for _ in range(num_stages)]
-    for stage, task in zip(found.stage, plan.tasks, strict=True):
-        if stage >= 0:
-            tiles[stage].update((handle, None) for handle, mode in task.accesses if mode != SCRATCH and handle in shared)
-    return tiles
-
-
-def _layer_groups(
-    plan: StepPlan,
-    found: Repetition,
-    first: Sequence[Sequence[int]],
-    shared: Sequence[Mapping[HandleRecord, None]],
-    again: Sequence[bool],
-) -> list[int]:
-    """Layer group of each stage.
-
-    Args:
-        first: positions of each stage's tasks in one minibatch.
-        shared: shared tiles of each stage.
-        again: for each stage, whether it recomputes; such a stage never joins the layer group of the original.
-    """
-    limit = max((handle.size for tiles in shared for handle in tiles), default=0)
-    groups: list[int] = []
-    tiles_of: list[set[HandleRecord]] = [set()]
-    group_of: dict[HandleRecord, int] = {}
-    for stage, tiles in enumerate(shared):
-        before = (found.stage[p] for at in first[stage] for p in plan.predecessors[at] if found.minibatch[p] == found.minibatch[at])
-        earliest = max((groups[each] for each in before if 0 <= each < stage), default=0)
-        known = {group_of.get(handle, -1) for handle in tiles}
-        group = known.pop() if len(known) == 1 and not again[stage] else -1
-        if group < earliest:
-            group = len(tiles_of) - 1
-            if tiles and tiles_of[group] and sum(handle.size for handle in tiles_of[group].union(tiles)) > limit:
-                tiles_of.append(set())
-                group += 1
-        tiles_of[group].update(tiles)
-        group_of.update(dict.fromkeys(tiles, group))
-        groups.append(group)
-    return groups
-
-
-def _turns(groups: Sequence[int], shared: Sequence[Mapping[HandleRecord, None]]) -> list[tuple[int, int]]:
-    """Ranges of layer groups around the loss, each from the first to the last use of some shared tile, from narrow to wide, each within the next."""
-    used: dict[HandleRecord, tuple[int, int]] = {}
-    for group, tiles in zip(groups, shared, strict=True):
-        for handle in tiles:
-            low, high = used.get(handle, (group, group))
-            used[handle] = min(low, group), max(high, group)
-    ranges = sorted({each for each in used.values() if each[0] < each[1]}, key=lambda each: (each[1] - each[0], each))
-    nested: list[tuple[int, int]] = []
-    for low, high in ranges:
-        if not nested or (low <= nested[-1][0] and nested[-1][1] <= high):
-            nested.append((low, high))
-    return nested

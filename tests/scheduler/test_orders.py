@@ -12,7 +12,8 @@ from support.search import search
 from support.toy_steps import PlanBuilder, toy_step
 
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning.orders import candidates, named, repetition
+from scheduler.planning.orders import candidates, named
+from scheduler.planning.repeated_structure import repetition
 
 
 def check_topological(plan: StepPlan, order: list[int]) -> None:
