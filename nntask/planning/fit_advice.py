@@ -143,24 +143,26 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     count = run.step.num_minibatches
     looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
 
-    def look(num_minibatches: int, *, quick: bool) -> Needs:
+    def look(num_minibatches: int, how: RunConfig) -> Needs:
         found = capture(run, num_minibatches)
-        return least_needs(found.plan, run, target, quick=quick, reading=found.reading)
+        return least_needs(found.plan, how, target, quick=looked_at == count, reading=found.reading)
 
-    def estimated(*, quick: bool) -> Needs:
-        needs = look(looked_at, quick=quick)
+    def estimated(how: RunConfig) -> Needs:
+        needs = look(looked_at, how)
         if looked_at == count:
             return needs
-        two = look(2, quick=quick)
+        two = look(2, how)
         return replace(
             needs,
             total=needs.total + (count - 3) * (needs.total - two.total),
             passive=needs.passive + (count - 3) * (needs.passive - two.passive),
         )
 
-    needs = estimated(quick=True)
-    if looked_at < count and not needs.fits_last(target):
-        needs = estimated(quick=False)
+    if looked_at < count and run.step.order == AUTO:  # both in submission order, which takes no time, or both in what needs least
+        needs = estimated(run.in_order(SUBMISSION))
+        if needs.fits_last(target):
+            return needs.short(target)
+    needs = estimated(run)
     return needs.short(target)
 
 

@@ -81,7 +81,6 @@ def plan_run(
     with no_collections():
         chosen = plan_updater(run, target)
         run, target = chosen.run, chosen.target
-        matching(settings.observe.explain, {task.name for task in chosen.step.plan.tasks})
         figures = plan_step(
             chosen.step, run, target, lambda needs, full: advice(run, target, needs, full=full, anew=anew), chosen.order, chosen.needs
         )
@@ -109,9 +108,10 @@ def plan_step(
         needs: what it needs, if that is known with its order.
 
     Raises:
-        UsageError: the step has no order of the name that was asked for.
+        UsageError: the step has no order of the name that was asked for, or no task that is to be explained.
     """
     plan = found.plan
+    matching(run.settings.observe.explain, {task.name for task in plan.tasks})
     if order is None:
         order, needs = order_or_needs(found, run, target)
     if needs is None:

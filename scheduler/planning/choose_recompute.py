@@ -154,7 +154,7 @@ def choose_plan(
 
 
 def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> PlannedOrder | None:
-    """What the share of one device would best make again, for all of equal devices: its forecasts are within 1 % of those of all.
+    """What the share of one device would best make again, for all of equal devices: of steps of many tasks its forecasts are within 1 % of theirs.
 
     Returns:
         None where the share does not stand for the step, nothing is short, or the tiers below the devices may be.
@@ -183,8 +183,15 @@ def _chosen_by_one(plan: StepPlan, order: str, machine: PlanningMachine) -> Plan
         return None
     step = OrderedStep(plan, machine, repeated) if mix.name == NONE else OrderedStep(mix.apply(values), machine)
     found = plan_in(step, order_of_all(best.name, machine.num_devices), beside=())
-    forecasts = {SUBMISSION: base.forecasts[SUBMISSION], **found.forecasts}
-    return replace(found, recompute=mix.name, mix=mix, forecasts=forecasts) if found.last_bytes <= machine.last else None
+    shown = replace(found, recompute=mix.name, mix=mix, forecasts=_beside(base, found, weighing))
+    return shown if found.last_bytes <= machine.last else None
+
+
+def _beside(base: PlannedOrder, found: PlannedOrder, weighing: Weighing) -> Mapping[str, Forecast]:
+    """Forecasts of a step with a mix, beside what would run without a planner; where everything fits, what its tasks take in submission order."""
+    if found.forecasts:
+        return {SUBMISSION: base.forecasts[SUBMISSION], **found.forecasts}
+    return {SUBMISSION: Forecast(0, 0, weighing.alone(found.plan), found.last_bytes)}
 
 
 def _mix_of_all(chosen: PlannedOrder, values: Values, repeated: Repetition) -> Mix | None:
@@ -356,11 +363,7 @@ class _Search:
         if mix.name not in self._keys:
             only = [*dict.fromkeys(orders)] if self._order == AUTO else ()
             found = plan_in(OrderedStep(mix.apply(self._values), self._machine), self._order, only=only, is_draft=True)
-            if found.forecasts:
-                forecasts = {SUBMISSION: self._base.forecasts[SUBMISSION], **found.forecasts}  # beside what would run without a planner
-            else:  # like that everything fits, in submission order
-                forecasts = {SUBMISSION: Forecast(0, 0, self._weighing.alone(found.plan), found.last_bytes)}
-            chosen = replace(found, recompute=mix.name, mix=mix, forecasts=forecasts)
+            chosen = replace(found, recompute=mix.name, mix=mix, forecasts=_beside(self._base, found, self._weighing))
             self._rivals[mix.name] = _rival(lambda: mix.apply(self._values), chosen, found.forecasts, self._order, self._machine)
             self._keys[mix.name] = self._weighing.key(found)
         return self._keys[mix.name]

@@ -318,6 +318,23 @@ def test_advice_counts_all_minibatches() -> None:
     assert any("-tile " in change and " and --ram " in change for change in advice)
 
 
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_long_step_that_is_judged_by_three_minibatches_is_not_said_to_fit_where_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, recompute: str
+) -> None:
+    """In budgets between what two and three minibatches need in submission order, too, where only one of them is made to need less."""
+    asked = replace(settings(ncpu=1, recompute=recompute), tiling=TilingSettings(batch=12, minibatch=1))
+    run = resolve(asked, CONFIG)
+    target = this_machine(run.machine)
+    two, three = (memory_fit.needs_of(memory_fit.capture(run, count).plan).last(target) for count in (2, 3))
+    least = memory_fit.least_needs(memory_fit.capture(run).plan, run, target).last(target)
+    monkeypatch.setattr(fit_advice, "MOST_WHOLE", 0)
+    for nbytes in (two, (two + three) // 2, three, least - 1):
+        assert nbytes < least
+        machine = replace(target, nodes=(("ram", nbytes), *target.nodes[1:]))
+        assert fit_advice._short(run, machine)
+
+
 def test_a_memory_that_is_full_in_virtual_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a machine has what a step needs at least and it stops all the same, what is to be larger is the memory that had no room."""
 

@@ -109,6 +109,17 @@ def test_what_one_makes_again_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(task.num_clones for task in found.plan.tasks) > 8
 
 
+def test_what_fits_like_that_is_forecast_to_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all fits once something is made again, the figures are those of a search of the whole step."""
+    plan = wide_step(minibatches=2)
+    given = short(plan, 2, 0.96)
+    whole = choose_plan(plan, AUTO, AUTO, **given)
+    searches(monkeypatch)
+    found = choose_plan(plan, AUTO, AUTO, **given)
+    assert (found.recompute, found.name, found.moved_bytes) == (whole.recompute, whole.name, 0)
+    assert 0 < found.seconds == pytest.approx(whole.seconds)
+
+
 def test_where_a_share_does_not_stand_for_the_step_all_of_it_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Minibatches that do not divide, orders that devices do not take side by side, data that the tier below does not hold; nothing where it fits."""
     plan = wide_step(minibatches=4)

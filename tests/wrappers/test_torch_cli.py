@@ -209,6 +209,8 @@ def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture
     assert figures["seconds_per_step"] > 0
     assert main(["plan", "--init-from=electra", *FLAGS, "--ram=500KB"]) == 3
     assert "it would fit with --ram" in capsys.readouterr().err
+    assert main(["plan", "--init-from=electra", *FLAGS, "--explain=gemm"]) == 2
+    assert "--explain must name a task of the step, got 'gemm'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
