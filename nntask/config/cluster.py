@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from scheduler.planning import AUTO, SUBMISSION
+
 from ..errors import UsageError
 from ..optim.sharded import most_nodes
 from .settings import ClusterSettings, TrainSettings
@@ -84,6 +86,11 @@ def check_cluster(settings: TrainSettings) -> None:
     if settings.resources.update_on != "device":
         raise UsageError(
             f"--update-on {settings.resources.update_on} is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them"
+        )
+    if settings.resources.order not in (AUTO, SUBMISSION):
+        raise UsageError(
+            f"--order {settings.resources.order} is for one machine: the nodes of --dask {cluster.dask} wait for each other in the order of "
+            "submission; use --order auto"
         )
     if cluster.transport == "nccl":
         _check_nccl(settings)

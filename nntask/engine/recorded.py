@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler import TaskRuntime, contribution
+from scheduler.planning import SUBMISSION
 from tiles import TileTensor
 
 from ..adapters.lora import add_adapters
@@ -325,7 +326,10 @@ class RecordedEngine(Inference):
 
     def _training_step(self) -> Step:
         if self._step is None:
-            with self.runtime.record(self.run.step.order, self.run.step.recompute) as step:
+            # A node waits for others in the sequence that all of them have, that of submission. In another one, each may wait for what the other
+            # executes later, behind its window or in memory that what has not arrived takes.
+            order = self.run.step.order if self.exchange is None else SUBMISSION
+            with self.runtime.record(order, self.run.step.recompute) as step:
                 self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)
             self._step = step
         return self._step

@@ -171,7 +171,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
     figures = _facts(path)
     try:
         if figures:
-            headline(figures), cells(figures)
+            figures["order"], headline(figures), cells(figures)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         raise DataError(f"{path} has figures that are none of nntask's; remove it, or restore it") from None
     return figures

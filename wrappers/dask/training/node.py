@@ -209,7 +209,8 @@ class TrainingNode:
         return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
 
     def _check_memory(self) -> None:
-        """Refuse a step that might wait for memory forever: below its minimum, arriving buckets might fill the memory that their receivers wait for.
+        """Refuse a step that might wait for memory forever: below its minimum, or where all that is on its way between nodes, which stays in RAM
+        until the other end is ready, might leave no memory for the tasks that the other end waits for.
 
         Raises:
             DoesNotFit: a budget of this node is too small.
@@ -218,9 +219,17 @@ class TrainingNode:
         from nntask.hardware import this_machine
         from nntask.planning import needs_of, shortage
 
-        target, needs = this_machine(self._run_config.machine), needs_of(self._engine.order.plan)
+        plan = self._engine.order.plan
+        target, needs = this_machine(self._run_config.machine), needs_of(plan)
+        smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
+        on_its_way = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
+        least, has = needs.task + sum(handle.size for handle in on_its_way), target.budgets[target.nodes[0][0]]
+        if target.storage and on_its_way and has < least:
+            raise DoesNotFit(
+                f"on worker {self._name} what is on its way between nodes and the hungriest task need {least:,} B of ram at least, more than its "
+                f"budget of {has:,} B; raise --ram, {smaller}or use more nodes"
+            )
         if not needs.fit(target):
-            smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
             raise DoesNotFit(
                 f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, {smaller}add --disk DIR, "
                 "or use more nodes"
