@@ -88,6 +88,7 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--disk=/proc/x:1GB"], 2, "--disk /proc/x cannot be written"),
         (["--train=lora:2", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
         (["--train=lora:2", "--load-checkpoint=data"], 4, "cannot read data: "),
+        (["--order=layers", *NODES], 2, "--order layers is for one machine"),
         (["--train=lora:2", "--load-checkpoint=none.safetensors", *NODES], 4, "cannot read none.safetensors: "),
         (["--disk=none/there/tier:1GiB"], 2, "--disk none/there/tier cannot be made: there is no directory none/there; make it, or choose"),
         (["--disk=tier:12XB"], 2, "12XB"),
