@@ -221,15 +221,15 @@ class TrainingNode:
 
         plan = self._engine.order.plan
         target, needs = this_machine(self._run_config.machine), needs_of(plan)
-        smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
         on_its_way = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
         least, has = needs.task + sum(handle.size for handle in on_its_way), target.budgets[target.nodes[0][0]]
         if target.storage and on_its_way and has < least:
             raise DoesNotFit(
                 f"on worker {self._name} what is on its way between nodes and the hungriest task need {least:,} B of ram at least, more than its "
-                f"budget of {has:,} B; raise --ram, {smaller}or use more nodes"
+                f"budget of {has:,} B; raise --ram, or train on one machine"
             )
         if not needs.fit(target):
+            smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
             raise DoesNotFit(
                 f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, {smaller}add --disk DIR, "
                 "or use more nodes"
