@@ -260,7 +260,8 @@ def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -
     if run.step.order in (AUTO, SUBMISSION):
         needs = least_needs(step.plan, run, target, quick=True, reading=step.reading)
         if not needs.fit(target):
-            needs = least_needs(step.plan, run, target, reading=step.reading)  # in full, for it is told
+            if needs.fits_last(target):  # and what the last tier needs at least is told, too
+                needs = least_needs(step.plan, run, target, reading=step.reading)
             return PlannedOrder(SUBMISSION, step.plan, {}, num_tasks=len(step.plan.tasks)), needs
         return choose_order(step, run, target.without(step.reading)), None
     order = choose_order(step, run, target.without(step.reading))
