@@ -41,7 +41,10 @@ LEAST_SECONDS: Final = 5.0
 MOST_WHEELS: Final = 64 << 20
 FAULTS: Final = ("exit", "kill", "hang", "garbage")
 """What an injected failure is: the command ends with an error, is killed, never ends, or writes half a line."""
-PACKAGES: Final = ("dask", "distributed", "partd", "locket", "tblib", "zict", "tornado", "tyro", "docstring-parser", "typeguard", "lazy-loader")
+PACKAGES: Final = (
+    "dask", "distributed", "partd", "locket", "tblib", "zict", "tornado", "tyro", "docstring-parser", "typeguard", "lazy-loader",
+    "nvidia-cudnn-frontend<1.28",
+)  # fmt: skip
 """What a Python with CuPy, PyTorch and the usual packages lacks; cupy-cuda13x is 70 MB and stays out."""
 
 

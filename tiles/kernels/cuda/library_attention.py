@@ -12,6 +12,7 @@ Planning allocates and compiles, so it is refused while a graph is recorded; fus
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -22,7 +23,12 @@ from ..registry import BF16
 from .array import DeviceArray
 
 ATTENTION_WORKSPACE_NBYTES: Final = 320 << 20
-"""The deterministic gradients of Hopper keep 2 bytes a score, for which the frontend takes up to 256 MiB, and sums in fp32 beside them."""
+"""Workspace of one attention, forward or backward, in bytes."""
+GRADIENT_WORKSPACE_NBYTES: Final = 256 << 20
+"""Largest workspace of 2 bytes a score for deterministic gradients on Hopper; above it cuDNN sums dq in fp32 in a fixed order, 4 bytes an element.
+
+The frontend knows no limit of its own: without one, shapes of ordinary size exceed `ATTENTION_WORKSPACE_NBYTES` and are declined.
+"""
 MOST_FEATURES: Final = 128
 """Largest heads that gradients are supported for on all cards from Ampere on."""
 INSTALL_CUDNN: Final = "pip install -e '.[cudnn13]' (drivers from 580) or '.[cudnn12]' (drivers from 525)"
@@ -241,11 +247,12 @@ def may_take(q: DeviceArray, k: DeviceArray, size: int) -> bool:
 
 @cache
 def frontend() -> Any:
-    """The frontend.
+    """Return the frontend, told how much workspace deterministic gradients may take; the variable is read when an attention is planned.
 
     Raises:
         ImportError: it is not installed.
     """
+    os.environ.setdefault("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(GRADIENT_WORKSPACE_NBYTES))
     try:
         import cudnn
     except (ImportError, OSError, AssertionError) as error:  # it loads the library below, and refuses two of them
