@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nntask import UsageError
 from nntask.config import parse_size
@@ -33,7 +34,9 @@ from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
 from .batches import check_batch, cut
+from .calls import Storage
 from .capture import Function
+from .captures import Captures, PassUse, Purpose
 from .chains import ChainCompiler
 from .cuts import LARGEST_TILE, tiles_of
 from .devices import as_tensor
@@ -42,19 +45,23 @@ from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
-from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, refuse_call
+from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
-from .recording import Captures, Purpose, RecordedStep, StepRecorder
-from .state import ModuleState
+from .python_state import bring_into_python
+from .recorder import whole
+from .recording import RecordedStep, StepRecorder
+from .state import ModuleState, array_of
+from .values import HostValues
 from .weights import attach_files
 
 
 class StartedStep:
     """A step under way."""
 
-    def __init__(self, session: Session, recorded: RecordedStep, ticket: Ticket, number: int) -> None:
+    def __init__(self, session: Session, recorded: RecordedStep, uses: Sequence[PassUse], ticket: Ticket, number: int) -> None:
         self._session, self._recorded, self._ticket, self._number = session, recorded, ticket, number
+        self._uses = uses
         self._outcome: Outcome | Exception | None = None
 
     def result(self) -> Outcome:
@@ -81,6 +88,7 @@ class StartedStep:
         recorded = self._recorded
         with self._session.user_errors():
             self._ticket.wait()
+            bring_into_python(self._uses, recorded.kept, self._ticket, self._session.state)
             losses = [float(value_of(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
             assert recorded.squares is not None  # a training step has an update
             return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
@@ -118,6 +126,8 @@ class Session:
             `empty_parameters`. None for those that the module has.
         compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
             of a session without it by rounding, so a saved session is resumed with the same choice.
+        narrow: classes of objects behind `loss` or `objective` of which only those attributes count as what a pass reads that the program's own methods
+            name; for objects that change all the time, such as a trainer.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -154,6 +164,7 @@ class Session:
         largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
         compiled: bool = False,
+        narrow: tuple[type, ...] = (),
         **options: Any,
     ) -> None:
         _check_numbers(seed, threads, minibatches)
@@ -178,11 +189,12 @@ class Session:
             self.close()
             raise
         let_go(module)
-        self._guard = module.register_forward_pre_hook(refuse_call)
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
+        terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), {"loss": objective or loss}
+        self._captures = Captures(module, function, terms, roots=roots, narrow=narrow, quiet=self.runtime.wait)
         self._steps = StepRecorder(
-            Captures(module, function, modes_of(module), PassTerms(self._state.tiles, compiler, self._host.machine.has_gpus)),
-            self._state,
+            self._captures,
+            self.state,
             self._key,
             self._optimizer,
             self.optimizer,
@@ -195,14 +207,14 @@ class Session:
 
     def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
         """Make the state of the module and of its optimizer on the runtime, with the first values."""
-        self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
+        self.state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
         values = first_values(module)
         if weights is not None:
-            saved = module.state_dict().keys()
-            attach_files(weights, {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
+            saved = saved_names(module)
+            attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, module)
             values = {name: value for name, value in values.items() if name not in saved}
-        with self._state.take(values):
-            self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+        with self.state.take(values):
+            self._optimizer = optimizer_on(self.optimizer, module, self.state.parameters, max_grad_norm)
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()
@@ -249,20 +261,50 @@ class Session:
         """
         rate = self._rate
         with self.user_errors():
-            recorded = self._steps.step_for("train", minibatches, divisor or len(minibatches))
+            recorded, uses = self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)
         check_ids(recorded.passes, minibatches)
         while len(self._started) > 1:
             self._started.popleft().wait()
         self._check_whole()
         with self.user_errors():
-            write_inputs(recorded.inputs, minibatches)
+            self._write(recorded, uses, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
             self._optimizer.prepare(self.num_steps + 1, rate)
             ticket = recorded.step.replay()
         self.num_steps += 1
         note_step(self.optimizer)
-        self._started.append(StartedStep(self, recorded, ticket, self.num_steps))
-        return self._started[-1]
+        started = StartedStep(self, recorded, uses, ticket, self.num_steps)
+        self._started.append(started)
+        if any(use.carried or use.tasks.captured.written for use in uses):
+            started.wait()  # what it leaves in Python is there when this returns
+        return started
+
+    def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> None:
+        """Write the inputs of a step, and bring constants up to the values that the program's tensors have."""
+        write_inputs(recorded.inputs, minibatches, [use.host for use in uses])
+        tensors = self._captures.world.now().tensors
+        for use in uses:
+            held = dict(use.constants)
+            for storage in use.tasks.constants:
+                now = tensors[storage.name][0] if storage.name in tensors else held.get(storage, storage.tensor)
+                if now is not None and not isinstance(now, FakeTensor):
+                    self.state.refresh(storage, now)
+
+    def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
+        """Values of tensors as the next step finds them."""
+        tensors = self.state.tensors()
+
+        def value_of(storage: Storage) -> torch.Tensor:
+            if storage.role == "constant":
+                found = self._captures.world.now().tensors.get(storage.name)
+                now = storage.tensor if found is None else found[0]
+                assert now is not None
+                return whole(now)
+            if storage.role == "input":
+                return torch.from_numpy(array_of(minibatch[storage.name]).reshape(-1).view(np.uint8))
+            return torch.from_numpy(tensors[storage.name].read().reshape(-1).view(np.uint8))
+
+        return HostValues(value_of, (self._seed, self.num_steps + 1, number))
 
     def note_failure(self, error: Exception, ticket: Ticket, number: int) -> Exception:
         """Note that a step has failed: it is as if it had not been tried, or, if it has changed anything, the session cannot go on.
@@ -308,12 +350,13 @@ class Session:
         """The result of a pass that changes nothing."""
         self._check_whole()
         with self.user_errors():
-            recorded = self._steps.step_for(purpose, [batch], 1)
+            recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
         check_ids(recorded.passes, [batch])
         with self.user_errors():
-            write_inputs(recorded.inputs, [batch])
+            self._write(recorded, uses, [batch])
             ticket = recorded.step.replay()
             ticket.wait()
+            bring_into_python(uses, recorded.kept, ticket, self.state)
             return value_of(recorded.outputs[0], recorded.kept[0], ticket)
 
     def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
@@ -322,20 +365,49 @@ class Session:
         Args:
             frozen: whether frozen parameters are among them.
         """
-        tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
-        for name, value in named_tensors(self.module):
-            if not frozen and is_frozen(value):
+        tensors, seen = self.state.tensors(), dict[int, torch.Tensor]()
+        first = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if id(value) not in first or (not frozen and is_frozen(value)):
                 continue
             if id(value) not in seen:
-                seen[id(value)] = as_tensor(tensors[name].read(), value.shape)
+                seen[id(value)] = as_tensor(tensors[first[id(value)]].read(), value.shape)
             found[name] = seen[id(value)]
-        return {name: found[name] for name in self.module.state_dict() if name in found}
+        return found
+
+    def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Overwrite parameters and buffers between steps; the optimizer's state stays, as when a module's tensors are written by eager PyTorch.
+
+        Args:
+            values: by names of the module's `state_dict`.
+            strict: whether all of them must be there.
+
+        Raises:
+            UsageError: a name or a shape is not the module's, or with `strict` one is missing.
+        """
+        self._wait_for_started()
+        self._check_whole()
+        tensors, names = self.state.tensors(), {name: first for first, name in saved_names(self.module).items()}
+        aliases = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
+        known = {name: aliases[id(value)] for name, value in self.module.state_dict(keep_vars=True).items() if id(value) in aliases} | names
+        if unknown := sorted(values.keys() - known.keys()):
+            raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
+        if strict and (missing := sorted(known.keys() - values.keys())):
+            raise UsageError(f"{missing[0]} is missing among the values; give all of session.state_dict(), or strict=False")
+        shapes = {name: tuple(value.shape) for name, value in named_tensors(self.module)}
+        for name, value in values.items():
+            if tuple(value.shape) != shapes[known[name]]:
+                raise UsageError(f"{name} has shape {shapes[known[name]]}, got values of shape {tuple(value.shape)}; give values of its shape")
+        dtypes = dict(named_tensors(self.module))
+        with self.user_errors():
+            self.state.write({known[name]: value.to(dtypes[known[name]].dtype) for name, value in values.items()})
+            self._optimizer.follow([known[name] for name in values])
+            self.runtime.wait()
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
-        give(module, self._values())
-        if module is self.module:
-            self._guard.remove()
+        give(module, self._current())
 
     def model_tensors(self) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by name, tied ones once."""
@@ -353,7 +425,7 @@ class Session:
 
     def training_step(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> Step:
         """The step that `start_minibatches` replays for minibatches of these shapes, recorded if it is not yet; their values do not matter."""
-        return self._steps.step_for("train", minibatches, divisor or len(minibatches)).step
+        return self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)[0].step
 
     def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
@@ -437,7 +509,7 @@ class Session:
             "kind of device": "cuda" if self._host.machine.has_gpus else "cpu",
             "threads": self._host.threads,
             "compiled": self._is_compiled,
-            "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()},
+            "rows_of_tiles": {name: rows for name, (_, rows) in self.state.tiles.items()},
         }
 
     @property
@@ -445,13 +517,13 @@ class Session:
         return rate_of(self.optimizer, self.module, self._terms)
 
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
-        """The tensors of the module's `state_dict`, tied ones once."""
-        values = dict(named_tensors(self.module))
-        names = {name for name in self.module.state_dict() if frozen or not is_frozen(values[name])}
-        return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
+        """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
+        values, tensors = dict(named_tensors(self.module)), self.state.tensors()
+        return {name: tensors[first] for first, name in saved_names(self.module).items() if frozen or not is_frozen(values[first])}
 
-    def _values(self) -> dict[str, torch.Tensor]:
-        tensors = self._state.tensors()
+    def _current(self) -> dict[str, torch.Tensor]:
+        """Copies of all parameters and buffers, by every name."""
+        tensors = self.state.tensors()
         return {name: as_tensor(tensors[name].read(), value.shape) for name, value in named_tensors(self.module) if name in tensors}
 
     def close(self) -> None:

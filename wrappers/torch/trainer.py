@@ -118,7 +118,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.close()
         optimizer: dict[str, Any] = {"optimizer": plain_optimizer(self.optimizer)} if learns else {"optimizer": "sgd", "lr": 0.0}
         norm = self.args.max_grad_norm or 0.0
-        self._session = Session(self.model, **optimizer, objective=self._objective, max_grad_norm=norm, seed=self.args.seed, **self._terms)
+        self._session = Session(self.model, **optimizer, objective=self._objective, max_grad_norm=norm, seed=self.args.seed, narrow=(transformers.Trainer,), **self._terms)
         self._learns = learns
         return self._session
 
@@ -138,6 +138,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def training_step(self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep a minibatch; with the last one of a step, take the step. Returns the loss of the step then, and zero before."""
+        self.model.train()
         self._minibatches.append(self._counted(inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.tensor(0.0)
