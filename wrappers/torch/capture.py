@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from nntask import UsageError
 
 from .away import standing_for
-from .calls import Capture, Carried, Ref, Storage, aten
+from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
 from .recorder import Recorder
 from .refusals import refusals
@@ -248,8 +248,8 @@ def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str
     twins = _Twins({}, {}, {}, [])
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         is_parameter = isinstance(value, torch.nn.Parameter)
-        if own is not None and id(value) not in own:
-            if is_parameter:
+        if not value.numel() or (own is not None and id(value) not in own):
+            if is_parameter and value.numel():
                 raise UsageError(f"{name} is a parameter that the module did not have when its session was made; make a new session")
             continue  # a constant of the program
         if id(value) not in twins.by_id:

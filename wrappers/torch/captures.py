@@ -65,7 +65,6 @@ class Captures:
         objective: from the module and a batch to the loss.
         terms: what the passes are for.
         roots: beside the module, what the state of Python is reachable from, by name.
-        narrow: see `World`.
         keeps_effects: whether what a pass changes of Python's state stays changed, as after a call of the module.
         quiet: waits until nothing computes, before a pass is captured.
     """
@@ -77,7 +76,6 @@ class Captures:
         terms: PassTerms,
         *,
         roots: Mapping[str, Any] | None = None,
-        narrow: tuple[type, ...] = (),
         keeps_effects: bool = True,
         quiet: Callable[[], object] | None = None,
     ) -> None:
@@ -87,7 +85,7 @@ class Captures:
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
         self._own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
-        self.world = World({"module": module, **(roots or {})}, own, narrow)
+        self.world = World({"module": module, **(roots or {})}, own)
         self._passes: dict[Hashable, list[Pass]] = {}
         self._forms: dict[Hashable, Pass] = {}
         self._num_anew = 0

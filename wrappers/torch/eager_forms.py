@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from .recorder import Recorder
@@ -65,9 +66,9 @@ def _reading(recorder: Recorder, name: str, read: Callable[..., Any]) -> Callabl
         if not isinstance(tensor, FakeTensor) and not recorder.is_watched(tensor):
             return read(tensor, *args, **kwargs)
         with torch.no_grad():
-            value = recorder.value(tensor.detach()).clone()
-        with torch.utils._python_dispatch._disable_current_modes():
-            return read(value, *args, **kwargs)
+            value = recorder.value(tensor.detach())
+        with _disable_current_modes():
+            return read(value.clone(), *args, **kwargs)
 
     return reading
 

@@ -13,7 +13,6 @@ from nntask import UsageError
 from .away import bring_back, is_away, send_away
 
 
-
 def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
     """Refuse a module that no session can train.
 
@@ -34,9 +33,11 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
     for name, value in named_tensors(module):
         if is_lazy(value):
             raise UsageError(f"{name} has no shape yet (it is of a lazy module); call the module once, with a batch, before")
+        if value.layout != torch.strided:
+            raise UsageError(f"{name} is a tensor of layout {value.layout}, and tensors of a module must be dense; register {name}.to_dense()")
         if value.is_meta and not (has_weights and name in saved):
             raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
-        if is_away(value):
+        if is_away(value) and not (has_weights and name in saved):
             raise UsageError(
                 f"{name} has no values, since a session has them, or had them when it was closed; bring them back first with load_into(module) of "
                 "that session, or close() of its trainer, or give weights=DIR of what was saved"
@@ -50,7 +51,7 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
             raise UsageError(f"{name} and {other} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy")
         if getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"{name} has hooks of its gradient, which a session does not call; remove them, or hook the module around it")
-        if value.is_complex():
+        if value.is_complex() and isinstance(value, torch.nn.Parameter):
             raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
@@ -70,9 +71,10 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by every name, tied ones several times."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    """Parameters and buffers by every name, tied ones several times; those without elements stay in the module and are left out."""
+    for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        if is_lazy(value) or value.numel():
+            yield name, value
 
 
 def is_frozen(value: torch.Tensor) -> bool:
@@ -82,7 +84,12 @@ def is_frozen(value: torch.Tensor) -> bool:
 
 def first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by their first names."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    found, seen = {}, set[int]()
+    for name, value in named_tensors(module):
+        if id(value) not in seen:
+            found[name] = value
+            seen.add(id(value))
+    return found
 
 
 def let_go(module: torch.nn.Module) -> None:
@@ -97,7 +104,7 @@ def saved_names(module: torch.nn.Module) -> dict[str, str]:
     A wrapper may save parts under other names than it knows them by (`checkpoint_wrapper`).
     """
     first: dict[int, str] = {}
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
+    for name, value in named_tensors(module):
         first.setdefault(id(value), name)
     found: dict[str, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():

@@ -18,8 +18,6 @@ from .recomputation import makes_again
 from .refusals import line_of_program
 from .values import HostValues, leaves_of, value_bytes
 
-
-
 HOST_INPUT: Final = "on the host "
 """Beginning of the names of inputs that the host computes."""
 
@@ -189,7 +187,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             shapes = tuple(tuple(each.shape) for each in results)
             self.host.append(HostTensors(tuple(self.calls), func, tuple(given), named, storages, shapes, line_of_program()))
             self._values.enter(storages, results)
-            results = [aten.clone.default(self._faked(each)) for each in results]
+            fakes = [self._faked(each) for each in results]
+            results = [self._note(aten.clone.default, (self.ref(fake),), {}, aten.clone.default(fake)) for fake in fakes]
         return results[0] if len(results) == 1 else tuple(results)
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ budgets hold it. Of many shapes the steps that were used last are kept.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 

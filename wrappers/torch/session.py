@@ -39,19 +39,18 @@ from .capture import Function
 from .captures import Captures, PassUse, Purpose
 from .chains import ChainCompiler
 from .cuts import LARGEST_TILE, tiles_of
-from .devices import as_tensor
 from .dry import PassTerms
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
 from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names
-from .objectives import Loss, loss_of, objective_of, scalar
+from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .python_state import bring_into_python
 from .recorder import whole
 from .recording import RecordedStep, StepRecorder
-from .state import ModuleState, array_of
+from .state import ModuleState, array_of, tensor_from
 from .values import HostValues
 from .weights import attach_files
 
@@ -126,8 +125,6 @@ class Session:
             `empty_parameters`. None for those that the module has.
         compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
             of a session without it by rounding, so a saved session is resumed with the same choice.
-        narrow: classes of objects behind `loss` or `objective` of which only those attributes count as what a pass reads that the program's own methods
-            name; for objects that change all the time, such as a trainer.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -164,7 +161,6 @@ class Session:
         largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
         compiled: bool = False,
-        narrow: tuple[type, ...] = (),
         **options: Any,
     ) -> None:
         _check_numbers(seed, threads, minibatches)
@@ -190,8 +186,8 @@ class Session:
             raise
         let_go(module)
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
-        terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), {"loss": objective or loss}
-        self._captures = Captures(module, function, terms, roots=roots, narrow=narrow, quiet=self.runtime.wait)
+        terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), read_by(objective or loss)
+        self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait)
         self._steps = StepRecorder(
             self._captures,
             self.state,
@@ -369,10 +365,12 @@ class Session:
         first = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
         found: dict[str, torch.Tensor] = {}
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if id(value) not in first or (not frozen and is_frozen(value)):
+            if not isinstance(value, torch.Tensor) or (not frozen and is_frozen(value)):
                 continue
-            if id(value) not in seen:
-                seen[id(value)] = as_tensor(tensors[first[id(value)]].read(), value.shape)
+            if id(value) not in first:  # one without elements, or that the session has not taken
+                seen[id(value)] = value.detach().clone()
+            elif id(value) not in seen:
+                seen[id(value)] = tensor_from(tensors[first[id(value)]].read(), value)
             found[name] = seen[id(value)]
         return found
 
@@ -519,12 +517,15 @@ class Session:
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
         values, tensors = dict(named_tensors(self.module)), self.state.tensors()
+        for first, name in saved_names(self.module).items():
+            if values[first].is_complex():
+                raise UsageError(f"{name} is complex, and files of weights hold real numbers; register the buffer with persistent=False")
         return {name: tensors[first] for first, name in saved_names(self.module).items() if frozen or not is_frozen(values[first])}
 
     def _current(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters and buffers, by every name."""
         tensors = self.state.tensors()
-        return {name: as_tensor(tensors[name].read(), value.shape) for name, value in named_tensors(self.module) if name in tensors}
+        return {name: tensor_from(tensors[name].read(), value) for name, value in named_tensors(self.module) if name in tensors}
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""

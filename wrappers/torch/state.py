@@ -18,9 +18,10 @@ from nntask.nn import ParameterEdge, initializers
 from scheduler import CapturingRuntime, Handle, Runtime, SchedulerError, TaskRuntime
 from tiles import TileTensor
 
-from .calls import Storage, TileKey
 from .away import bring_back, send_away
+from .calls import Storage, TileKey
 from .devices import as_tensor
+from .modules import first_values
 from .recorder import whole
 from .step import numpy_dtype, shape_of
 
@@ -50,15 +51,19 @@ class ModuleState:
         self._constants: WeakKeyDictionary[Storage, TileTensor] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
         self._by_path: dict[tuple[str, int], TileTensor] = {}
         self._stamps: dict[int, tuple[Any, ...]] = {}
-        for name, value in module.named_parameters():
+        tensors = first_values(module)
+        for name, value in tensors.items():
+            if not isinstance(value, torch.nn.Parameter):
+                continue
             shape = shape_of(value)
             rows = tiles[name][1] if name in tiles else -1
             parameter = self.parameters[name] = Parameter(shape, (rows, *(-1,) * (len(shape) - 1)), initializers.constant(0.0))
             parameter.allocate(runtime, name, numpy_dtype(value.dtype, name), None)
             if not value.requires_grad:
                 parameter.freeze()
-        for name, value in module.named_buffers():
-            self.buffers[name] = tensor_of_one_tile(runtime, value, name, data_class="parameters")
+        for name, value in tensors.items():
+            if not isinstance(value, torch.nn.Parameter):
+                self.buffers[name] = tensor_of_one_tile(runtime, value, name, data_class="parameters")
 
     def tensors(self) -> dict[str, TileTensor]:
         """Parameters and buffers by name."""
@@ -100,7 +105,7 @@ class ModuleState:
         except BaseException:
             with suppress(SchedulerError):
                 for name in taken:
-                    bring_back(values[name], as_tensor(tensors[name].read(), values[name].shape))
+                    bring_back(values[name], tensor_from(tensors[name].read(), values[name]))
             raise
 
     def handles(self, storages: Iterable[Storage], inputs: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
@@ -174,13 +179,13 @@ def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic
 
 
 def tensor_of_one_tile(runtime: TaskRuntime, like: torch.Tensor, name: str, *, kind: str = "persistent", data_class: str = "data") -> TileTensor:
-    """A tile tensor of one tile with the shape and type of a tensor; a scalar has shape (1,)."""
-    shape = shape_of(like)
+    """A tile tensor of one tile with the shape and type of a tensor; a scalar has shape (1,), complex numbers one more axis of two parts."""
+    shape = (*like.shape, 2) if like.is_complex() else shape_of(like)
     return TileTensor(
         runtime,
         shape,
         (-1,) * len(shape),
-        numpy_dtype(like.dtype, name),
+        numpy_dtype(like.dtype.to_real() if like.is_complex() else like.dtype, name),
         kind=kind,  # type: ignore[arg-type]
         data_class=data_class,  # type: ignore[arg-type]
         name=name,
@@ -195,8 +200,16 @@ def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
     """
     if value.device.type != "cpu":
         raise UsageError(f"tensors must be in CPU memory, got one on {value.device}; move it with .cpu()")
-    value = value.detach().resolve_conj().resolve_neg().contiguous().reshape(shape_of(value))
+    value = value.detach().resolve_conj().resolve_neg().contiguous()
+    value = torch.view_as_real(value) if value.is_complex() else value.reshape(shape_of(value))
     if value.dtype == torch.bfloat16:
         value = value.view(torch.int16)
         return np.asarray(value.numpy()).view(ml_dtypes.bfloat16)
     return np.asarray(value.numpy())
+
+
+def tensor_from(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+    """The values of a tile as a tensor of the shape and type of another one; shares memory."""
+    if like.is_complex():
+        return torch.view_as_complex(as_tensor(array, (*like.shape, 2)))
+    return as_tensor(array, like.shape)

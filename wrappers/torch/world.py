@@ -78,6 +78,18 @@ class Same:
         return isinstance(other, Same) and other.value is self.value
 
 
+class Narrow(NamedTuple):
+    """An object that changes all the time, such as a trainer: of its attributes those count that the program's own methods load by name.
+
+    Attributes:
+        value: the object.
+        names: attributes that count in any case, with all that they reach.
+    """
+
+    value: Any
+    names: tuple[str, ...] = ()
+
+
 class Slot(NamedTuple):
     """A place that holds a value: an entry of a container, an attribute, a cell.
 
@@ -175,11 +187,10 @@ class World:
     Args:
         roots: name -> module or function.
         own: id -> name of the module's tensors that the session has.
-        narrow: classes of objects of which only the attributes are looked at that the program's code loads by name.
     """
 
-    def __init__(self, roots: Mapping[str, Any], own: Mapping[int, str], narrow: tuple[type, ...] = ()) -> None:
-        self._roots, self._own, self._narrow = roots, own, narrow
+    def __init__(self, roots: Mapping[str, Any], own: Mapping[int, str]) -> None:
+        self._roots, self._own = roots, own
         self._last: Snapshot | None = None
 
     def now(self) -> Snapshot:
@@ -194,7 +205,7 @@ class World:
         Raises:
             UsageError: more is reachable than can be looked at before each step.
         """
-        walk = _Walk(self._own, self._narrow)
+        walk = _Walk(self._own)
         with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
             for name, root in self._roots.items():
                 walk.visit(name, root, Slot(None, None, root))
@@ -204,9 +215,8 @@ class World:
 class _Walk:
     """One walk; `found` is its result."""
 
-    def __init__(self, own: Mapping[int, str], narrow: tuple[type, ...]) -> None:
-        self.found = Snapshot()
-        self._own, self._narrow = own, narrow
+    def __init__(self, own: Mapping[int, str]) -> None:
+        self.found, self._own = Snapshot(), own
         self._seen: dict[int, str] = {}
         self._classes: set[type] = set()
         self._codes: set[types.CodeType] = set()
@@ -223,7 +233,7 @@ class _Walk:
             self.found.leaves[path] = (kind, repr(value))
         elif isinstance(value, enum.Enum):
             self.found.leaves[path] = Same(value)
-        elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        elif kind is not Narrow and (kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))):
             self.found.leaves[path] = (kind, len(value))
             for number, each in enumerate(value):
                 self.visit(f"{path}[{number}]", each, slot)
@@ -346,11 +356,7 @@ class _Walk:
     def _visit_callable(self, path: str, value: Any) -> None:
         if isinstance(value, types.MethodType):
             self.found.leaves[path] = ("method", value.__func__.__qualname__)
-            owner = value.__self__
-            if self._narrow and isinstance(owner, self._narrow):
-                self._visit_narrow(path, owner, type(owner))
-            else:
-                self.visit(f"{path}.__self__", owner, _NOWHERE)
+            self.visit(f"{path}.__self__", value.__self__, _NOWHERE)
             if isinstance(value.__func__, types.FunctionType):
                 self._visit_function(f"{path}.{value.__name__}", value.__func__)
         elif isinstance(value, functools.partial):
@@ -426,9 +432,10 @@ class _Walk:
             self._watch(lambda: (content.get(names[0], _MISSING),), lambda held: content.__setitem__(names[0], held[0]))
             self.visit(f"{path}.{names[0]}", each, Slot(content.__setitem__, names[0], each))
 
-    def _visit_narrow(self, path: str, value: Any, kind: type) -> None:
+    def _visit_narrow(self, path: str, narrow: Narrow) -> None:
         """Note the attributes of an object that the functions of its class load, and what they load of those."""
-        chains: dict[tuple[str, ...], None] = {}
+        value, kind = narrow.value, type(narrow.value)
+        chains: dict[tuple[str, ...], None] = {(name,): None for name in narrow.names}
         for base in kind.__mro__[:-1]:
             if _origin_of_class(base) == "user":
                 for each in vars(base).values():
@@ -445,13 +452,16 @@ class _Walk:
                 owner, place = content[name], f"{place}.{name}"
                 self._watch(lambda content=content, name=name: (content.get(name, _MISSING),))
                 is_last = number == len(chain) - 1
-                if is_last and not isinstance(owner, torch.nn.Module) and (_is_simple(owner) or isinstance(owner, torch.Tensor)):
+                if is_last and (chain[0] in narrow.names or _is_simple(owner) or isinstance(owner, torch.Tensor)):
                     self.visit(place, owner, Slot(content.__setitem__, name, owner))
 
     def _visit_other(self, path: str, value: Any) -> None:
         """Note an object by its state."""
         kind = type(value)
-        if (reader := _state_reader(value)) is not None:
+        if isinstance(value, Narrow):
+            self.found.leaves[path] = Same(value.value)
+            self._visit_narrow(path, value)
+        elif (reader := _state_reader(value)) is not None:
             read, restore = reader
             self.found.leaves[path] = (kind, *read())
             self._watch(read, restore, by_value=True)
