@@ -190,12 +190,6 @@ def name_of_a_function() -> Program:
     return program_of(lambda self, x: self.b(getattr(torch, self.name)(self.a(x))), name="tanh")
 
 
-@add(batches=lambda: [{**batch, "mask": torch.ones(8, 4)} for batch in rows(8, 8)()])
-def batch_that_the_loss_changes() -> Program:
-    """A loss that takes an entry out of the batch."""
-    return Program(module_of(lambda self, x, mask: Net.forward(self, x)), _without_mask)
-
-
 @add()
 def call_overridden() -> Program:
     """A `__call__` of the class that counts."""

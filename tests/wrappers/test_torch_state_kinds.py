@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.eager_twin import LINE, Case, Cases, Program, check, rows
+from support.eager_twin import LINE, Batch, Case, Cases, Program, check, rows
 from support.small_modules import Net, module_of, program_of
 
 CASES = Cases()
