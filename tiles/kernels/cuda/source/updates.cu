@@ -54,20 +54,26 @@ __device__ inline float clip_factor(const double *norm, double max_norm) {
     return (float)(found < 1.0 || found != found ? found : 1.0);
 }
 
+// A row of the numbers of each group of parameters, HYPER of them
+struct Hyper {
+    double lr, correction1, correction2, beta1, beta2, eps, weight_decay, unused;
+};
+
 struct Moved {
     T *param[MOST_TILES];
     const float *grad[MOST_TILES];
     float *m[MOST_TILES], *v[MOST_TILES], *master[MOST_TILES];
     long long counts[MOST_TILES];
-    int num_tiles, begins[MOST_TILES + 1];
+    int num_tiles, begins[MOST_TILES + 1], rows[MOST_TILES];
 };
 
-// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); hyper is (lr, 1 - beta1^t, 1 - beta2^t, 0)
-KERNEL adam(
-    Moved given, const double *hyper, const double *norm, double beta1, double beta2, double eps, double weight_decay, double max_norm, int decoupled) {
-    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
-    float keep = (float)(1.0 - hyper[0] * weight_decay), step = (float)(hyper[0] / hyper[1]), root = (float)sqrt(hyper[2]);
+// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); correction1 is 1 - beta1^t, correction2 1 - beta2^t
+KERNEL adam(Moved given, const Hyper *hyper, const double *norm, double max_norm, int decoupled) {
     TILE_OF_BLOCK(tile, given);
+    Hyper now = hyper[given.rows[tile]];
+    double beta1 = now.beta1, beta2 = now.beta2, eps = now.eps, weight_decay = now.weight_decay;
+    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
+    float keep = (float)(1.0 - now.lr * weight_decay), step = (float)(now.lr / now.correction1), root = (float)sqrt(now.correction2);
     T *param = given.param[tile];
     const float *grad = given.grad[tile];
     float *m = given.m[tile], *v = given.v[tile], *master = given.master[tile];
@@ -89,16 +95,17 @@ EXPORT(adam)
 
 // SGD as torch.optim.SGD: dampening 0, the buffer starting at zero
 KERNEL sgd(
-    T *param, const float *grad, const double *hyper, float *buffer, const double *norm, float *master, double momentum, double weight_decay,
-    double max_norm, int nesterov, long long count) {
+    T *param, const float *grad, const Hyper *hyper, float *buffer, const double *norm, float *master, double max_norm, int row, int nesterov,
+    long long count) {
     float factor = clip_factor(norm, max_norm);
+    double lr = hyper[row].lr, momentum = hyper[row].beta1, weight_decay = hyper[row].weight_decay;
     EACH(i, count) {
         float p = master ? master[i] : widen(param[i]), g = grad[i] * factor + (float)weight_decay * p;
         if (buffer) {
             buffer[i] = (float)momentum * buffer[i] + g;
             g = nesterov ? g + (float)momentum * buffer[i] : buffer[i];
         }
-        p -= (float)hyper[0] * g;
+        p -= (float)lr * g;
         if (master) master[i] = p;
         param[i] = narrow<T>(p);
     }
