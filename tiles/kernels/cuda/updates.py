@@ -18,7 +18,7 @@ _FLOAT: Final = np.dtype(np.float32)
 MOST_PARTIALS: Final = 1024
 """Blocks that sum up one tile."""
 _SQUARED: Final = table("x", "sums")
-_MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("rows",))
+_MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("groups",))
 _SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
 
 
@@ -40,7 +40,7 @@ def adam_many(tasks: Sequence[Task]) -> None:
     for (dtype, hyper, norm, max_norm, decoupled), tiles in alike.items():
         for some in in_starts(tiles):
             blocks = [blocks_for(tile[0].size) for tile, _ in some if tile[0] is not None]
-            given = filled(_MOVED, [tile for tile, _ in some], blocks, rows=[row for _, row in some])
+            given = filled(_MOVED, [tile for tile, _ in some], blocks, groups=[row for _, row in some])
             _source.start("adam", dtype, given, hyper, norm, np.float64(max_norm), np.int32(decoupled), grid=(sum(blocks), 1, 1))
 
 

@@ -54,26 +54,24 @@ __device__ inline float clip_factor(const double *norm, double max_norm) {
     return (float)(found < 1.0 || found != found ? found : 1.0);
 }
 
-// A row of the numbers of each group of parameters, HYPER of them
-struct Hyper {
-    double lr, correction1, correction2, beta1, beta2, eps, weight_decay, unused;
-};
+// Numbers in a row of `hyper`, one for each group of parameters: lr, 1 - beta1^t, 1 - beta2^t, beta1 or momentum, beta2, eps, weight decay, 0
+#define HYPER 8
 
 struct Moved {
     T *param[MOST_TILES];
     const float *grad[MOST_TILES];
     float *m[MOST_TILES], *v[MOST_TILES], *master[MOST_TILES];
     long long counts[MOST_TILES];
-    int num_tiles, begins[MOST_TILES + 1], rows[MOST_TILES];
+    int num_tiles, begins[MOST_TILES + 1], groups[MOST_TILES];
 };
 
-// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); correction1 is 1 - beta1^t, correction2 1 - beta2^t
-KERNEL adam(Moved given, const Hyper *hyper, const double *norm, double max_norm, int decoupled) {
+// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2)
+KERNEL adam(Moved given, const double *hyper, const double *norm, double max_norm, int decoupled) {
     TILE_OF_BLOCK(tile, given);
-    Hyper now = hyper[given.rows[tile]];
-    double beta1 = now.beta1, beta2 = now.beta2, eps = now.eps, weight_decay = now.weight_decay;
+    const double *row = hyper + HYPER * given.groups[tile];
+    double lr = row[0], beta1 = row[3], beta2 = row[4], eps = row[5], weight_decay = row[6];
     float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
-    float keep = (float)(1.0 - now.lr * weight_decay), step = (float)(now.lr / now.correction1), root = (float)sqrt(now.correction2);
+    float keep = (float)(1.0 - lr * weight_decay), step = (float)(lr / row[1]), root = (float)sqrt(row[2]);
     T *param = given.param[tile];
     const float *grad = given.grad[tile];
     float *m = given.m[tile], *v = given.v[tile], *master = given.master[tile];
@@ -95,10 +93,11 @@ EXPORT(adam)
 
 // SGD as torch.optim.SGD: dampening 0, the buffer starting at zero
 KERNEL sgd(
-    T *param, const float *grad, const Hyper *hyper, float *buffer, const double *norm, float *master, double max_norm, int row, int nesterov,
+    T *param, const float *grad, const double *hyper, float *buffer, const double *norm, float *master, double max_norm, int group, int nesterov,
     long long count) {
+    const double *row = hyper + HYPER * group;
+    double lr = row[0], momentum = row[3], weight_decay = row[6];
     float factor = clip_factor(norm, max_norm);
-    double lr = hyper[row].lr, momentum = hyper[row].beta1, weight_decay = hyper[row].weight_decay;
     EACH(i, count) {
         float p = master ? master[i] : widen(param[i]), g = grad[i] * factor + (float)weight_decay * p;
         if (buffer) {
