@@ -267,7 +267,8 @@ def _adam(make: Maker, decoupled: bool, clip: bool) -> Case:
 
 
 def _sgd(make: Maker, momentum: float, nesterov: bool) -> Case:
-    args = [make(31, 300), make(31, 300), np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]]), *([make(31, 300)] if momentum else []), make(31, 300)]
+    hyper = np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]])
+    args = [make(31, 300), make(31, 300), hyper, *([make(31, 300)] if momentum else []), make(31, 300)]
     constants = {"row": 1, "has_buffer": momentum > 0, "nesterov": nesterov, "max_norm": 0.0, "clip": False, "master": True}
     return args, [0], constants
 

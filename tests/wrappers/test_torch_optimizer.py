@@ -63,7 +63,11 @@ def batches(heads: Sequence[int], *, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def eager(
-    module: nn.Module, optimizer: torch.optim.Optimizer, given: Sequence[dict[str, Any]], after: Callable[[int], None] = lambda number: None, clip: float = 0
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    given: Sequence[dict[str, Any]],
+    after: Callable[[int], None] = lambda number: None,
+    clip: float = 0,
 ) -> list[float]:
     """Losses of PyTorch itself.
 
@@ -169,7 +173,8 @@ def test_counts_and_options_are_saved_and_resumed(kind: str, tmp_path: Path) -> 
         losses += run(session, schedule, range(half, 8))
         expected = session.state_dict()
     state = json.loads((tmp_path / "saved" / "session.json").read_text())
-    assert {name: count for name, count in state["skipped"].items() if "weight" in name} == {"heads.0.weight": 1, "heads.1.weight": 3, "spare.weight": 4}
+    skipped = {name: count for name, count in state["skipped"].items() if "weight" in name}
+    assert skipped == {"heads.0.weight": 1, "heads.1.weight": 3, "spare.weight": 4}
     ours = make()
     optimizer = in_groups(kind, ours)
     schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
@@ -203,8 +208,8 @@ def test_a_session_saved_without_counts_is_resumed(tmp_path: Path) -> None:
             ({"skipped": {"body.weight": 3}}, "counts steps of other parameters"),
             ({"skipped": {"body.weight": "1"}}, "format"),
             ({"skipped": 3}, "no whole session"),
-            ({"groups": state["groups"] * 2}, r"2 parameter groups .* the optimizer's 1"),
-            ({"groups": [{"lr": 0.1, "momentum": 0.9}]}, "parameter groups that differ"),
+            ({"groups": state["groups"] * 2}, r"2 parameter groups, which differ from the optimizer's 1"),
+            ({"groups": [{"lr": 0.1, "momentum": 0.9}]}, "parameter groups, which differ"),
             ({"groups": [3]}, "format"),
             ({"groups": 3}, "no whole session"),
         ]:
@@ -286,18 +291,18 @@ def _move(optimizer: torch.optim.Optimizer) -> None:
 
 
 LATER: dict[str, tuple[Callable[[Any], object], str]] = {
-    "another state": (lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), r"^optimizer\.state must stay .* got another defaultdict of 0 entries"),
-    "a pre-hook": (lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None), r"^the optimizer must have no step hooks, .* got 1; remove them"),
+    "another state": (lambda optimizer: setattr(optimizer, "state", defaultdict(dict)), r"^optimizer\.state must stay .* got another defaultdict"),
+    "a pre-hook": (lambda optimizer: optimizer.register_step_pre_hook(lambda *_: None), r"^the optimizer must have no step hooks, .* got 1"),
     "a post-hook": (lambda optimizer: optimizer.register_step_post_hook(lambda *_: None), r"^the optimizer must have no step hooks"),
-    "a parameter less": (lambda optimizer: optimizer.param_groups[0]["params"].pop(), r"had \[4, 4\] parameters in the groups, got \[3, 4\]; put them back"),
+    "a parameter less": (lambda optimizer: optimizer.param_groups[0]["params"].pop(), r"had \[4, 4\] parameters in the groups, got \[3, 4\]"),
     "a parameter more": (
         lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
         r"had \[4, 4\] parameters in the groups, got \[4, 4, 1\]",
     ),
     "another group": (_move, r"had \[4, 4\] parameters in the groups, got \[3, 5\]"),
-    "another order": (lambda optimizer: optimizer.param_groups[0]["params"].reverse(), r"got \[4, 4\] or others; put them back"),
+    "another order": (lambda optimizer: optimizer.param_groups[0]["params"].reverse(), r"had \[4, 4\] .* got others; put them back"),
     "no momentum": (lambda optimizer: optimizer.param_groups[1].update(momentum=0), r"^whether group 1 has momentum must stay True .* got False"),
-    "a large momentum": (lambda optimizer: optimizer.param_groups[1].update(momentum=1.5), r"^momentum of group 1 must be at least 0 and below 1, got 1\.5"),
+    "a large momentum": (lambda optimizer: optimizer.param_groups[1].update(momentum=1.5), r"^momentum of group 1 must be .* below 1, got 1\.5"),
     "nesterov": (lambda optimizer: optimizer.param_groups[0].update(nesterov=True), r"^nesterov of group 0 must stay False"),
     "negative decay": (lambda optimizer: optimizer.param_groups[0].update(weight_decay=-1), r"^weight_decay of group 0 must be at least 0, got -1"),
 }

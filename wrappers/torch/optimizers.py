@@ -1,7 +1,7 @@
 """PyTorch's optimizers as those of nntask: by name, or from an instance over the module's parameters.
 
-The instance of torch.optim has the options, which every step reads, so that schedulers work; it never updates. The state (moments, masters, numbers of
-steps) is in the session, in nntask's optimizer. While the session is open, whatever would read or change state of the instance is refused.
+The instance of torch.optim has the options, which every step reads, so that schedulers work; it never updates. The state (moments, masters, numbers
+of steps) is in the session, in nntask's optimizer. While the session is open, whatever would read or change state of the instance is refused.
 
 As in torch.optim, a step leaves a parameter without a gradient alone: no decay, no moments, and its own number of steps stays.
 """
@@ -161,7 +161,7 @@ class SessionOptimizer:
         self._options, self._module = options, module
         self.updates = optimizer_on(options, module, parameters, max_norm)
         group_of = {name: number for number, names in enumerate(_names_in_groups(options, module)) for name in names}
-        self._rows = {name: group_of[name] for group in self.updates.groups for name in (group.parameters[0].name,)}  # name -> group of torch.optim
+        self._rows = {p.name: group_of[p.name] for group in self.updates.groups for p in group.parameters}  # name -> number of its group there
         self._skipped = dict.fromkeys(self._rows, 0)  # steps so far that had no gradient of the parameter
         self._terms, self._members = self._terms_now(), self._members_now()
 
@@ -175,21 +175,21 @@ class SessionOptimizer:
         Raises:
             UsageError: says what has changed.
         """
-        if not isinstance(self._options.state, _StateElsewhere):
-            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {_of(self._options.state)}; {_STATE_REMEDY}")
+        state = self._options.state
+        if not isinstance(state, _StateElsewhere):
+            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}; {_STATE_REMEDY}")
         _check_hooks(self._options)
         members = self._members_now()
         if members != self._members:
-            counts = f"{[len(each) for each in self._members]} parameters in the groups, got {[len(each) for each in members]}"
+            before, now = ([len(each) for each in groups] for groups in (self._members, members))
             raise UsageError(
-                "the optimizer must keep its parameters, each in its group, while a session is open: it had "
-                f"{counts}{' or others' if list(map(len, members)) == list(map(len, self._members)) else ''}; put them back, or make a new session"
+                f"the optimizer must keep its parameters, each in its group, while a session is open; it had {before} parameters in the groups, "
+                f"got {'others' if now == before else now}; put them back, or make a new session"
             )
         for name, value in self._terms_now().items():
-            if self._terms.get(name) != value:
-                raise UsageError(
-                    f"{name} must stay {self._terms.get(name)} while the session is open, got {value}; make a new session, and resume what save() wrote"
-                )
+            first = self._terms.get(name)
+            if first != value:
+                raise UsageError(f"{name} must stay {first} while the session is open, got {value}; make a new session, and resume what save() wrote")
 
     def prepare_step(self, number: int, updated: Collection[str]) -> None:
         """Write the numbers of a step, before its replay.
@@ -208,7 +208,7 @@ class SessionOptimizer:
     def note_step(self, updated: Collection[str]) -> None:
         """Count a step that has begun; PyTorch's schedulers see it as they see a step of the optimizer itself."""
         self._skip(1, [name for name in self._skipped if name not in updated])
-        self._options._opt_called = True  # type: ignore[attr-defined]
+        self._options._opt_called = True
 
     def note_left_out(self, updated: Collection[str], *, keeps_number: bool) -> None:
         """Note that a step that had begun has failed and was left out.
@@ -247,12 +247,12 @@ class SessionOptimizer:
             source: the directory, for messages.
 
         Raises:
-            DataError: the groups are others.
+            DataError: the groups or the parameters are others.
         """
-        own = self._options.param_groups
-        groups, skipped = state.get("groups", [{"lr": state["lr"]}] * len(own)), state.get("skipped", {})
-        if [[name for name in _OPTIONS if name in group] for group in own] != [list(each) for each in groups] and "groups" in state:
-            raise DataError(f"{source} has options of {len(groups)} parameter groups that differ from the optimizer's {len(own)}; make it as it was then")
+        own, skipped = self._options.param_groups, state.get("skipped", {})
+        groups = state.get("groups", [{"lr": state["lr"]}] * len(own))
+        if "groups" in state and [set(saved) for saved in groups] != [{name for name in _OPTIONS if name in group} for group in own]:
+            raise DataError(f"{source} has {len(groups)} parameter groups, which differ from the optimizer's {len(own)}; make it as it was then")
         if not skipped.keys() <= self._skipped.keys() or not all(0 <= count <= state["step"] for count in skipped.values()):
             raise DataError(f"{source} counts steps of other parameters than the optimizer has; make module and optimizer as they were then")
         for group, saved in zip(own, groups, strict=True):
@@ -282,12 +282,8 @@ class _StateElsewhere(defaultdict[Any, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(f"optimizer.state cannot be read or changed while a session is open, because the session has the state; {_STATE_REMEDY}")
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __or__ = __ior__ = __eq__ = _refuse  # type: ignore[assignment]
-    get = keys = values = items = clear = pop = popitem = setdefault = update = copy = _refuse  # type: ignore[assignment]
-
-
-def _of(state: Any) -> str:
-    return f"{type(state).__name__} of {len(state)} entries" if hasattr(state, "__len__") else type(state).__name__
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __or__ = __ior__ = _refuse
+    get = keys = values = items = clear = pop = popitem = setdefault = update = copy = _refuse
 
 
 @contextmanager
