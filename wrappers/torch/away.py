@@ -40,7 +40,8 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     is_getter = name == "__get__"
     if is_getter:
         name = func.__self__.__name__
-    if name in (_GETTERS if is_getter else _METHODS):
+    is_switch = name == "requires_grad_" or (name == "__set__" and func.__self__.__name__ == "requires_grad")
+    if is_switch or name in (_GETTERS if is_getter else _METHODS):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if is_getter and name == "grad" and sys._getframe(1).f_code.co_name == "zero_grad":

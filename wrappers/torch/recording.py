@@ -48,6 +48,7 @@ class RecordedStep:
         outputs: of each minibatch: what the pass returns, with references.
         kept: handles of the outputs' storages, of each minibatch.
         squares: the gradient's sum of squares; None without an update.
+        updated: names of the parameters that the step updates: those that have a gradient.
     """
 
     step: Step
@@ -57,6 +58,7 @@ class RecordedStep:
     outputs: Sequence[Any]
     kept: Sequence[Mapping[Storage, Handle]]
     squares: TileTensor | None
+    updated: Collection[str]
 
 
 class StepRecorder:
@@ -144,7 +146,8 @@ class StepRecorder:
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
         with runtime.record(order, recompute) as step:
             kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
-        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], kept, squares)
+        updated = frozenset(name for name, _ in passes[0].captured.gradients)
+        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], kept, squares, updated)
 
     def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
         """Refuse a step that cannot run within the budgets, before memory is taken for it.

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,7 +46,7 @@ from .hosting import Host
 from .inductor import check_compiler
 from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
-from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
+from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
 from .python_state import bring_into_python
 from .recorder import whole
 from .recording import RecordedStep, StepRecorder
@@ -81,7 +81,9 @@ class StartedStep:
             try:
                 self._outcome = self._read()
             except Exception as error:
-                self._outcome = error if self._ticket.failure is None else self._session.note_failure(error, self._ticket, self._number)
+                failed = self._ticket.failure is not None
+                updated = self._recorded.updated
+                self._outcome = self._session.note_failure(error, self._ticket, self._number, updated) if failed else error
 
     def _read(self) -> Outcome:
         recorded = self._recorded
@@ -98,14 +100,14 @@ class Session:
 
     Args:
         module: any module on the CPU, or with `weights` one without values. Its tensors move into the session.
-        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters, whose learning rate is read at every
-            step, so that PyTorch's schedulers work.
+        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters. Every step reads the options of its
+            groups, so that PyTorch's schedulers work; its state is in the session.
         lr: learning rate of an optimizer that is named.
         loss: from the module's result and the batch to a scalar; None if the result has the loss (`.loss`), or is it.
         objective: from the module and a batch to the loss, instead of calling the module and `loss`; None for these two.
         minibatches: parts of a batch along the first axis, whose gradients are summed; as many as workers keep all of them busy. The gradient is that
             of the mean of the minibatches' losses.
-        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off.
+        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off. The norm is measured in any case; infinity does nothing else.
         seed: of dropout and other random numbers.
         ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
@@ -173,7 +175,8 @@ class Session:
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
         limit = parse_size(str(largest_tile), "largest_tile")
-        self._seed, self._terms = seed, terms_of(self.optimizer, module)
+        self._seed, max_grad_norm = seed, norm_limit(max_grad_norm)
+        self._guards = ExitStack()  # of the optimizer, while the session is open
         self._started: deque[StartedStep] = deque()
         resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
         self._host = Host(module, on, threads, resources)
@@ -185,6 +188,7 @@ class Session:
             self.close()
             raise
         let_go(module)
+        self._guards.enter_context(guarded(self.optimizer))
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
         terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), read_by(objective or loss)
         self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait)
@@ -192,7 +196,7 @@ class Session:
             self._captures,
             self.state,
             self._key,
-            self._optimizer,
+            self._optimizer.updates,
             self.optimizer,
             max_norm=max_grad_norm,
             machine=None if self._host.is_borrowed else self._host.machine,
@@ -210,7 +214,7 @@ class Session:
             attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, module)
             values = {name: value for name, value in values.items() if name not in saved}
         with self.state.take(values):
-            self._optimizer = optimizer_on(self.optimizer, module, self.state.parameters, max_grad_norm)
+            self._optimizer = SessionOptimizer(self.optimizer, module, self.state.parameters, max_grad_norm)
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()
@@ -255,7 +259,7 @@ class Session:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
             DoesNotFit: a budget is too small for the step.
         """
-        rate = self._rate
+        self._optimizer.check()
         with self.user_errors():
             recorded, uses = self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)
         check_ids(recorded.passes, minibatches)
@@ -265,10 +269,10 @@ class Session:
         with self.user_errors():
             self._write(recorded, uses, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
-            self._optimizer.prepare(self.num_steps + 1, rate)
+            self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
             ticket = recorded.step.replay()
         self.num_steps += 1
-        note_step(self.optimizer)
+        self._optimizer.note_step(recorded.updated)
         started = StartedStep(self, recorded, uses, ticket, self.num_steps)
         self._started.append(started)
         if any(use.carried or use.tasks.captured.written for use in uses):
@@ -302,13 +306,14 @@ class Session:
 
         return HostValues(value_of, (self._seed, self.num_steps + 1, number))
 
-    def note_failure(self, error: Exception, ticket: Ticket, number: int) -> Exception:
+    def note_failure(self, error: Exception, ticket: Ticket, number: int, updated: Collection[str]) -> Exception:
         """Note that a step has failed: it is as if it had not been tried, or, if it has changed anything, the session cannot go on.
 
         Args:
             error: why.
             ticket: of its replay, which has ended.
             number: of the step.
+            updated: names of the parameters that the step updates.
 
         Returns:
             The error, which says what has become of the step if an operation of PyTorch has failed.
@@ -316,8 +321,10 @@ class Session:
         what = "the step was left out, and parameters, buffers and optimizer are as before it"
         if not ticket.changed_nothing:
             what = self._half_done = f"step {number} has updated some parameters and not all; go on with resume() from what save() wrote"
-        elif number == self.num_steps:  # no step was started behind it
-            self.num_steps -= 1
+        else:
+            is_last = number == self.num_steps  # no step was started after it
+            self.num_steps -= is_last
+            self._optimizer.note_left_out(updated, keeps_number=not is_last)
         return UsageError(f"{error}; {what}") if isinstance(error, UsageError) else error
 
     def _wait_for_started(self) -> None:
@@ -449,8 +456,8 @@ class Session:
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
         self._wait_for_started()
         self._check_whole()
-        rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
-        state = {"step": self.num_steps, "lr": rate, "numerics": self._numerics}
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        state = {"step": self.num_steps, "lr": rate, **self._optimizer.counters(), "numerics": self._numerics}
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
@@ -466,8 +473,7 @@ class Session:
         self._wait_for_started()
         state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
         self.num_steps, self._half_done = state["step"], ""
-        for group in self.optimizer.param_groups:
-            group["lr"] = state["lr"]
+        self._optimizer.restore(state, Path(directory))
 
     def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save weights and buffers to a directory, tile by tile: what `save` writes, without what a training needs to go on.
@@ -510,10 +516,6 @@ class Session:
             "rows_of_tiles": {name: rows for name, (_, rows) in self.state.tiles.items()},
         }
 
-    @property
-    def _rate(self) -> float:
-        return rate_of(self.optimizer, self.module, self._terms)
-
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
         values, tensors = dict(named_tensors(self.module)), self.state.tensors()
@@ -529,6 +531,7 @@ class Session:
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
+        self._guards.close()
         self._host.close()
 
     def __enter__(self) -> Session:

@@ -127,9 +127,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         self._minibatches = []
-        self.create_optimizer()
-        self._open(learns=True)
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._open(learns=True)  # not before: accelerate takes the state of the optimizer out and puts it back
+        return found
 
     def training_step(self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep a minibatch; with the last one of a step, take the step. Returns the loss of the step then, and zero before."""
