@@ -23,8 +23,10 @@ _GETTERS: Final = frozenset(
     ["shape", "dtype", "device", "layout", "requires_grad", "is_meta", "is_leaf", "ndim", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_cuda", "is_cpu", "names", "grad_fn", "output_nr"]
 )
 _METHODS: Final = frozenset(
-    ["size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "storage_offset", "get_device", "is_signed", "__len__", "ndimension", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned"]
+    ["size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "storage_offset", "get_device", "is_signed", "__len__", "ndimension", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned", "_has_compatible_shallow_copy_type"]
 )
+_WITHOUT_GRADIENTS: Final = frozenset({"zero_grad", "_init_group", "_apply"})
+"""Functions of PyTorch that have nothing to do where there are no gradients: clearing them, a step of an optimizer, moving a module to where it is."""
 _TWINS: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("twins", default=None)
 """While a module is captured: id of a tensor that is away -> its fake twin."""
 
@@ -44,13 +46,23 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     if is_switch or name in (_GETTERS if is_getter else _METHODS):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if is_getter and name == "grad" and sys._getframe(1).f_code.co_name == "zero_grad":
+    if is_getter and name == "grad" and sys._getframe(1).f_code.co_name in _WITHOUT_GRADIENTS:
         return None  # gradients live in the session, for one step
+    if name == "to" and _changes_nothing(*args, **kwargs):
+        return args[0]
+    if name == "__set__" and func.__self__.__name__ == "data" and args[1] is args[0]:
+        return None
     raise UsageError(
         f"the weights of the module are in a session, or went with one that was closed, so {name} cannot use them: read them with "
         "session.state_dict(), overwrite them with session.load_state_dict(), compute with session.predict(); load_into(module) of the session, or "
         "close() of its trainer, brings them back"
     )
+
+
+def _changes_nothing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether `Tensor.to` gives the tensor itself."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return (device is None or device.type == "cpu") and dtype in (None, tensor.dtype)
 
 
 class AwayTensor(torch.Tensor):  # type: ignore[misc]
@@ -74,8 +86,10 @@ class AwayParameter(torch.nn.Parameter):  # type: ignore[misc]
 def _twin_of(tensor: torch.Tensor, twins: Mapping[int, torch.Tensor]) -> torch.Tensor:
     twin = twins.get(id(tensor))
     if twin is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(tensor.shape)
         raise UsageError(
-            f"a tensor of shape {tuple(torch._C.TensorBase.shape.__get__(tensor))} belongs to another session, or to one that was closed; train both "
+            f"a tensor of shape {shape} belongs to another session, or to one that was closed; train both "
             "modules in one session, as parts of one module, or bring the values back with load_into(module)"
         )
     return twin

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -49,7 +50,9 @@ def signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _signature(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
+        return tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, np.generic):
+        return (value.dtype.str, repr(value))
     if not all(isinstance(leaf, bool | int | float | str | torch.dtype | None) for leaf in tree_leaves(value)):
         raise UsageError(f"{name} of the batch is a {type(value).__name__}, and arguments must be tensors or plain values; make it a tensor")
     return (repr(value),)

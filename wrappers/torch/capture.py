@@ -118,7 +118,8 @@ def _capture(
             carried, kept = _carried(before, after, recorder)
             run.check_gradients()
             outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), kept
-        effects = [*before.differences(after), *(name for name, state in _random_states().items() if state != numbers[name])]
+        moved = [p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]]
+        effects = [*before.differences(after), *moved, *(name for name, state in _random_states().items() if state != numbers[name])]
         gradients = {(name, 0): recorder.ref(gradient) for name, gradient in run.gradients.items()}
         return Capture(recorder.calls, outputs, gradients, recorder.named, carried, tuple(recorder.guards.values()), tuple(recorder.host), tuple(effects))
     except BaseException:

@@ -87,20 +87,23 @@ class Captures:
         self._own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
         self.world = World({"module": module, **(roots or {})}, own)
         self._passes: dict[Hashable, list[Pass]] = {}
-        self._forms: dict[Hashable, Pass] = {}
+        self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew = 0
 
-    def pass_over(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None = None) -> PassUse:
+    def pass_over(
+        self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None = None, taken: Collection[Pass] = ()
+    ) -> PassUse:
         """The pass over a minibatch; nothing else may compute while it is captured.
 
         Args:
             values: of tensors, now; None where there are none.
+            taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
-        for known in self._passes.get(key, ()):
-            if (host := _host_inputs(known.captured, values)) is not None:
+        for each in self._passes.get(key, ()):
+            if (host := _host_inputs(each.captured, values)) is not None:
                 self._num_anew = 0
-                return _use(known, known.captured, host)
+                return _use(each, each.captured, host)
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
         host = _host_inputs(made.captured, values)
@@ -110,13 +113,16 @@ class Captures:
             return _use(made, made.captured, host or {})
         self._tell(made.captured)
         form = (purpose, divisor, surroundings(), form_of(made.captured))
-        same = self._forms.setdefault(form, made)
-        return _use(same, made.captured, host or {})
+        known = self._forms.setdefault(form, [])
+        same = next((each for each in known if each not in taken), None)  # a pass has one set of constants, and each minibatch may have its own
+        if same is None:
+            known.append(made)
+        return _use(same or made, made.captured, host or {})
 
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
         self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each in passes])}
-        self._forms = {key: each for key, each in self._forms.items() if each in passes}
+        self._forms = {key: kept for key, known in self._forms.items() if (kept := [each for each in known if each in passes])}
 
     def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
         if self._quiet is not None:

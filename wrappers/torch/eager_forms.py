@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import register_pytree_node
+
+from nntask import UsageError
 
 from .recorder import Recorder
+from .refusals import line_of_program
 
 
 @contextmanager
@@ -30,6 +32,11 @@ def plain_python(recorder: Recorder) -> Iterator[None]:
         replaced(torch.utils.checkpoint.CheckpointFunction, "apply", _run_plainly)
         replaced(torch, "manual_seed", _seeding(recorder, torch.manual_seed))
         replaced(torch.random, "manual_seed", _seeding(recorder, torch.random.manual_seed))
+        replaced(torch.Tensor, "data_ptr", _refuse_address)
+        for owner in (torch, torch.Tensor):
+            replaced(owner, "tensor_split", _with_values(recorder, owner.tensor_split))
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"):
+            replaced(torch._VF, name, _with_values(recorder, getattr(torch._VF, name)))
         for name in ("numpy", "tolist", "__array__"):
             replaced(torch.Tensor, name, _reading(recorder, name, getattr(torch.Tensor, name)))
         stack.enter_context(_fast_paths_off())
@@ -55,6 +62,23 @@ def _seeding(recorder: Recorder, seed: Callable[[int], Any]) -> Callable[[int], 
         return seed(number)
 
     return manual_seed
+
+
+def _refuse_address(tensor: torch.Tensor) -> int:
+    raise UsageError(f"{line_of_program()} reads the address of a tensor, and a session moves tensors; compute without addresses")
+
+
+def _with_values(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of PyTorch that reads the lengths or indices it is given, a vector of integers, without an operation."""
+
+    def real(value: Any) -> Any:
+        is_lengths = isinstance(value, FakeTensor) and value.dtype == torch.int64 and value.dim() == 1
+        return recorder.value(value) if is_lengths else value
+
+    def called(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(first, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
+
+    return called
 
 
 def _reading(recorder: Recorder, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,8 +109,29 @@ def _fast_paths_off() -> Iterator[None]:
 
 
 def with_plain_classes(value: Any) -> Any:
-    """A result in which dataclasses that hold tensors, and are no containers of PyTorch's, are namespaces of their fields."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | dict | list | tuple) and tree_leaves(value) == [value]:
-        fields = {field.name: with_plain_classes(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return SimpleNamespace(**fields)
-    return value
+    """A result with `Fields` in place of a dataclass that is no container of PyTorch's."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type | Mapping | list | tuple):
+        return value
+    return Fields(type(value), {field.name: with_plain_classes(getattr(value, field.name)) for field in dataclasses.fields(value)})
+
+
+@dataclasses.dataclass
+class Fields:
+    """The fields of an object of a dataclass, as a container that PyTorch's functions on trees know."""
+
+    kind: type
+    values: dict[str, Any]
+
+    def made(self) -> Any:
+        """An object of the dataclass with these fields."""
+        found = object.__new__(self.kind)
+        for name, value in self.values.items():
+            object.__setattr__(found, name, value.made() if isinstance(value, Fields) else value)
+        return found
+
+
+register_pytree_node(
+    Fields,
+    lambda fields: (list(fields.values.values()), (fields.kind, tuple(fields.values))),
+    lambda values, spec: Fields(spec[0], dict(zip(spec[1], values, strict=True))),
+)

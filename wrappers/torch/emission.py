@@ -16,6 +16,7 @@ from tiles import TileTensor
 
 from .calls import Capture, Ref, Storage, aten
 from .devices import HOST, as_bytes, compute_on_gpu
+from .eager_forms import Fields
 from .kernels import tensor_of
 from .recorder import HOST_INPUT
 from .state import ModuleState, array_of, tensor_of_one_tile
@@ -151,4 +152,5 @@ def write_inputs(
 
 def value_of(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
     """The outputs of a pass with tensors in place of references."""
-    return tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)
+    found = tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)
+    return found.made() if isinstance(found, Fields) else found

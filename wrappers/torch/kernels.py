@@ -57,7 +57,7 @@ def into_of(call: Call) -> Into | None:
     if draws(call):
         rule = _RANDOM.get(call.func)
         if rule is None and not _takes_generator(call.func):
-            raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, bernoulli, uniform_ or normal_ in the model")
+            raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the model")
         return rule
     if isinstance(call.func, Chain):
         return call.func.into
@@ -374,10 +374,19 @@ def _normal(results: Sequence[torch.Tensor], *_: Any, generator: torch.Generator
     results[0].normal_(generator=generator)
 
 
+def _integers(results: Sequence[torch.Tensor], low: int, high: int, *, generator: torch.Generator, **_: Any) -> None:
+    results[0].random_(low, high, generator=generator)
+
+
 _RANDOM: Final[Mapping[Any, Into]] = {
     aten.native_dropout.default: _dropout,
     aten.rand.default: _uniform,
     aten.rand_like.default: _uniform,
     aten.randn.default: _normal,
     aten.randn_like.default: _normal,
+    aten.randint.default: lambda results, high, *_, **terms: _integers(results, 0, high, **terms),
+    aten.randint.low: lambda results, low, high, *_, **terms: _integers(results, low, high, **terms),
+    aten.randint_like.default: lambda results, _, high, *__, **terms: _integers(results, 0, high, **terms),
+    aten.randint_like.low_dtype: lambda results, _, low, high, *__, **terms: _integers(results, low, high, **terms),
+    aten.randperm.default: lambda results, count, *_, generator, **__: torch.randperm(count, generator=generator, out=results[0]),
 }

@@ -55,7 +55,9 @@ def torch_optimizer(
         except (TypeError, ValueError) as error:
             raise UsageError(f"torch.optim.{_NAMES[optimizer].__name__} refuses {given}: {error}; see its documentation") from None
         return _checked(made)
-    if lr is not None or options:
+    if options:
+        raise UsageError(f"Session has no argument {next(iter(options))}=, and an optimizer that is an instance has its options; leave it out")
+    if lr is not None:
         raise UsageError("an optimizer that is an instance has its options; leave out lr= and the other options, or give its name")
     return _checked(optimizer)
 

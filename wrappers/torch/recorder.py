@@ -186,7 +186,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             storages = tuple(self.enter(each, "input", f"{HOST_INPUT}{len(self.host)}.{number}") for number, each in enumerate(results))
             shapes = tuple(tuple(each.shape) for each in results)
             self.host.append(HostTensors(tuple(self.calls), func, tuple(given), named, storages, shapes, line_of_program()))
-            self._values.enter(storages, results)
+            with _disable_current_modes():
+                self._values.enter(storages, results)
             fakes = [self._faked(each) for each in results]
             results = [self._note(aten.clone.default, (self.ref(fake),), {}, aten.clone.default(fake)) for fake in fakes]
         return results[0] if len(results) == 1 else tuple(results)

@@ -111,7 +111,10 @@ class StepRecorder:
         """
         for minibatch in minibatches:
             check_batch(minibatch, 1)
-        uses = [self._captures.pass_over(each, purpose, divisor, values(each, number)) for number, each in enumerate(minibatches)]
+        uses: list[PassUse] = []
+        for number, each in enumerate(minibatches):
+            taken = [use.tasks for use in uses]
+            uses.append(self._captures.pass_over(each, purpose, divisor, values(each, number), taken))
         check_uses(uses)
         key = (purpose, divisor, *(id(each.tasks) for each in uses))
         found = self._steps.pop(key, None)

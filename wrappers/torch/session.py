@@ -398,12 +398,12 @@ class Session:
         known = {name: aliases[id(value)] for name, value in self.module.state_dict(keep_vars=True).items() if id(value) in aliases} | names
         if unknown := sorted(values.keys() - known.keys()):
             raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
-        if strict and (missing := sorted(known.keys() - values.keys())):
-            raise UsageError(f"{missing[0]} is missing among the values; give all of session.state_dict(), or strict=False")
         shapes = {name: tuple(value.shape) for name, value in named_tensors(self.module)}
         for name, value in values.items():
             if tuple(value.shape) != shapes[known[name]]:
                 raise UsageError(f"{name} has shape {shapes[known[name]]}, got values of shape {tuple(value.shape)}; give values of its shape")
+        if strict and (missing := sorted(known.keys() - values.keys())):
+            raise UsageError(f"{missing[0]} is missing among the values; give all of session.state_dict(), or strict=False")
         dtypes = dict(named_tensors(self.module))
         with self.user_errors():
             self.state.write({known[name]: value.to(dtypes[known[name]].dtype) for name, value in values.items()})

@@ -127,6 +127,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         self._minibatches = []
+        if not self._learns:
+            self.close()  # a session of evaluations alone: accelerate prepares the model with its weights
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._open(learns=True)  # not before: accelerate takes the state of the optimizer out and puts it back
         return found

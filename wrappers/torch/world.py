@@ -11,6 +11,7 @@ Not seen: what C code hides, what code of installed packages keeps in globals th
 
 from __future__ import annotations
 
+import array
 import collections
 import copyreg
 import enum
@@ -52,7 +53,7 @@ _KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types of keys that are compared by value."""
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
 _OPAQUE: Final = (
-    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset, types.ModuleType,
+    torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset, types.ModuleType,
     torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
 """Their attributes are not looked at, unless the program's code loads one by name."""
@@ -209,6 +210,7 @@ class World:
         with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
             for name, root in self._roots.items():
                 walk.visit(name, root, Slot(None, None, root))
+            walk.visit_options()
         return walk.found
 
 
@@ -220,6 +222,8 @@ class _Walk:
         self._seen: dict[int, str] = {}
         self._classes: set[type] = set()
         self._codes: set[types.CodeType] = set()
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._reads_options = False
         self._keep: list[Any] = []  # bound methods and the like are made for the asking: alive, or another object would get their id
 
     def visit(self, path: str, value: Any, slot: Slot) -> None:
@@ -239,6 +243,15 @@ class _Walk:
                 self.visit(f"{path}[{number}]", each, slot)
         else:
             self._visit_object(path, value, slot)
+
+    def visit_options(self) -> None:
+        """Note the options of optimizers, if the program's code reads some."""
+        for path, optimizer in self._optimizers.items() if self._reads_options else ():
+            for number, group in enumerate(optimizer.param_groups):
+                self._watch(lambda group=group: tuple(each for name, each in group.items() if name != "params"))
+                for name, each in group.items():
+                    if name != "params":
+                        self.visit(f"{path}.param_groups[{number}][{name!r}]", each, Slot(group.__setitem__, name, each))
 
     def _visit_object(self, path: str, value: Any, slot: Slot) -> None:
         known = self._seen.get(id(value))
@@ -365,7 +378,8 @@ class _Walk:
             self.visit(f"{path}.args", value.args, _NOWHERE)
             self.visit(f"{path}.keywords", value.keywords, _NOWHERE)
         elif isinstance(value, functools._lru_cache_wrapper):
-            self.found.leaves[path] = Same(value)
+            self.found.leaves[path] = (Same(value), *_cache_state(value))
+            self._watch(lambda: _cache_state(value), by_value=True)
             self.visit(f"{path}.__wrapped__", value.__wrapped__, _NOWHERE)
         elif isinstance(value, types.FunctionType):
             self._visit_function(path, value)
@@ -375,12 +389,14 @@ class _Walk:
     def _visit_function(self, path: str, value: types.FunctionType) -> None:
         """Note what a function is, its closure and defaults, and what it loads of globals."""
         self.found.leaves[path] = Same(value.__code__)
+        self._watch(lambda: (value.__code__, value.__defaults__, value.__kwdefaults__))
         if value.__code__ in self._codes and not value.__closure__:
             return
         self._codes.add(value.__code__)
         origin = origin_of(value.__code__.co_filename)
         if origin == "torch":
             return
+        self._reads_options = self._reads_options or (origin == "user" and "param_groups" in value.__code__.co_names)
         wrapped = vars(value).get("__wrapped__")
         if wrapped is not None:
             self.visit(f"{path}.__wrapped__", wrapped, _NOWHERE)
@@ -421,7 +437,7 @@ class _Walk:
             self.found.leaves["os.environ"] = frozenset(os.environ.items())
             self._watch(lambda: (frozenset(os.environ.items()),), by_value=True)
             return
-        origin = origin_of(getattr(module, "__file__", None) or "<frozen>")
+        origin = _origin_of_module(module)
         if not names or origin == "torch" or not hasattr(module, names[0]):
             return
         each = getattr(module, names[0])
@@ -465,10 +481,20 @@ class _Walk:
             read, restore = reader
             self.found.leaves[path] = (kind, *read())
             self._watch(read, restore, by_value=True)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.found.leaves[path] = Same(value)
+            self._optimizers[path] = value
         elif isinstance(value, _OPAQUE) or (_origin_of_class(kind) == "torch" and not isinstance(value, torch.nn.Module)):
             self.found.leaves[path] = Same(value)
         elif isinstance(value, weakref.ReferenceType):
-            self.found.leaves[path] = Same(value())
+            self.found.leaves[path] = Same(value)
+            self._watch(lambda: (value(),))
+            self.visit(f"{path}()", value(), _NOWHERE)
+        elif isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            self.found.leaves[path] = Same(value)
+            self._watch(lambda: (*value.keys(), *value.values()))
+            for key, each in list(value.items()):
+                self.visit(f"{path}[{key if isinstance(key, _KEYS) else type(key).__name__}]", each, _NOWHERE)
         elif hasattr(value, "__dict__") and (_is_foreign(kind) or isinstance(value, types.SimpleNamespace | threading.local | collections.UserDict)):
             self.found.leaves[path] = Same(kind)
             self._visit_code_of(kind)
@@ -499,6 +525,8 @@ def _state_reader(value: Any) -> tuple[Callable[[], tuple[Any, ...]], Callable[[
     if isinstance(value, np.random.Generator | np.random.RandomState):
         bits = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
         return lambda: (repr(bits.state),), None
+    if isinstance(value, bytearray | array.array):
+        return lambda: (bytes(value),), lambda held: value.__setitem__(slice(None), type(value)(*_typecode(value), held[0]))
     if isinstance(value, _ITERATORS):
         return lambda: (repr(value.__reduce__()),), None
     if isinstance(value, types.GeneratorType):
@@ -506,6 +534,15 @@ def _state_reader(value: Any) -> tuple[Callable[[], tuple[Any, ...]], Callable[[
     if isinstance(value, ContextVar):
         return lambda: (Same(value.get(None)),), None
     return None
+
+
+def _typecode(value: bytearray | array.array[Any]) -> tuple[str, ...]:
+    return () if isinstance(value, bytearray) else (value.typecode,)
+
+
+def _cache_state(value: Any) -> tuple[int, int]:
+    """What a call of a cached function that finds its result leaves alone."""
+    return value.cache_info().misses, value.cache_info().currsize
 
 
 def _generator_state(value: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
@@ -551,6 +588,11 @@ def _is_foreign(kind: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _origin_of_class(kind: type) -> str:
     module = sys.modules.get(kind.__module__)
-    if kind.__module__ == "__main__" or module is None:
-        return "user"
-    return origin_of(getattr(module, "__file__", None) or "<frozen>")
+    return "user" if module is None else _origin_of_module(module)
+
+
+def _origin_of_module(module: types.ModuleType) -> str:
+    name = module.__name__.partition(".")[0]
+    if getattr(module, "__file__", None) is None:
+        return "library" if name in sys.stdlib_module_names and name != "__main__" else "user"
+    return origin_of(module.__file__)  # type: ignore[arg-type]
