@@ -255,7 +255,7 @@ bytes, as in the tests.
 {END}
 
 `make test` runs the tests without the mark `long`, `make test-long` all of them. Those of `test_torch_gpu.py` use emulated devices, those of
-`test_gpu_torch.py` a card, which they have not met yet.
+`test_gpu_torch.py` a card, and have not run on one yet.
 
 {tests_markdown()}
 
