@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from .eager_twin import Case, Program
+from .eager_twin import SOMETHING, Case, Outcome, Program, by_eager, outcome_of
 
 PYTORCH: Final = "pytorch/pytorch"
 DEEPSPEED: Final = "deepspeedai/DeepSpeed"
@@ -21,7 +21,7 @@ FAIRSCALE: Final = "facebookresearch/fairscale"
 ACCELERATE: Final = "huggingface/accelerate"
 TRANSFORMERS: Final = "huggingface/transformers"
 EITHER: Final = "equal refused"
-"""Outcomes of programs of which a session may refuse what cannot be noticed or replayed."""
+"""Outcomes of programs that a session may refuse, as it cannot replay them."""
 Way = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
@@ -33,15 +33,19 @@ class Report:
         thread: owner, name and number of the thread at GitHub, as `owner/name#number`.
         kind: description of the fault in a few words.
         name: name of the program.
-        says: what the program does, in a sentence.
-        case: the program, with the outcomes that are right; None for a program that is a test of its own.
+        says: description of the program in a sentence.
+        outcome: runs the program by eager PyTorch and on a session, and compares both.
+        allowed: outcomes that are right, of "equal" and "refused".
+        words: pattern of the message of a refusal.
     """
 
     thread: str
     kind: str
     name: str
     says: str
-    case: Case | None = None
+    outcome: Callable[[], Outcome]
+    allowed: frozenset[str]
+    words: str
 
     @property
     def address(self) -> str:
@@ -53,6 +57,25 @@ class Report:
 REPORTS: Final[list[Report]] = []
 
 
+def report_of(repository: str, number: int, kind: str, allowed: str, words: str) -> Callable[[Callable[[], Outcome]], Callable[[], Outcome]]:
+    """Add a report, whose program the decorated function runs both ways.
+
+    Args:
+        repository: owner and name at GitHub.
+        number: number of the thread.
+        kind: description of the fault in a few words.
+        allowed: outcomes that are right.
+        words: pattern of the message of a refusal.
+    """
+
+    def note(outcome: Callable[[], Outcome]) -> Callable[[], Outcome]:
+        says = " ".join((outcome.__doc__ or "").split())
+        REPORTS.append(Report(f"{repository}#{number}", kind, outcome.__name__, says, outcome, frozenset(allowed.split()), words))
+        return outcome
+
+    return note
+
+
 def report(repository: str, number: int, kind: str, **terms: Any) -> Callable[[Callable[[], Program]], Callable[[], Program]]:
     """Add a report, whose program the decorated function builds.
 
@@ -62,10 +85,16 @@ def report(repository: str, number: int, kind: str, **terms: Any) -> Callable[[C
         kind: description of the fault in a few words.
         **terms: fields of `Case`; `allowed` is a string of outcomes.
     """
-    allowed = frozenset(terms.pop("allowed", "equal").split())
+    allowed, words = terms.pop("allowed", "equal"), terms.pop("words", SOMETHING)
 
     def note(build: Callable[[], Program]) -> Callable[[], Program]:
-        REPORTS.append(Report(f"{repository}#{number}", kind, build.__name__, (build.__doc__ or "").strip(), Case(build, allowed=allowed, **terms)))
+        case = Case(build, **terms)
+
+        def outcome() -> Outcome:
+            return outcome_of(case, by_eager(case))
+
+        outcome.__name__, outcome.__doc__ = build.__name__, build.__doc__
+        report_of(repository, number, kind, allowed, words)(outcome)
         return build
 
     return note

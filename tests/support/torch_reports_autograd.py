@@ -311,3 +311,14 @@ def skew_symmetric_by_assignment() -> Program:
             return self.last(torch.tanh(x @ rotation))
 
     return Program(Skew())
+
+
+def inputs_that_learn() -> list[Batch]:
+    """Return batches of which every second one requires a gradient."""
+    return [{"x": torch.randn(8, 12, generator=torch.Generator().manual_seed(i)).requires_grad_(i % 2 == 1)} for i in range(2)]
+
+
+@report(PYTORCH, 113290, "requirement of an input's gradient not looked at again", allowed=EITHER, batches=inputs_that_learn)
+def input_requires_grad() -> Program:
+    """The result is doubled where the input requires a gradient."""
+    return pair(lambda self, x: self.second(torch.tanh(self.first(x))) * (2 if x.requires_grad else 1))

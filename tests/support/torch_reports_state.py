@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .eager_twin import Program, Run, at
+from .eager_twin import Batch, Program, Run, at
 from .torch_reports import EITHER, PYTORCH, Pair, pair, report
 
 
@@ -255,3 +257,64 @@ def evaluated_between_steps() -> Program:
     program = pair(lambda self, x: self.second(torch.tanh(self.norm(self.first(x)))))
     program.module.norm = nn.BatchNorm1d(12)
     return program
+
+
+def note_history(run: Run) -> None:
+    """Note what the loss has kept."""
+    run.note([float(value) for value in run.outer.history])
+
+
+@report(PYTORCH, 197896, "list of a closure not filled", allowed=EITHER, before=[note_history])
+def loss_keeps_a_history() -> Program:
+    """The loss function appends a part of the loss to a list, which the script reads after each step."""
+    program = pair(lambda self, x: self.second(torch.tanh(self.first(x))))
+    program.outer = SimpleNamespace(history=[])
+
+    def loss(y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        program.outer.history.append(y.detach().abs().mean())
+        return y.square().mean()
+
+    program.loss = loss
+    return program
+
+
+def note_sums(run: Run) -> None:
+    """Note the sums that the module has kept."""
+    run.note({name: float(value) for name, value in run.module.sums.items()})
+
+
+@report(PYTORCH, 164732, "fake tensor left in a dict of the module", allowed=EITHER, before=[note_sums])
+def sums_kept_in_a_dict() -> Program:
+    """The forward pass adds to a dict of tensors, which the script reads after each step."""
+
+    def way(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(torch.tanh(self.first(x)))
+        self.sums["y"] = self.sums["y"] + y.detach().sum() if "y" in self.sums else y.detach().sum()
+        return y
+
+    program = pair(way)
+    program.module.sums = {}
+    return program
+
+
+@report(PYTORCH, 197085, "same permutation by `random.shuffle` in each call", allowed=EITHER)
+def shuffled_columns() -> Program:
+    """The forward pass shuffles the columns by Python's random numbers."""
+
+    def way(self: Any, x: torch.Tensor) -> torch.Tensor:
+        columns = list(range(12))
+        random.shuffle(columns)
+        return self.second(torch.tanh(self.first(x))[:, columns])
+
+    return pair(way)
+
+
+def note_random_numbers(run: Run) -> None:
+    """Note the next random numbers of the script."""
+    run.note((torch.rand(2), random.random(), np.random.rand()))
+
+
+@report(PYTORCH, 143431, "random numbers of the script changed by compiling", before=[note_random_numbers])
+def random_numbers_of_the_script() -> Program:
+    """The script draws random numbers between steps."""
+    return pair(lambda self, x: self.second(torch.tanh(self.first(x))))

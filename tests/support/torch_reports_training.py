@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .eager_twin import Batch, Program, Run, adam, adamw, at, plain_sgd, rows
-from .torch_reports import ACCELERATE, DEEPSPEED, EITHER, FAIRSCALE, PYTORCH, REPORTS, TRANSFORMERS, Pair, Report, pair, report
+from .torch_reports import ACCELERATE, DEEPSPEED, EITHER, FAIRSCALE, PYTORCH, TRANSFORMERS, Pair, pair, report
 
 
 def normed(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -89,9 +89,9 @@ def learn_first(run: Run, learns: bool) -> None:
 
 
 @report(
-    DEEPSPEED,
-    4055,
-    "parameters frozen in the middle of training",
+    "facebookresearch/fairseq",
+    4702,
+    "frozen parameters updated all the same",
     allowed=EITHER,
     optimizer=adamw,
     before=[at(2, lambda run: learn_first(run, False)), at(4, lambda run: learn_first(run, True))],
@@ -188,19 +188,3 @@ def parameter_of_another_module() -> Program:
 def incomplete_last_batch() -> Program:
     """A batch of five rows is cut into two minibatches of unequal sizes."""
     return pair(lambda self, x: self.second(torch.tanh(self.first(x))))
-
-
-REPORTS += [
-    Report(
-        f"{PYTORCH}#190758",
-        "dropout drawn again when activations are recomputed",
-        "a_dropout_mask_is_one_in_both_passes_and_another_in_each_step",
-        "The mask of the forward pass is that of the backward pass, and each step has another.",
-    ),
-    Report(
-        f"{TRANSFORMERS}#46731",
-        "label smoothing not normalised over accumulated minibatches",
-        "test_torch_trainer.py",
-        "`Trainer` with label smoothing and accumulation logs what transformers logs.",
-    ),
-]

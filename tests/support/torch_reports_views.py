@@ -183,3 +183,15 @@ def shared_storage_in_a_nested_function() -> Program:
 def masked_fill_of_rows() -> Program:
     """Rows are filled by a mask of one column."""
     return pair(lambda self, x: self.second(torch.tanh(self.first(x)).masked_fill(x[:, :1] > 0, 0.0)))
+
+
+@report(
+    PYTORCH,
+    172693,
+    "tensor with other strides taken as contiguous",
+    allowed=EITHER,
+    batches=lambda: images(torch.contiguous_format, torch.contiguous_format, torch.channels_last),
+)
+def contiguity_decides() -> Program:
+    """The result is doubled where the input is not contiguous."""
+    return pair(lambda self, x: self.second(torch.tanh(self.first(x.reshape(20, 12)))) * (1 if x.is_contiguous() else 2))
