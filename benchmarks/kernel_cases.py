@@ -27,7 +27,6 @@ Set = dict[str, Any]
 Action = Callable[[Set], object]
 
 aten = torch.ops.aten
-_ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _LR = 1e-3
 
 
@@ -321,7 +320,7 @@ def _tables(shape: Shape) -> Iterator[Case]:
 def _adamw(shape: Shape) -> Case:
     c, i = shape.width, shape.inner
     adam = kernel("adam", "cpu")
-    hyper = np.array([_LR, 0.1, 0.05, 0.0])
+    hyper = np.array([[_LR, 0.1, 0.05, 0.9, 0.95, 1e-8, 0.1, 0.0]])
     step = torch.tensor(1.0)
 
     def torch_adamw(s: Set) -> None:
@@ -336,7 +335,7 @@ def _adamw(shape: Shape) -> Case:
     return Case(
         f"AdamW, {c} x {i}",
         lambda g: _set(p=_normal(g, c, i), grad=_normal(g, c, i), m=_normal(g, c, i), v=np.abs(_normal(g, c, i))),
-        lambda s: adam(s["p"], s["grad"], s["m"], s["v"], hyper, **_ADAM, decoupled=True, max_norm=0.0, clip=False, master=False),
+        lambda s: adam(s["p"], s["grad"], s["m"], s["v"], hyper, row=0, decoupled=True, max_norm=0.0, clip=False, master=False),
         torch_adamw,
         numpy_adamw,
         ("p", "m", "v"),

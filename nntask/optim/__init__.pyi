@@ -1,5 +1,5 @@
 from .lr_schedule import make_schedule
-from .optimizers import SGD, Adam, AdamW, Group, Optimizer, decay_groups, norm_of
+from .optimizers import SGD, Adam, AdamW, Group, Optimizer, Options, decay_groups, norm_of
 from .sharded import DataShard, Emission, Exchange, buckets_of, data_shards, most_nodes, owners_of
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Exchange",
     "Group",
     "Optimizer",
+    "Options",
     "buckets_of",
     "data_shards",
     "decay_groups",

@@ -2,8 +2,9 @@
 
 Rules.
 
-- `step` only emits tasks, so it can be recorded. The learning rate and the number of the step come in through `hyper`, which `prepare` writes
-  before each step (or replay).
+- `step` only emits tasks, so it can be recorded. All options of the groups, and the number of the step, come in through `hyper`, which `prepare`
+  writes before each step (or replay).
+- `step` updates the parameters that have a gradient when it emits. The others keep their values and state.
 - Without clipping an update depends on nothing but its own tile's gradient, and runs as soon as that is final. The norm of the whole gradient is
   computed in any case; with clipping every update waits for it.
 - `step` uses gradients up: it forgets them, so that they die with the last task that reads them, and the next backward pass begins anew.
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler import Handle, TaskRuntime, W
 from tiles import TileTensor, emit
-from tiles.kernels import NARROW
+from tiles.kernels import HYPER, NARROW
 from tiles.ops import elementwise
 from tiles.ops import optimizer as optimizer_ops
 
@@ -39,6 +41,24 @@ class Group:
 
     parameters: Sequence[Parameter]
     weight_decay: float
+
+
+class Options(NamedTuple):
+    """Numbers of a group that may change between steps.
+
+    Attributes:
+        lr: learning rate.
+        weight_decay: of the group's parameters.
+        first: decay of the first moment (beta1), or momentum.
+        second: decay of the second moment (beta2).
+        eps: added to the root of the second moment.
+    """
+
+    lr: float
+    weight_decay: float
+    first: float = 0.0
+    second: float = 0.0
+    eps: float = 0.0
 
 
 def decay_groups(model: Module, weight_decay: float, *, decay: str = "matrices") -> list[Group]:
@@ -70,7 +90,7 @@ class Optimizer(ABC):
         on_cpu: whether CPU workers alone update, in host memory, where the state lies when devices compute the rest.
 
     Attributes:
-        hyper: (4,) fp64 input: lr, 1 - beta1^t, 1 - beta2^t, reserved.
+        hyper: (num_groups, HYPER) fp64 input, a row for each group.
         grad_norm: (1,) sum of squares of the last emitted step's gradient before clipping; `norm_of` makes the norm of it. None before.
 
     Raises:
@@ -96,7 +116,9 @@ class Optimizer(ABC):
         self.tiles_of = tiles_of
         self.on_cpu = on_cpu
         self.runtime: TaskRuntime = self.groups[0].parameters[0].data.runtime
-        self.hyper = TileTensor(self.runtime, (4,), (4,), np.float64, kind="input", data_class="data", name="hyper")
+        self._rows = {p.name: row for row, group in enumerate(self.groups) for p in group.parameters}
+        shape = (len(self.groups), HYPER)
+        self.hyper = TileTensor(self.runtime, shape, (-1, -1), np.float64, kind="input", data_class="data", name="hyper")
         self.grad_norm: TileTensor | None = None
         self.masters = {p.name: self._state(p, "master") for p in self._parameters() if p.data.dtype in NARROW}
         self.prepare(1)
@@ -116,6 +138,12 @@ class Optimizer(ABC):
             if parameter.name in self.masters:
                 elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
 
+    def follow(self, names: Collection[str]) -> None:
+        """Emit the tasks that make masters of the values of parameters that were overwritten; all other state stays."""
+        for parameter in self._parameters():
+            if parameter.name in self.masters and parameter.name in names:
+                elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
+
     def _tiles(self, name: str) -> Sequence[int] | None:
         """Tiles of a parameter whose state is here; None for all."""
         return None if self.tiles_of is None else self.tiles_of[name]
@@ -130,10 +158,23 @@ class Optimizer(ABC):
             raise UsageError(f"steps count from 1, got {step}; the first step is 1")
         if lr is not None:
             self.lr = lr
-        first, second = self._corrections(step)
-        self.hyper.write(np.array([self.lr, first, second, 0.0]))
+        self.prepare_groups([step] * len(self.groups), [self._options_of(group) for group in self.groups])
 
-    def _corrections(self, step: int) -> tuple[float, float]:
+    def prepare_groups(self, steps: Sequence[int], options: Sequence[Options]) -> None:
+        """Write the numbers of the next step for each group; in place of `prepare`.
+
+        Args:
+            steps: number of the step for each group's parameters, from 1; any number for a group that the step does not update.
+            options: of each group.
+        """
+        rows = [(each.lr, *self._corrections(step, each), *each[2:], each.weight_decay, 0.0) for step, each in zip(steps, options, strict=True)]
+        self.hyper.write(np.array(rows, np.float64))
+
+    def _options_of(self, group: Group) -> Options:
+        """Options of a group as the constructor was given them, with the learning rate of now."""
+        return Options(self.lr, group.weight_decay)
+
+    def _corrections(self, step: int, options: Options) -> tuple[float, float]:
         """1 - beta1^t and 1 - beta2^t."""
         return 1.0, 1.0
 
@@ -232,8 +273,11 @@ class Adam(Optimizer):
             for moment in (self.first[name], self.second[name]):
                 elementwise.fill(moment, 0.0, self._tiles(name))
 
-    def _corrections(self, step: int) -> tuple[float, float]:
-        return 1 - self.betas[0] ** step, 1 - self.betas[1] ** step
+    def _options_of(self, group: Group) -> Options:
+        return Options(self.lr, group.weight_decay, *self.betas, self.eps)
+
+    def _corrections(self, step: int, options: Options) -> tuple[float, float]:
+        return 1 - options.first**step, 1 - options.second**step
 
     def update(
         self,
@@ -252,10 +296,8 @@ class Adam(Optimizer):
             self.first[name],
             self.second[name],
             self.hyper,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=group.weight_decay,
+            row=self._rows[name],
+            decays=group.weight_decay > 0,
             decoupled=self.decoupled,
             norm=norm,
             max_norm=self.max_norm,
@@ -307,6 +349,9 @@ class SGD(Optimizer):
         self.buffers = {p.name: self._state(p, "momentum") for p in self._parameters()} if momentum else {}
         self.reset()
 
+    def _options_of(self, group: Group) -> Options:
+        return Options(self.lr, group.weight_decay, self.momentum)
+
     def reset(self) -> None:
         """Emit the tasks that begin anew: masters from the parameters, momentum zero."""
         super().reset()
@@ -328,8 +373,8 @@ class SGD(Optimizer):
             gradient,
             self.buffers.get(parameter.name),
             self.hyper,
-            momentum=self.momentum,
-            weight_decay=group.weight_decay,
+            row=self._rows[parameter.name],
+            decays=group.weight_decay > 0,
             norm=norm,
             max_norm=self.max_norm,
             master=self.masters.get(parameter.name),

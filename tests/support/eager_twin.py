@@ -211,10 +211,7 @@ class Run:
             self.number = number
             for action in self.case.before:
                 action(self)
-            batch = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in self._batches[number % len(self._batches)].items()
-            }
+            batch = {name: _own(value) for name, value in self._batches[number % len(self._batches)].items()}
             with self.case.around(self):
                 loss, norm = self._step(batch)
             self._losses.append(loss)
@@ -225,6 +222,11 @@ class Run:
         """The results; the module must have its values."""
         tensors = {name: value.detach().clone() for name, value in (*self.module.named_parameters(), *self.module.named_buffers())}
         return Found(self._losses, self._norms, self._notes, tensors, {"module": state_of(self.module), "outer": state_of(self.outer)})
+
+
+def _own(value: Any) -> Any:
+    """A copy of a tensor of a batch, which the program may change; one with the negative bit as it is, which a copy would lose."""
+    return value.clone() if isinstance(value, torch.Tensor) and not value.is_neg() else value
 
 
 class EagerRun(Run):
@@ -377,7 +379,7 @@ def check(case: Case) -> None:
     Eager PyTorch runs twice: a case whose two runs differ would compare chance.
     """
     expected = by_eager(case)
-    text = difference(vars(by_eager(case)), vars(expected), 0.0)
+    text = difference(vars(by_eager(case)), vars(expected), case.tolerance / 10, ignore=case.ignore)  # kernels may round by where memory lies
     assert not text, f"the case is not deterministic: {text}"
     outcome = outcome_of(case, expected)
     assert outcome.name in case.allowed, f"{outcome.name}: {outcome.detail}"

@@ -261,15 +261,15 @@ def _apply_backward(make: Maker, center: bool, accumulate: bool) -> Case:
 
 
 def _adam(make: Maker, decoupled: bool, clip: bool) -> Case:
-    args = [make(31, 300), make(31, 300), make(31, 300), make.positive(31, 300), np.array([0.1, 0.5, 0.3, 0.0])]
+    args = [make(31, 300), make(31, 300), make(31, 300), make.positive(31, 300), np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])]
     args += [np.array([400.0])] if clip else []
-    constants = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
-    return args, [], {**constants, "max_norm": 1.0, "clip": clip, "master": False}
+    return args, [], {"row": 1, "decoupled": decoupled, "max_norm": 1.0, "clip": clip, "master": False}
 
 
 def _sgd(make: Maker, momentum: float, nesterov: bool) -> Case:
-    args = [make(31, 300), make(31, 300), np.array([0.1, 0, 0, 0]), *([make(31, 300)] if momentum else []), make(31, 300)]
-    constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1, "max_norm": 0.0, "clip": False, "master": True}
+    hyper = np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]])
+    args = [make(31, 300), make(31, 300), hyper, *([make(31, 300)] if momentum else []), make(31, 300)]
+    constants = {"row": 1, "has_buffer": momentum > 0, "nesterov": nesterov, "max_norm": 0.0, "clip": False, "master": True}
     return args, [0], constants
 
 

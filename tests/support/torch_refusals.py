@@ -137,8 +137,25 @@ def _change_momentum(folder: Path) -> None:
     module = Mean()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     with Session(module, optimizer, ram="16MB") as session:
-        optimizer.param_groups[0]["momentum"] = 0.5
+        optimizer.param_groups[0]["momentum"] = 0.0
         session.step(x=torch.ones(2, 4))
+
+
+def _state_of_optimizer(_: Path) -> None:
+    with Session(Mean(), ram="16MB") as session:
+        session.optimizer.state_dict()
+
+
+def _take_out(_: Path) -> None:
+    with Session(Mean(), ram="16MB") as session:
+        session.optimizer.param_groups[0]["params"].pop()
+        session.step(x=torch.ones(2, 4))
+
+
+def _hooked_optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
 
 
 def _save_twice(folder: Path) -> None:
@@ -243,7 +260,10 @@ REFUSALS: Final = (
     Refusal("an optimizer that has taken steps", r"has taken steps already", _with(_stepped)),
     Refusal("an optimizer of some parameters", r"lacks layer\.bias", _with(lambda module: torch.optim.SGD([module.layer.weight], lr=1.0))),
     Refusal("an optimizer of another module", r"a parameter that the module lacks", _with(lambda _: torch.optim.SGD(Mean().parameters(), lr=1.0))),
-    Refusal("a schedule of more than the rate", r"momentum of group 0 must stay 0\.9 while the session is open, got 0\.5", _change_momentum),
+    Refusal("a momentum that is turned off", r"whether group 0 has momentum must stay True while the session is open, got False", _change_momentum),
+    Refusal("the state of the optimizer", r"state_dict\(\) of the optimizer cannot be called while a session is open", _state_of_optimizer),
+    Refusal("a parameter taken out of its group", r"must keep its parameters, .* had \[2\] parameters in the groups, got \[1\]", _take_out),
+    Refusal("a hook of the optimizer's steps", r"must have no step hooks, .* got 1", _with(_hooked_optimizer)),
     Refusal("no minibatch", r"minibatches must be an integer of at least 1, got 0", _step(Mean, minibatches=0)),
     Refusal("parts of a minibatch", r"minibatches must be an integer of at least 1, got 2\.5", _step(Mean, minibatches=2.5)),
     Refusal("no thread", r"threads must be from 1 to 1024, got 0", _step(Mean, threads=0)),

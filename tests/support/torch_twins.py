@@ -197,19 +197,19 @@ def _attention(
 def _adam(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, hyper: Tensor, *rest: Tensor, **terms: Any) -> dict[int, Tensor] | None:
     if terms["clip"] or terms["master"]:
         return None
-    lr, step = float(hyper[0]), _STEP
+    lr, _, _, beta1, beta2, eps, decay, _ = hyper[terms["row"]].tolist()
     (weights,) = _wants(param)
     weights.grad = grad.clone()
     kind = torch.optim.AdamW if terms["decoupled"] else torch.optim.Adam
-    optimizer = kind([weights], lr=lr, betas=(terms["beta1"], terms["beta2"]), eps=terms["eps"], weight_decay=terms["weight_decay"])
-    optimizer.state[weights] = {"step": torch.tensor(float(step - 1)), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    optimizer = kind([weights], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    optimizer.state[weights] = {"step": torch.tensor(float(_STEP - 1)), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
     optimizer.step()
     return {0: weights.detach(), 2: optimizer.state[weights]["exp_avg"], 3: optimizer.state[weights]["exp_avg_sq"]}
 
 
 _STEP: Final = 7
 _PREPARED: Final[dict[str, Callable[[list[np.ndarray]], None]]] = {
-    "adam": lambda args: args[4].__setitem__(slice(3), (0.1, 1 - 0.9**_STEP, 1 - 0.99**_STEP)),
+    "adam": lambda args: args[4].__setitem__((1, slice(3)), (0.1, 1 - 0.9**_STEP, 1 - 0.99**_STEP)),
 }
 """What a case lacks to be one of PyTorch's: of Adam, corrections of one step."""
 

@@ -117,16 +117,16 @@ def _norm_backward(m: Maker, residual: bool, accumulate: bool) -> Case:
 
 
 def _adam(m: Maker, clip: bool, decoupled: bool) -> Case:
-    constants = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0}
-    args = [m(31, 300), m.wide(31, 300), m.wide(31, 300), m.positive(31, 300), np.array([0.1, 0.5, 0.3, 0.0])]
+    constants = {"row": 1, "max_norm": 1.0}
+    args = [m(31, 300), m.wide(31, 300), m.wide(31, 300), m.positive(31, 300), np.array([[9.0] * 8, [0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])]
     args += [*([np.array([400.0])] if clip else []), m.wide(31, 300)]
     return args, [0, 2, 3, len(args) - 1], {**constants, "clip": clip, "decoupled": decoupled, "master": True}
 
 
 def _sgd(m: Maker, momentum: float, clip: bool) -> Case:
-    args = [m(31, 300), m.wide(31, 300), np.array([0.1, 0, 0, 0]), *([m.wide(31, 300)] if momentum else [])]
+    args = [m(31, 300), m.wide(31, 300), np.array([[9.0] * 8, [0.1, 0, 0, momentum, 0, 0, 0.1, 0]]), *([m.wide(31, 300)] if momentum else [])]
     args += [*([np.array([400.0])] if clip else []), m.wide(31, 300)]
-    constants = {"momentum": momentum, "nesterov": False, "weight_decay": 0.1, "max_norm": 1.0, "clip": clip, "master": True}
+    constants = {"row": 1, "has_buffer": momentum > 0, "nesterov": False, "max_norm": 1.0, "clip": clip, "master": True}
     return args, [0, *([3] if momentum else []), len(args) - 1], constants
 
 

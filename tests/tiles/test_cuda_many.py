@@ -60,12 +60,13 @@ def test_more_tiles_than_one_start_takes(emulator: Emulator) -> None:
     make = Maker(np.float32)
     check("sum_squares", [([make(1 + 531 * number), np.zeros(1)], {}) for number in range(MOST_TILES + 3)])
     check("column_sums", [([make(9, 1 + number), make(1 + number)], {"accumulate": number % 2 == 0}) for number in range(MOST_TILES + 3)])
-    numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decoupled": True, "max_norm": 1.0, "clip": True, "master": True}
-    hyper, norm, tasks = np.array([1e-3, 0.1, 0.001, 0.0]), np.array([4.0]), []
+    numbers = {"decoupled": True, "max_norm": 1.0, "clip": True, "master": True}
+    hyper = np.array([[1e-3, 0.1, 0.001, 0.9, 0.999, 1e-8, decay, 0.0] for decay in (0.0, 0.1)])
+    norm, tasks = np.array([4.0]), []
     for number in range(2 * MOST_TILES + 3):
         size = 1 + 97 * number
         state = [make(size), make(size), make.positive(size)]
-        tasks.append(([make(size).astype(BF16), *state, hyper, norm, make(size)], {**numbers, "weight_decay": 0.1 * (number % 2)}))
+        tasks.append(([make(size).astype(BF16), *state, hyper, norm, make(size)], {**numbers, "row": number % 2}))
     check("adam", tasks)
 
 

@@ -234,15 +234,17 @@ def _update_room(m: Maker, penalty: bool, clip: bool, nesterov: bool) -> list[np
 
 
 def _adam(m: Maker, decoupled: bool, clip: bool, master: bool) -> Call:
-    args = [*(m.tile() for _ in range(4)), np.array([0.1, 0.5, 0.3, 0.0]), *([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
-    constants = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": decoupled}
+    hyper = np.array([[0.1, 0.5, 0.3, 0.9, 0.99, 1e-8, 0.1, 0.0]])
+    args = [*(m.tile() for _ in range(4)), hyper, *([np.array([1e9])] if clip else []), *([m.tile()] if master else [])]
+    constants = {"row": 0, "decoupled": decoupled}
     return [*args, *_update_room(m, not decoupled, clip, False)], {**constants, "max_norm": 1.0, "clip": clip, "master": master}
 
 
 def _sgd(m: Maker, momentum: float, nesterov: bool, clip: bool) -> Call:
-    args = [m.tile(), m.tile(), np.array([0.1, 0, 0, 0]), *([m.tile()] if momentum else []), *([np.array([1e9])] if clip else []), m.tile()]
+    hyper = np.array([[0.1, 0, 0, momentum, 0, 0, 0.1, 0]])
+    args = [m.tile(), m.tile(), hyper, *([m.tile()] if momentum else []), *([np.array([1e9])] if clip else []), m.tile()]
     args += _update_room(m, True, clip, nesterov)
-    return args, {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1, "max_norm": 1.0, "clip": clip, "master": True}
+    return args, {"row": 0, "has_buffer": momentum > 0, "nesterov": nesterov, "max_norm": 1.0, "clip": clip, "master": True}
 
 
 def _place(m: Maker, far: bool = False, **more: Any) -> dict[str, Any]:

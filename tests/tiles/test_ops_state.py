@@ -90,10 +90,12 @@ def test_optimizers_follow_torch(name: str, options: dict[str, float], clip: flo
     start = rng.standard_normal((5, 7)).astype(dtype)
     weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    oracle = kinds[name]([weight], lr=1.0, **options)
+    options, oracle = dict(options), kinds[name]([weight], lr=1.0, **options)
     param = data(runtime, (2, 3), start)
     m, v = fill(param.like(), 0.0), fill(param.like(), 0.0)
-    hyper = TileTensor(runtime, (4,), (4,), np.float64)
+    hyper = TileTensor(runtime, (2, 8), (-1, -1), np.float64)
+    decay = options.pop("weight_decay", 0.0)
+    momentum = options.pop("momentum", 0.0)
     for step in range(1, 21):
         gradient, lr = rng.standard_normal((5, 7)).astype(dtype), 0.1 / step
         weight.grad = torch.from_numpy(gradient.copy())
@@ -101,15 +103,14 @@ def test_optimizers_follow_torch(name: str, options: dict[str, float], clip: flo
         if clip:
             torch.nn.utils.clip_grad_norm_([weight], clip)
         oracle.step()
-        hyper.write(np.array([lr, 1 - 0.9**step, 1 - 0.999**step, 0]))
+        rest = (momentum, 0, 0) if name == "sgd" else (0.9, 0.999, 1e-8)
+        hyper.write(np.array([[7] * 8, [lr, 1 - 0.9**step, 1 - 0.999**step, *rest, decay, 0]]))
         grad = data(runtime, (2, 3), gradient)
         norm = optimizer.sum_of_squares([grad]) if clip else None
         if name == "sgd":
-            buffer = m if options.get("momentum") else None
-            optimizer.sgd(param, grad, buffer, hyper, norm=norm, max_norm=clip, **options)
+            optimizer.sgd(param, grad, m if momentum else None, hyper, row=1, norm=norm, max_norm=clip, **options)
         else:
-            constants = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, **options}
-            optimizer.adamw(param, grad, m, v, hyper, decoupled=name == "adamw", norm=norm, max_norm=clip, **constants)
+            optimizer.adamw(param, grad, m, v, hyper, row=1, decoupled=name == "adamw", norm=norm, max_norm=clip)
         np.testing.assert_allclose(
             param.read(), weight.detach().numpy(), rtol=2e-5 if dtype == np.float32 else 1e-11, atol=1e-6 if dtype == np.float32 else 1e-12
         )
@@ -121,7 +122,7 @@ def test_masters_carry_what_16_bits_lose() -> None:
     param = data(runtime, (2,), np.ones(3, ml_dtypes.bfloat16))
     master = data(runtime, (2,), np.ones(3, np.float32))
     grad = data(runtime, (2,), np.ones(3, np.float32))
-    hyper = data(runtime, (4,), np.array([1e-4, 1, 1, 0]))
+    hyper = data(runtime, (-1, -1), np.array([[1e-4, 1, 1, 0, 0, 0, 0, 0]]))
     for _ in range(100):
         optimizer.sgd(param, grad, None, hyper, master=master)
     np.testing.assert_allclose(master.read(), 0.99, rtol=1e-5)

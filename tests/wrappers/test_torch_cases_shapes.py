@@ -107,9 +107,9 @@ def p8_selected_elements_scaled() -> Program:
     """`y[x > 0] *= 2`: an elementwise select."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.a(x))
+        y = self.a(x)
         y[x > 0] *= 2
-        return self.b(y)
+        return self.b(torch.tanh(y))
 
     return program_of(forward)
 
@@ -119,10 +119,10 @@ def p8_selected_elements_set() -> Program:
     """`y[mask] = number`, and `y[mask] += number`."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.a(x))
+        y = self.a(x)
         y[x < -1] = 0.25
         y[x > 1] += 0.5
-        return self.b(y)
+        return self.b(torch.tanh(y))
 
     return program_of(forward)
 

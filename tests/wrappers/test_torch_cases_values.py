@@ -128,9 +128,9 @@ def p7_gaussian_loss() -> Program:
     return Program(module, lambda found, batch: functional.gaussian_nll_loss(found[0], torch.zeros_like(found[0]), found[1]))
 
 
-@CASES.add()
+@CASES.add(allowed="equal refused", words=LINE)
 def p7_gaussian_loss_of_a_prediction() -> Program:
-    """The same with a variance that the module predicts: the answer of the batch at hand is checked at every step."""
+    """The same with a variance that the module predicts: the answer is checked at every step, or refused."""
 
     def loss(y: torch.Tensor, batch: Batch) -> torch.Tensor:
         mean, spread = y.chunk(2, 1)

@@ -17,7 +17,8 @@ from support.torch_families import eager, make
 
 from nntask import DataError, UsageError
 from wrappers.torch import Session, Trainer
-from wrappers.torch.capture import Capture, Storage, capture
+from wrappers.torch.calls import Capture, Storage
+from wrappers.torch.capture import capture
 from wrappers.torch.chains import Chain, ChainCompiler
 from wrappers.torch.inductor import Spec, check_compiler, compile_function
 from wrappers.torch.segments import segments_of
@@ -183,7 +184,7 @@ def test_the_loss_over_a_vocabulary_needs_no_log_probabilities(reduction: str) -
     tensors = [scores if ref.storage.role == "parameter" else target for ref in call.args]
     results = {ref.storage: torch.empty(ref.shape, dtype=ref.dtype) for ref in call.results if ref is not None}
     call.func.into(list(results.values()), *tensors)
-    assert torch.allclose(results[captured.outputs.storage], loss, atol=1e-5)
+    assert torch.allclose(results[captured.result.storage], loss, atol=1e-5)
     assert torch.allclose(results[captured.gradients["scores", 0].storage], module.scores.grad, atol=1e-6)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 import wrappers.torch.rows as rows
 from nntask import DataError, DoesNotFit, UsageError
 from wrappers.torch import Session
-from wrappers.torch.capture import aten, capture
+from wrappers.torch.calls import aten
+from wrappers.torch.capture import capture
 from wrappers.torch.cuts import cut_parameters, tiles_of
 from wrappers.torch.kernels import torch_nbytes
 from wrappers.torch.objectives import loss_of, objective_of

@@ -23,7 +23,8 @@ from scheduler.drivers.cuda_cupy import GpuFacts, NoGpu
 from scheduler.drivers.disk import staging_nbytes
 from tiles.kernels import StreamPointer, kernel
 from wrappers.torch import Session, devices
-from wrappers.torch.capture import Call, capture
+from wrappers.torch.calls import Call
+from wrappers.torch.capture import capture
 from wrappers.torch.draws import num_uniforms, rule_of
 from wrappers.torch.gpus import GpuTerms, check_gpus
 from wrappers.torch.kernels import does_nothing, draws, has_cuda_kernel, into_of

@@ -345,3 +345,28 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     read = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "saved")
     weights = ours.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in read.state_dict().items())
+
+
+def test_options_that_a_schedule_changes_and_a_second_training(tmp_path: Path) -> None:
+    """Betas and rates of one cycle over two calls of train: transformers' logs and weights; the optimizer's state is refused until close()."""
+    module, _ = make("gpt2", 0)
+    logs, trainers = [], []
+    for kind in (hf.Trainer, Trainer):
+        model = copy.deepcopy(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=12)
+        terms = TERMS if kind is Trainer else {}
+        given = arguments(tmp_path, max_steps=5, max_grad_norm=float("inf"))
+        trainer = kind(model, given, train_dataset=Texts(13), optimizers=(optimizer, schedule), **terms)
+        trainer.train()
+        first = trainer.state.log_history
+        trainer.train()
+        logs.append([*first, *trainer.state.log_history])
+        trainers.append(trainer)
+    compare(logs[1], logs[0])
+    with pytest.raises(UsageError, match=r"state_dict\(\) of the optimizer cannot be called while a session is open"):
+        trainers[1].optimizer.state_dict()
+    trainers[1].close()
+    assert trainers[1].optimizer.state_dict()["state"] == {}
+    for name, value in trainers[0].model.state_dict().items():
+        assert torch.allclose(trainers[1].model.state_dict()[name], value, atol=1e-4), name

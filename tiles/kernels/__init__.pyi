@@ -14,11 +14,13 @@ from .cuda.library_attention import ATTENTION_WORKSPACE_NBYTES, INSTALL_CUDNN, W
 from .cuda.products import WORKSPACE_NBYTES
 from .reference.attention import Pair
 from .reference.buckets import Buckets
+from .reference.optimizer import HYPER
 from .registry import BF16, NARROW
 
 __all__ = [
     "ATTENTION_WORKSPACE_NBYTES",
     "BF16",
+    "HYPER",
     "INSTALL_CUDNN",
     "NARROW",
     "PARTIALS_NBYTES",

@@ -70,10 +70,8 @@ def adamw(
     v: TileTensor,
     hyper: TileTensor,
     *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    row: int = 0,
+    decays: bool = True,
     decoupled: bool = True,
     norm: TileTensor | None = None,
     max_norm: float = 0.0,
@@ -86,15 +84,17 @@ def adamw(
 
     Args:
         param: updated in place; with `master` only overwritten by its rounded value.
-        hyper: (4,) fp64, (lr, 1 - beta1^t, 1 - beta2^t, unused), written before the step.
+        hyper: (num_groups, HYPER) fp64, one tile, written before the step; its columns are listed in `tiles.kernels.reference.optimizer`.
+        row: of `hyper`, that of the parameter's group.
+        decays: whether to declare working memory for weight decay, which takes some if it is not decoupled. Without it, weight decay works too.
         norm: (1,) sum of squares of all gradients; with `max_norm` > 0 gradients are clipped by it.
         master: fp32 copy of a 16-bit parameter.
         tiles: numbers of those that are updated; None for all.
         priority: of the tasks.
         cpu_only: whether CPU workers alone run them.
     """
-    constants = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only)
+    constants = {"row": row, "decoupled": decoupled}
+    _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, decays=decays and not decoupled)
 
 
 def sgd(
@@ -103,9 +103,9 @@ def sgd(
     buffer: TileTensor | None,
     hyper: TileTensor,
     *,
-    momentum: float = 0.0,
+    row: int = 0,
+    decays: bool = True,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
     norm: TileTensor | None = None,
     max_norm: float = 0.0,
     master: TileTensor | None = None,
@@ -113,11 +113,15 @@ def sgd(
     priority: int = 0,
     cpu_only: bool = False,
 ) -> None:
-    """One step of SGD as torch.optim computes it; the momentum `buffer` starts at zero. Other arguments as of `adamw`."""
-    if (buffer is None) != (momentum == 0.0):
-        raise ValueError(f"SGD needs a buffer exactly when momentum is not 0, got momentum {momentum} and buffer {buffer!r}")
-    constants = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, buffer)
+    """One step of SGD as torch.optim computes it.
+
+    Args:
+        buffer: of momentum; zero before the first step. None for no momentum, whatever `hyper` has.
+        nesterov: whether momentum looks ahead.
+        param, grad, hyper, row, decays, norm, max_norm, master, tiles, priority, cpu_only: see `adamw`.
+    """
+    constants = {"row": row, "has_buffer": buffer is not None, "nesterov": nesterov}
+    _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, buffer, decays=decays)
 
 
 def _update(
@@ -134,18 +138,19 @@ def _update(
     priority: int,
     cpu_only: bool,
     buffer: TileTensor | None = None,
+    *,
+    decays: bool,
 ) -> None:
     state = [tensor for tensor in (*moments, buffer, master) if tensor is not None]
     same_tiling(param, grad, *state)
     if (param.dtype in NARROW) != (master is not None):
         raise ValueError(f"a 16-bit parameter, and only that, needs an fp32 master; got {param!r} with master {master!r}")
     clip = norm is not None and max_norm > 0
-    penalty = bool(constants["weight_decay"]) and not constants.get("decoupled", False)
     constants |= {"max_norm": max_norm, "clip": clip, "master": master is not None}
     for number in range(param.tiling.num_tiles) if tiles is None else tiles:
         accesses: list[Access] = [(param.handles[number], RW if master is None else W), (grad.handles[number], R)]
         accesses += [(moment.handles[number], RW) for moment in moments]
-        accesses.append((hyper[0,], R))
+        accesses.append((hyper[0, 0], R))
         if buffer is not None:
             accesses.append((buffer.handles[number], RW))
         if clip and norm is not None:
@@ -153,7 +158,7 @@ def _update(
         if master is not None:
             accesses.append((master.handles[number], RW))
         size = prod(param.tile)
-        nbytes = optimizer_scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, penalty, clip, bool(constants.get("nesterov")))
+        nbytes = optimizer_scratch_nbytes(size, 8 if param.dtype == np.float64 else 4, decays, clip, bool(constants.get("nesterov")))
         if nbytes:
             accesses.append((scratch(param.runtime, nbytes), SCRATCH))
         (emit_on_cpu if cpu_only else emit)(param.runtime, op, accesses, priority=priority, **constants)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .capture import Call, Capture, Ref, Storage, aten
+from .calls import Call, Capture, Ref, Storage, aten
 from .inductor import Compiled, Spec, compile_function
 
 _MEMBERS: Final = frozenset(

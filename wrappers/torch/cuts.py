@@ -23,7 +23,7 @@ from typing import Final
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .capture import Call, Capture, Ref, Storage, TileKey, aten
+from .calls import Call, Capture, Ref, Storage, TileKey, aten
 from .rows import ops
 
 LARGEST_TILE: Final = "64MB"

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from .capture import Call, Ref, aten
+from .calls import Call, Ref, aten
 
 Rule = Callable[..., None]
 """Computes ``(results, *args, uniforms=, **kwargs)`` from fp32 numbers in [0, 1), which it may overwrite."""

@@ -13,11 +13,11 @@ import torch
 from nntask.planning import CapturedStep, untouched
 from scheduler import CapturingRuntime
 
-from .capture import Function, capture
+from .capture import CaptureTerms, Function, capture
 from .chains import ChainCompiler
 from .cuts import cut_parameters
 from .emission import StepTasks, key_of, num_rows_of
-from .modules import unchanged
+from .modules import saved_names
 from .optimizers import optimizer_on
 from .state import ModuleState, gradient_dtype_of
 from .step import Pass
@@ -43,31 +43,19 @@ class PassTerms:
     on_gpus: bool = False
 
 
-def pass_of(
-    module: torch.nn.Module,
-    modes: Mapping[torch.nn.Module, bool],
-    minibatch: Mapping[str, Any],
-    function: Function,
-    terms: PassTerms,
-    *,
-    backward: bool,
-    divisor: int,
-) -> Pass:
+def pass_of(module: torch.nn.Module, minibatch: Mapping[str, Any], function: Function, terms: PassTerms, how: CaptureTerms) -> Pass:
     """The pass over a minibatch; of several threads, one makes a pass at a time.
 
     Args:
-        modes: of the module and those below it: whether each is in training mode.
+        function: see `capture`.
         terms: what the pass is for.
-        function, backward, divisor: see `capture`.
+        how: how it is captured.
 
     Raises:
         UsageError: the pass cannot be captured.
     """
     with _ONE_AT_ONCE:
-        with unchanged(module):
-            for child, is_training in modes.items():
-                child.training = is_training
-            captured = capture(module, minibatch, function, backward=backward, divisor=divisor, on_gpus=terms.on_gpus)
+        captured = capture(module, minibatch, function, how)
         num_rows = num_rows_of(captured)
         captured = cut_parameters(with_accumulated_sums(captured), terms.tiles)
         if terms.compiler is not None:
@@ -101,7 +89,7 @@ def captured_step(
     """
     dry = CapturingRuntime(has_gpus=terms.on_gpus)
     state, key = ModuleState(module, dry, terms.tiles), key_of(dry)
-    saved = module.state_dict().keys()
+    saved = saved_names(module)
     tensors = {name: tensor for name, tensor in state.tensors().items() if name in saved}
     if weights is not None:
         attach_files(weights, tensors, module)

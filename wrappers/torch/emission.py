@@ -14,9 +14,10 @@ from nntask.optim import Optimizer
 from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
 from tiles import TileTensor
 
-from .capture import Capture, Ref, Storage, aten
+from .calls import Capture, Ref, Storage, aten
 from .devices import HOST, as_bytes, compute_on_gpu
 from .kernels import tensor_of
+from .recorder import HOST_INPUT
 from .state import ModuleState, array_of, tensor_of_one_tile
 from .step import Pass
 
@@ -30,7 +31,7 @@ class StepTasks:
 
     def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
         self._passes, self._state = passes, state
-        self.inputs = [_inputs_of(state.runtime, each) for each in minibatches]
+        self.inputs = [_inputs_of(state.runtime, each) | _host_inputs_of(state.runtime, one) for one, each in zip(passes, minibatches, strict=True)]
         self._handles = [state.handles((*each.captured.storages, *each.constants), inputs) for each, inputs in zip(passes, self.inputs, strict=True)]
 
     def submit(self, key: TileTensor, optimizer: Optimizer | None) -> tuple[list[dict[Storage, Handle]], TileTensor | None]:
@@ -101,11 +102,20 @@ def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, Ti
     }
 
 
+def _host_inputs_of(runtime: TaskRuntime, each: Pass) -> dict[str, TileTensor]:
+    """The inputs that the host computes, as bytes."""
+    return {
+        storage.name: TileTensor(runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="input", data_class="data", name=storage.name)
+        for host in each.captured.host
+        for storage in host.storages
+    }
+
+
 def num_rows_of(captured: Capture) -> dict[str, int]:
     """Name of an input that is looked up in a table -> number of rows of the smallest such table."""
     found: dict[str, int] = {}
     for call in captured.calls:
-        if call.func is aten.embedding.default and call.args[1].storage.role == "input":
+        if call.func is aten.embedding.default and call.args[1].storage.role == "input" and not call.args[1].storage.name.startswith(HOST_INPUT):
             name = call.args[1].storage.name
             found[name] = min(call.args[0].shape[0], found.get(name, call.args[0].shape[0]))
     return found
@@ -124,11 +134,19 @@ def check_ids(passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]]) 
                 raise UsageError(f"{name} of the batch must be ids from 0 to {num_rows - 1}, got {low} to {high}; use the tokenizer of this model")
 
 
-def write_inputs(tensors: Sequence[Mapping[str, TileTensor]], minibatches: Sequence[Mapping[str, Any]]) -> None:
-    """Write minibatches to the inputs of a step."""
-    for inputs, minibatch in zip(tensors, minibatches, strict=True):
+def write_inputs(
+    tensors: Sequence[Mapping[str, TileTensor]], minibatches: Sequence[Mapping[str, Any]], host: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """Write minibatches, and what the host has computed for each, to the inputs of a step."""
+    for inputs, minibatch, computed in zip(tensors, minibatches, host, strict=True):
         for name, tensor in inputs.items():
-            tensor.write(array_of(minibatch[name]))
+            if name in computed:
+                values = np.zeros(tensor.shape, np.uint8)
+                memory = array_of(computed[name]).reshape(-1).view(np.uint8)
+                values[: len(memory)] = memory
+                tensor.write(values)
+            else:
+                tensor.write(array_of(minibatch[name]))
 
 
 def value_of(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:

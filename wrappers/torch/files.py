@@ -100,7 +100,7 @@ def load_session(
         numerics: what bits depend on, by name of the argument; must be as it was.
 
     Returns:
-        The content of session.json: "step" and "lr" among others.
+        The content of session.json: "step", "lr" and what `SessionOptimizer.counters` returned among others.
 
     Raises:
         DataError: a file is missing, changed, or has other tensors, or its bits depended on something else.
@@ -109,9 +109,11 @@ def load_session(
     try:
         state: dict[str, Any] = json.loads(file.read_text())
         known = state["format"] == FORMAT and isinstance(state["step"], int) and isinstance(state["lr"], float)
+        known = known and all(isinstance(group, dict) for group in state.get("groups", []))
+        known = known and all(isinstance(count, int) for count in state.get("skipped", {}).values())
         state["numerics"] = {**_FIRST, **state.get("numerics", {})}
         checksums = {name: int(state["checksums"][name]) for name in (MODEL, OPTIMIZER)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
     if not known:
         raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")

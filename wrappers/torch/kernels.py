@@ -22,7 +22,7 @@ import torch
 from nntask import UsageError
 
 from . import rows
-from .capture import Call, Ref, Storage, aten
+from .calls import Call, Ref, Storage, aten
 from .chains import Chain
 from .devices import HOST, KEYS, has_kernel, runs_on_gpu
 from .draws import rule_of

@@ -46,3 +46,9 @@ def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     if found is None:
         raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
     return found
+
+
+def read_by(objective: Any) -> dict[str, Any]:
+    """Return, by names for messages, what the state of Python that a loss reads is reachable from: the function itself, or what its `reads` says."""
+    reads = getattr(objective, "reads", None)
+    return {"loss": objective} if reads is None else dict(reads())

@@ -1,20 +1,32 @@
-"""PyTorch's optimizers as those of nntask: by name, or from an instance over the module's parameters, whose learning rate every step reads."""
+"""PyTorch's optimizers as those of nntask: by name, or from an instance over the module's parameters.
+
+The instance of torch.optim has the options, which every step reads, so that schedulers work; it never updates. The state (moments, masters, numbers
+of steps) is in the session, in nntask's optimizer. While the session is open, whatever would read or change state of the instance is refused.
+
+As in torch.optim, a step leaves a parameter without a gradient alone: no decay, no moments, and its own number of steps stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 import torch
+from torch.optim import optimizer as torch_hooks
 
-from nntask import SGD, Adam, AdamW, Group, Parameter, UsageError
-from nntask.optim import Optimizer
+from nntask import SGD, Adam, AdamW, DataError, Group, Parameter, UsageError
+from nntask.optim import Optimizer, Options
+from tiles import TileTensor
 
 _NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _ZERO: Final = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "decoupled_weight_decay": False}
 """Options of PyTorch's optimizers that are not implemented -> the only value they may have."""
-_OPTIONS: Final = ("betas", "eps", "momentum", "weight_decay", *_ZERO)
-"""Options that a session takes over."""
+_OPTIONS: Final = ("lr", "betas", "momentum", "weight_decay", "eps")
+"""Options that every step reads, of those that an optimizer has; they may change between steps and differ between groups."""
 
 
 def torch_optimizer(
@@ -52,77 +64,264 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if type(optimizer) not in _NAMES.values():
         names = ", ".join(f"torch.optim.{each.__name__}" for each in _NAMES.values())
         raise UsageError(f"optimizer must be one of {names}, got {type(optimizer).__name__}; use one of them")
-    first = optimizer.param_groups[0]
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         for option, value in _ZERO.items():
             is_adamw = option == "decoupled_weight_decay" and isinstance(optimizer, torch.optim.AdamW)
             if group.get(option, value) != value and not is_adamw:
                 raise UsageError(f"{option} of {type(optimizer).__name__} must be {value}, got {group[option]}; leave it out")
-        for option in ("lr", "betas", "eps", "momentum"):
-            if group.get(option) != first.get(option):
-                raise UsageError(
-                    f"{option} must be the same in all parameter groups, got {first[option]} and {group[option]}; only weight_decay may differ"
-                )
+        options_of(number, group)
+    _check_hooks(optimizer)
+    if isinstance(optimizer.state, _StateElsewhere):
+        raise UsageError("the optimizer is that of another session, which is open; close that session first, or make another optimizer")
     if optimizer.state:
         raise UsageError("the optimizer has taken steps already, and its state would be lost; make a new one, and resume with session.resume")
     return optimizer
 
 
-def terms_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """What a session has taken from an optimizer and a module for good, by name: everything but the learning rate."""
-    found: dict[str, Any] = {f"requires_grad of {name}": parameter.requires_grad for name, parameter in module.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        found.update({f"{option} of group {number}": value for option, value in group.items() if option in _OPTIONS})
+def norm_limit(max_grad_norm: float) -> float:
+    """The norm to which gradients are clipped, 0 for no clipping: an infinite one only measures, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return 0.0 if max_grad_norm == math.inf else max_grad_norm
+
+
+def options_of(number: int, group: Mapping[str, Any]) -> Options:
+    """The options of a parameter group as they are now.
+
+    Args:
+        number: of the group, for messages.
+
+    Raises:
+        UsageError: an option is out of range.
+    """
+    name, decays = ("betas", group["betas"]) if "betas" in group else ("momentum", (group["momentum"], 0.0))
+    first, second = map(float, decays)
+    found = Options(float(group["lr"]), float(group["weight_decay"]), first, second, float(group.get("eps", 0.0)))
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise UsageError(f"{name} of group {number} must be at least 0 and below 1, got {group[name]}; correct it, or its schedule")
+    for name in ("weight_decay", "eps"):
+        if not 0 <= getattr(found, name) < math.inf:
+            raise UsageError(f"{name} of group {number} must be at least 0, got {group[name]}; correct it, or its schedule")
     return found
 
 
-def rate_of(optimizer: torch.optim.Optimizer, module: torch.nn.Module, terms: Mapping[str, Any]) -> float:
-    """The learning rate of the next step.
-
-    Args:
-        terms: `terms_of` when the session was made.
-
-    Raises:
-        UsageError: groups have different rates, or something else has changed.
-    """
-    for name, value in terms_of(optimizer, module).items():
-        if terms.get(name) != value:
-            raise UsageError(
-                f"{name} must stay {terms.get(name)} while the session is open, got {value}; make a new session, and resume what save() wrote"
-            )
-    rates = {float(group["lr"]) for group in optimizer.param_groups}
-    if len(rates) > 1:
-        raise UsageError(
-            f"lr must be the same in all parameter groups, got {', '.join(f'{rate:g}' for rate in sorted(rates))}; use one schedule for all"
-        )
-    return rates.pop()
-
-
-def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Note that a step was taken, as a step of the optimizer itself does for PyTorch's schedulers."""
-    optimizer._opt_called = True
-
-
 def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> Optimizer:
-    """The optimizer over a session's parameters.
+    """The optimizer over a session's parameters: a group for each, because each counts its own steps.
 
     Raises:
         UsageError: the optimizer lacks a parameter that is learnt, or has one that the module lacks.
     """
-    by_id = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups, seen = [], set()
-    for group in optimizer.param_groups:
-        names = [by_id.get(id(parameter), "") for parameter in group["params"]]
-        if "" in names:
-            raise UsageError("the optimizer has a parameter that the module lacks; make it with module.parameters()")
-        seen.update(names)
-        groups.append(Group([parameters[name] for name in names], float(group["weight_decay"])))
+    groups = [
+        Group([parameters[name]], options.weight_decay)
+        for names, options in zip(_names_in_groups(optimizer, module), _all_options(optimizer), strict=True)
+        for name in names
+        if name in parameters  # one without elements stays in the module
+    ]
+    seen = {group.parameters[0].name for group in groups}
     if missing := sorted(name for name, parameter in parameters.items() if parameter.trainable and name not in seen):
         raise UsageError(f"the optimizer lacks {missing[0]}, which is learnt; give it all parameters, or freeze that one with requires_grad_(False)")
-    options = optimizer.param_groups[0]
-    lr = float(options["lr"])
+    first = options_of(0, optimizer.param_groups[0])
     if isinstance(optimizer, torch.optim.SGD):
-        return SGD(groups, lr, momentum=float(options["momentum"]), max_norm=max_norm)
-    first, second = map(float, options["betas"])
+        return SGD(groups, first.lr, momentum=max(options.first for options in _all_options(optimizer)), max_norm=max_norm)
     kind = AdamW if isinstance(optimizer, torch.optim.AdamW) else Adam
-    return kind(groups, lr, betas=(first, second), eps=float(options["eps"]), max_norm=max_norm)
+    return kind(groups, first.lr, betas=(first.first, first.second), eps=first.eps, max_norm=max_norm)
+
+
+def _all_options(optimizer: torch.optim.Optimizer) -> list[Options]:
+    """The options of each parameter group as they are now."""
+    return [options_of(number, group) for number, group in enumerate(optimizer.param_groups)]
+
+
+def _names_in_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[list[str]]:
+    """The names of the parameters of each group.
+
+    Raises:
+        UsageError: the module lacks one.
+    """
+    by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+    if any(id(parameter) not in by_id for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError("the optimizer has a parameter that the module lacks; make it with module.parameters()")
+    return [[by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+class SessionOptimizer:
+    """The optimizer of a session: options from torch.optim, state in nntask's optimizer, and the number of steps of each parameter.
+
+    Args:
+        options: the instance of torch.optim.
+        module: whose parameters it is for.
+        parameters: of the session, by name.
+        max_norm: norm to which the gradient is clipped; 0 is off.
+
+    Attributes:
+        updates: emits the updates, and has the state.
+
+    Raises:
+        UsageError: the optimizer lacks a parameter that is learnt, or has one that the module lacks.
+    """
+
+    def __init__(self, options: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> None:
+        self._options, self._module = options, module
+        self.updates = optimizer_on(options, module, parameters, max_norm)
+        group_of = {name: number for number, names in enumerate(_names_in_groups(options, module)) for name in names}
+        self._rows = {p.name: group_of[p.name] for group in self.updates.groups for p in group.parameters}  # name -> number of its group there
+        self._skipped = dict.fromkeys(self._rows, 0)  # steps so far that had no gradient of the parameter
+        self._terms, self._members = self._terms_now(), self._members_now()
+
+    def tensors(self) -> dict[str, TileTensor]:
+        """The state by name."""
+        return self.updates.tensors()
+
+    def check(self) -> None:
+        """Refuse a step if the optimizer was changed in another way than by the options of its groups.
+
+        Raises:
+            UsageError: says what has changed.
+        """
+        state = self._options.state
+        if not isinstance(state, _StateElsewhere):
+            raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}; {_STATE_REMEDY}")
+        _check_hooks(self._options)
+        members = self._members_now()
+        if members != self._members:
+            before, now = ([len(each) for each in groups] for groups in (self._members, members))
+            raise UsageError(
+                f"the optimizer must keep its parameters, each in its group, while a session is open; it had {before} parameters in the groups, "
+                f"got {'others' if now == before else now}; put them back, or make a new session"
+            )
+        for name, value in self._terms_now().items():
+            first = self._terms.get(name)
+            if first != value:
+                raise UsageError(f"{name} must stay {first} while the session is open, got {value}; make a new session, and resume what save() wrote")
+
+    def prepare_step(self, number: int, updated: Collection[str]) -> None:
+        """Write the numbers of a step, before its replay.
+
+        Args:
+            number: of the step, from 1.
+            updated: names of the parameters that it updates.
+
+        Raises:
+            UsageError: an option is out of range.
+        """
+        options = _all_options(self._options)
+        steps = [number - skipped if name in updated else 1 for name, skipped in self._skipped.items()]
+        self.updates.prepare_groups(steps, [options[group] for group in self._rows.values()])
+
+    def note_step(self, updated: Collection[str]) -> None:
+        """Count a step that has begun; PyTorch's schedulers see it as they see a step of the optimizer itself."""
+        self._skip(1, [name for name in self._skipped if name not in updated])
+        self._options._opt_called = True
+
+    def note_left_out(self, updated: Collection[str], *, keeps_number: bool) -> None:
+        """Note that a step that had begun has failed and was left out.
+
+        Args:
+            updated: names of the parameters that it would have updated.
+            keeps_number: whether it still counts among the steps of the session, because a later one had begun.
+        """
+        if keeps_number:
+            self._skip(1, updated)
+        else:
+            self._skip(-1, [name for name in self._skipped if name not in updated])
+
+    def _skip(self, count: int, names: Collection[str]) -> None:
+        for name in names:
+            self._skipped[name] += count
+
+    def follow(self, names: Collection[str]) -> None:
+        """Emit the tasks that take over parameters which were overwritten; moments stay."""
+        self.updates.follow(names)
+
+    def reset(self) -> None:
+        """Emit the tasks that begin anew with the parameters as they are now."""
+        self.updates.reset()
+        self._skipped = dict.fromkeys(self._skipped, 0)
+
+    def counters(self) -> dict[str, Any]:
+        """What a session saves besides tensors: the options of each group, and the steps that a parameter has skipped, if any."""
+        groups = [
+            {name: list(map(float, group[name])) if name == "betas" else float(group[name]) for name in _OPTIONS if name in group}
+            for group in self._options.param_groups
+        ]
+        return {"groups": groups, "skipped": {name: count for name, count in self._skipped.items() if count}}
+
+    def restore(self, state: Mapping[str, Any], source: Path) -> None:
+        """Take over what `counters` returned; a session that was saved without it has one learning rate, and no parameter has skipped a step.
+
+        Args:
+            state: content of session.json.
+            source: the directory, for messages.
+
+        Raises:
+            DataError: the groups or the parameters are others.
+        """
+        own, skipped = self._options.param_groups, state.get("skipped", {})
+        groups = state.get("groups", [{"lr": state["lr"]}] * len(own))
+        if "groups" in state and [set(saved) for saved in groups] != [{name for name in _OPTIONS if name in group} for group in own]:
+            raise DataError(f"{source} has {len(groups)} parameter groups, which differ from the optimizer's {len(own)}; make it as it was then")
+        if not skipped.keys() <= self._skipped.keys() or not all(0 <= count <= state["step"] for count in skipped.values()):
+            raise DataError(f"{source} counts steps of other parameters than the optimizer has; make module and optimizer as they were then")
+        for group, saved in zip(own, groups, strict=True):
+            group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
+        self._skipped = {**dict.fromkeys(self._skipped, 0), **skipped}
+
+    def _terms_now(self) -> dict[str, Any]:
+        """What must stay while the session is open, by name."""
+        found: dict[str, Any] = {}
+        for name, parameter in self._module.named_parameters():
+            if name not in self._skipped:  # frozen when the session was made, so without state; a parameter that is learnt may rest for a while
+                found[f"requires_grad of {name}"] = parameter.requires_grad
+        for number, group in enumerate(self._options.param_groups):
+            found.update({f"{option} of group {number}": value for option, value in group.items() if option in _ZERO})
+            if "momentum" in group:
+                found[f"whether group {number} has momentum"] = bool(group["momentum"])
+        return found
+
+    def _members_now(self) -> list[list[int]]:
+        """Identities of the parameters in each group."""
+        return [list(map(id, group["params"])) for group in self._options.param_groups]
+
+
+_STATE_REMEDY: Final = "save() and resume() of the session keep the state, and its reset_optimizer() clears it"
+
+
+class _StateElsewhere(defaultdict[Any, Any]):
+    """`state` of an optimizer while a session has the state: everything that reads or changes it is refused."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(f"optimizer.state cannot be read or changed while a session is open, because the session has the state; {_STATE_REMEDY}")
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = __or__ = __ior__ = _refuse
+    get = keys = values = items = clear = pop = popitem = setdefault = update = copy = _refuse
+
+
+@contextmanager
+def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Refuse whatever reads or changes the state of an optimizer meanwhile; afterwards it can be used again, without state."""
+
+    def refuse(name: str) -> NoReturn:
+        raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state; {_STATE_REMEDY}")
+
+    hooks = [
+        optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")),
+        optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")),
+    ]
+    before, optimizer.state = optimizer.state, _StateElsewhere()
+    try:
+        yield
+    finally:
+        optimizer.state = before
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse hooks around the steps of an optimizer.
+
+    Raises:
+        UsageError: it has some, or all optimizers have.
+    """
+    tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    of_all = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    count = sum(len(getattr(optimizer, name, ())) for name in tables) + sum(len(getattr(torch_hooks, name, ())) for name in of_all)
+    if count:
+        raise UsageError(f"the optimizer must have no step hooks, which a session does not call, got {count}; remove them, and do that after step()")

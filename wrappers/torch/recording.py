@@ -7,11 +7,12 @@ budgets hold it. Of many shapes the steps that were used last are kept.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
@@ -21,17 +22,15 @@ from scheduler import Handle, Runtime, Step
 from scheduler.planning import AUTO, NONE, as_asked
 from tiles import TileTensor
 
-from .batches import check_batch, shapes_of, signature_of
-from .capture import Function, Storage
-from .dry import PassTerms, captured_step, pass_of
+from .batches import check_batch, shapes_of
+from .calls import Guard, HostTensors, Ref, Storage
+from .captures import Captures, PassUse, Purpose, Values
+from .dry import captured_step
 from .emission import StepTasks
 from .gpus import fallbacks_of
-from .objectives import call
 from .state import ModuleState
 from .step import Pass
-
-Purpose = Literal["train", "evaluate", "predict"]
-"""What a step is for: an update, a loss, or the module's result."""
+from .values import leaves_of
 
 MOST_STEPS: Final = 8
 """Recorded steps that are kept for each purpose; one that is dropped is recorded again when its shape comes back."""
@@ -49,6 +48,7 @@ class RecordedStep:
         outputs: of each minibatch: what the pass returns, with references.
         kept: handles of the outputs' storages, of each minibatch.
         squares: the gradient's sum of squares; None without an update.
+        updated: names of the parameters that the step updates: those that have a gradient.
     """
 
     step: Step
@@ -58,35 +58,7 @@ class RecordedStep:
     outputs: Sequence[Any]
     kept: Sequence[Mapping[Storage, Handle]]
     squares: TileTensor | None
-
-
-class Captures:
-    """The captured passes of a module, one for each purpose and shape of a minibatch.
-
-    Args:
-        module: the module, whose values are not used.
-        objective: from the module and a batch to the loss.
-        modes: which of the module's parts are in training mode while it trains.
-        terms: what the passes are for.
-    """
-
-    def __init__(self, module: torch.nn.Module, objective: Function, modes: Mapping[torch.nn.Module, bool], terms: PassTerms) -> None:
-        self.module, self.terms = module, terms
-        self._objective, self._modes = objective, modes
-        self._passes: dict[tuple[Any, ...], Pass] = {}
-
-    def pass_over(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int) -> Pass:
-        """The pass over a minibatch, captured when it is first asked for; nothing else may compute meanwhile."""
-        key = (purpose, divisor, signature_of(minibatch))
-        if key not in self._passes:
-            function = call if purpose == "predict" else self._objective
-            modes = {child: is_training and purpose == "train" for child, is_training in self._modes.items()}
-            self._passes[key] = pass_of(self.module, modes, minibatch, function, self.terms, backward=purpose == "train", divisor=divisor)
-        return self._passes[key]
-
-    def keep(self, passes: Collection[Pass]) -> None:
-        """Drop all other passes."""
-        self._passes = {key: each for key, each in self._passes.items() if each in passes}
+    updated: Collection[str]
 
 
 class StepRecorder:
@@ -125,8 +97,13 @@ class StepRecorder:
         self.fallbacks: dict[str, int] = {}
         self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # those used last come last
 
-    def step_for(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
-        """The recorded step for the shapes of some minibatches.
+    def step_for(
+        self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int, values: Values
+    ) -> tuple[RecordedStep, list[PassUse]]:
+        """The recorded step for some minibatches, and the uses that it makes of its passes.
+
+        Args:
+            values: of tensors, for decisions of the module.
 
         Raises:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
@@ -134,15 +111,17 @@ class StepRecorder:
         """
         for minibatch in minibatches:
             check_batch(minibatch, 1)
-        key = (purpose, divisor, *map(signature_of, minibatches))
+        uses = [self._captures.pass_over(each, purpose, divisor, values(each, number)) for number, each in enumerate(minibatches)]
+        check_uses(uses)
+        key = (purpose, divisor, *(id(each.tasks) for each in uses))
         found = self._steps.pop(key, None)
         if found is None:
-            self._state.runtime.wait()  # no step may compute while a pass is captured
+            self._state.runtime.wait()  # a step that is dropped may still compute
             self._drop(purpose)
             with no_collections():  # which would go through all of torch
-                found = self._record(purpose, minibatches, divisor)
+                found = self._record(purpose, [each.tasks for each in uses], minibatches, divisor)
         self._steps[key] = found
-        return found
+        return found, uses
 
     def _drop(self, purpose: Purpose) -> None:
         """Make room for one more step."""
@@ -152,8 +131,7 @@ class StepRecorder:
             self._captures.keep({each for step in self._steps.values() for each in step.passes})
             gc.collect()  # a step and its instances know each other, and hold memory of the budget
 
-    def _record(self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
-        passes = [self._captures.pass_over(minibatch, purpose, divisor) for minibatch in minibatches]
+    def _record(self, purpose: Purpose, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
         if len({frozenset(each.captured.gradients) for each in passes}) > 1:
             raise UsageError(
                 "the minibatches of a step must have gradients of the same parameters, and those of minibatches of shapes "
@@ -168,7 +146,8 @@ class StepRecorder:
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
         with runtime.record(order, recompute) as step:
             kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
-        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.outputs for each in passes], kept, squares)
+        updated = frozenset(name for name, _ in passes[0].captured.gradients)
+        return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], kept, squares, updated)
 
     def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
         """Refuse a step that cannot run within the budgets, before memory is taken for it.
@@ -196,3 +175,27 @@ class StepRecorder:
             if spec.disk is None and not is_of_device:
                 changes.append("add disk=DIR")
             raise DoesNotFit(f"{story}; {', '.join(changes[:-1])}{',' if len(changes) > 2 else ''} or {changes[-1]}")
+
+
+def check_uses(uses: Sequence[PassUse]) -> None:
+    """Refuse a step of several minibatches of which one decides by what another one of the same step changes.
+
+    Raises:
+        UsageError: names the line of the program.
+    """
+    if len(uses) < 2:
+        return
+    changed = {s.name for use in uses for call in use.tasks.captured.calls for s in call.writes if s.role in ("buffer", "parameter", "constant")}
+    for use in uses:
+        for read in (*use.tasks.captured.guards, *use.tasks.captured.host):
+            storages = {read.ref.storage} if isinstance(read, Guard) else {s for s in tree_refs(read)}
+            if any(leaf.name in changed and leaf.role != "input" for storage in storages for leaf in leaves_of(read.calls, storage)[0]):
+                raise UsageError(
+                    f"{read.where} needs the value of a tensor that each minibatch changes, and the minibatches of a step are computed together; use "
+                    "minibatches=1, or compute with tensors there (torch.where)"
+                )
+
+
+def tree_refs(host: HostTensors) -> list[Storage]:
+    """Storages of the arguments of an operation on the host."""
+    return [ref.storage for ref in tree_leaves((host.args, dict(host.kwargs))) if isinstance(ref, Ref)]

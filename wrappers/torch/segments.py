@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from .capture import Call, Capture, Ref, Storage, TileKey
+from .calls import Call, Capture, Ref, Storage, TileKey
 from .chains import Chain
 from .kernels import buffer_nbytes, does_nothing, torch_nbytes
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nntask import UsageError
 from nntask.config import parse_size
@@ -33,28 +34,33 @@ from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
 from .batches import check_batch, cut
+from .calls import Storage
 from .capture import Function
+from .captures import Captures, PassUse, Purpose
 from .chains import ChainCompiler
 from .cuts import LARGEST_TILE, tiles_of
-from .devices import as_tensor
 from .dry import PassTerms
 from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
-from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, refuse_call
-from .objectives import Loss, loss_of, objective_of, scalar
-from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
-from .recording import Captures, Purpose, RecordedStep, StepRecorder
-from .state import ModuleState
+from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names
+from .objectives import Loss, loss_of, objective_of, read_by, scalar
+from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
+from .python_state import bring_into_python
+from .recorder import whole
+from .recording import RecordedStep, StepRecorder
+from .state import ModuleState, array_of, tensor_from
+from .values import HostValues
 from .weights import attach_files
 
 
 class StartedStep:
     """A step under way."""
 
-    def __init__(self, session: Session, recorded: RecordedStep, ticket: Ticket, number: int) -> None:
+    def __init__(self, session: Session, recorded: RecordedStep, uses: Sequence[PassUse], ticket: Ticket, number: int) -> None:
         self._session, self._recorded, self._ticket, self._number = session, recorded, ticket, number
+        self._uses = uses
         self._outcome: Outcome | Exception | None = None
 
     def result(self) -> Outcome:
@@ -75,12 +81,15 @@ class StartedStep:
             try:
                 self._outcome = self._read()
             except Exception as error:
-                self._outcome = error if self._ticket.failure is None else self._session.note_failure(error, self._ticket, self._number)
+                failed = self._ticket.failure is not None
+                updated = self._recorded.updated
+                self._outcome = self._session.note_failure(error, self._ticket, self._number, updated) if failed else error
 
     def _read(self) -> Outcome:
         recorded = self._recorded
         with self._session.user_errors():
             self._ticket.wait()
+            bring_into_python(self._uses, recorded.kept, self._ticket, self._session.state)
             losses = [float(value_of(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
             assert recorded.squares is not None  # a training step has an update
             return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
@@ -91,14 +100,14 @@ class Session:
 
     Args:
         module: any module on the CPU, or with `weights` one without values. Its tensors move into the session.
-        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters, whose learning rate is read at every
-            step, so that PyTorch's schedulers work.
+        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters. Every step reads the options of its
+            groups, so that PyTorch's schedulers work; its state is in the session.
         lr: learning rate of an optimizer that is named.
         loss: from the module's result and the batch to a scalar; None if the result has the loss (`.loss`), or is it.
         objective: from the module and a batch to the loss, instead of calling the module and `loss`; None for these two.
         minibatches: parts of a batch along the first axis, whose gradients are summed; as many as workers keep all of them busy. The gradient is that
             of the mean of the minibatches' losses.
-        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off.
+        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off. The norm is measured in any case; infinity does nothing else.
         seed: of dropout and other random numbers.
         ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of what is free.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
@@ -166,7 +175,8 @@ class Session:
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
         limit = parse_size(str(largest_tile), "largest_tile")
-        self._seed, self._terms = seed, terms_of(self.optimizer, module)
+        self._seed, max_grad_norm = seed, norm_limit(max_grad_norm)
+        self._guards = ExitStack()  # of the optimizer, while the session is open
         self._started: deque[StartedStep] = deque()
         resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
         self._host = Host(module, on, threads, resources)
@@ -178,13 +188,15 @@ class Session:
             self.close()
             raise
         let_go(module)
-        self._guard = module.register_forward_pre_hook(refuse_call)
+        self._guards.enter_context(guarded(self.optimizer))
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
+        terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), read_by(objective or loss)
+        self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait)
         self._steps = StepRecorder(
-            Captures(module, function, modes_of(module), PassTerms(self._state.tiles, compiler, self._host.machine.has_gpus)),
-            self._state,
+            self._captures,
+            self.state,
             self._key,
-            self._optimizer,
+            self._optimizer.updates,
             self.optimizer,
             max_norm=max_grad_norm,
             machine=None if self._host.is_borrowed else self._host.machine,
@@ -195,14 +207,14 @@ class Session:
 
     def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
         """Make the state of the module and of its optimizer on the runtime, with the first values."""
-        self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
+        self.state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
         values = first_values(module)
         if weights is not None:
-            saved = module.state_dict().keys()
-            attach_files(weights, {name: tensor for name, tensor in self._state.tensors().items() if name in saved}, module)
+            saved = saved_names(module)
+            attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, module)
             values = {name: value for name, value in values.items() if name not in saved}
-        with self._state.take(values):
-            self._optimizer = optimizer_on(self.optimizer, module, self._state.parameters, max_grad_norm)
+        with self.state.take(values):
+            self._optimizer = SessionOptimizer(self.optimizer, module, self.state.parameters, max_grad_norm)
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()
@@ -247,30 +259,61 @@ class Session:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
             DoesNotFit: a budget is too small for the step.
         """
-        rate = self._rate
+        self._optimizer.check()
         with self.user_errors():
-            recorded = self._steps.step_for("train", minibatches, divisor or len(minibatches))
+            recorded, uses = self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)
         check_ids(recorded.passes, minibatches)
         while len(self._started) > 1:
             self._started.popleft().wait()
         self._check_whole()
         with self.user_errors():
-            write_inputs(recorded.inputs, minibatches)
+            self._write(recorded, uses, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
-            self._optimizer.prepare(self.num_steps + 1, rate)
+            self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
             ticket = recorded.step.replay()
         self.num_steps += 1
-        note_step(self.optimizer)
-        self._started.append(StartedStep(self, recorded, ticket, self.num_steps))
-        return self._started[-1]
+        self._optimizer.note_step(recorded.updated)
+        started = StartedStep(self, recorded, uses, ticket, self.num_steps)
+        self._started.append(started)
+        if any(use.carried or use.tasks.captured.written for use in uses):
+            started.wait()  # what it leaves in Python is there when this returns
+        return started
 
-    def note_failure(self, error: Exception, ticket: Ticket, number: int) -> Exception:
+    def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> None:
+        """Write the inputs of a step, and bring constants up to the values that the program's tensors have."""
+        write_inputs(recorded.inputs, minibatches, [use.host for use in uses])
+        tensors = self._captures.world.now().tensors
+        for use in uses:
+            held = dict(use.constants)
+            for storage in use.tasks.constants:
+                now = tensors[storage.name][0] if storage.name in tensors else held.get(storage, storage.tensor)
+                if now is not None and not isinstance(now, FakeTensor):
+                    self.state.refresh(storage, now)
+
+    def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
+        """Values of tensors as the next step finds them."""
+        tensors = self.state.tensors()
+
+        def value_of(storage: Storage) -> torch.Tensor:
+            if storage.role == "constant":
+                found = self._captures.world.now().tensors.get(storage.name)
+                now = storage.tensor if found is None else found[0]
+                assert now is not None
+                return whole(now)
+            if storage.role == "input":
+                return torch.from_numpy(array_of(minibatch[storage.name]).reshape(-1).view(np.uint8))
+            return torch.from_numpy(tensors[storage.name].read().reshape(-1).view(np.uint8))
+
+        return HostValues(value_of, (self._seed, self.num_steps + 1, number))
+
+    def note_failure(self, error: Exception, ticket: Ticket, number: int, updated: Collection[str]) -> Exception:
         """Note that a step has failed: it is as if it had not been tried, or, if it has changed anything, the session cannot go on.
 
         Args:
             error: why.
             ticket: of its replay, which has ended.
             number: of the step.
+            updated: names of the parameters that the step updates.
 
         Returns:
             The error, which says what has become of the step if an operation of PyTorch has failed.
@@ -278,8 +321,10 @@ class Session:
         what = "the step was left out, and parameters, buffers and optimizer are as before it"
         if not ticket.changed_nothing:
             what = self._half_done = f"step {number} has updated some parameters and not all; go on with resume() from what save() wrote"
-        elif number == self.num_steps:  # no step was started behind it
-            self.num_steps -= 1
+        else:
+            is_last = number == self.num_steps  # no step was started after it
+            self.num_steps -= is_last
+            self._optimizer.note_left_out(updated, keeps_number=not is_last)
         return UsageError(f"{error}; {what}") if isinstance(error, UsageError) else error
 
     def _wait_for_started(self) -> None:
@@ -308,12 +353,13 @@ class Session:
         """The result of a pass that changes nothing."""
         self._check_whole()
         with self.user_errors():
-            recorded = self._steps.step_for(purpose, [batch], 1)
+            recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
         check_ids(recorded.passes, [batch])
         with self.user_errors():
-            write_inputs(recorded.inputs, [batch])
+            self._write(recorded, uses, [batch])
             ticket = recorded.step.replay()
             ticket.wait()
+            bring_into_python(uses, recorded.kept, ticket, self.state)
             return value_of(recorded.outputs[0], recorded.kept[0], ticket)
 
     def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
@@ -322,20 +368,51 @@ class Session:
         Args:
             frozen: whether frozen parameters are among them.
         """
-        tensors, found, seen = self._state.tensors(), {}, dict[int, torch.Tensor]()
-        for name, value in named_tensors(self.module):
-            if not frozen and is_frozen(value):
+        tensors, seen = self.state.tensors(), dict[int, torch.Tensor]()
+        first = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor) or (not frozen and is_frozen(value)):
                 continue
-            if id(value) not in seen:
-                seen[id(value)] = as_tensor(tensors[name].read(), value.shape)
+            if id(value) not in first:  # one without elements, or that the session has not taken
+                seen[id(value)] = value.detach().clone()
+            elif id(value) not in seen:
+                seen[id(value)] = tensor_from(tensors[first[id(value)]].read(), value)
             found[name] = seen[id(value)]
-        return {name: found[name] for name in self.module.state_dict() if name in found}
+        return found
+
+    def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Overwrite parameters and buffers between steps; the optimizer's state stays, as when a module's tensors are written by eager PyTorch.
+
+        Args:
+            values: by names of the module's `state_dict`.
+            strict: whether all of them must be there.
+
+        Raises:
+            UsageError: a name or a shape is not the module's, or with `strict` one is missing.
+        """
+        self._wait_for_started()
+        self._check_whole()
+        tensors, names = self.state.tensors(), {name: first for first, name in saved_names(self.module).items()}
+        aliases = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
+        known = {name: aliases[id(value)] for name, value in self.module.state_dict(keep_vars=True).items() if id(value) in aliases} | names
+        if unknown := sorted(values.keys() - known.keys()):
+            raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
+        if strict and (missing := sorted(known.keys() - values.keys())):
+            raise UsageError(f"{missing[0]} is missing among the values; give all of session.state_dict(), or strict=False")
+        shapes = {name: tuple(value.shape) for name, value in named_tensors(self.module)}
+        for name, value in values.items():
+            if tuple(value.shape) != shapes[known[name]]:
+                raise UsageError(f"{name} has shape {shapes[known[name]]}, got values of shape {tuple(value.shape)}; give values of its shape")
+        dtypes = dict(named_tensors(self.module))
+        with self.user_errors():
+            self.state.write({known[name]: value.to(dtypes[known[name]].dtype) for name, value in values.items()})
+            self._optimizer.follow([known[name] for name in values])
+            self.runtime.wait()
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
-        give(module, self._values())
-        if module is self.module:
-            self._guard.remove()
+        give(module, self._current())
 
     def model_tensors(self) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by name, tied ones once."""
@@ -353,7 +430,7 @@ class Session:
 
     def training_step(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> Step:
         """The step that `start_minibatches` replays for minibatches of these shapes, recorded if it is not yet; their values do not matter."""
-        return self._steps.step_for("train", minibatches, divisor or len(minibatches)).step
+        return self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)[0].step
 
     def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
@@ -379,8 +456,8 @@ class Session:
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
         self._wait_for_started()
         self._check_whole()
-        rate = float(self.optimizer.param_groups[0]["lr"])  # also where a change makes `_rate` refuse to go on
-        state = {"step": self.num_steps, "lr": rate, "numerics": self._numerics}
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        state = {"step": self.num_steps, "lr": rate, **self._optimizer.counters(), "numerics": self._numerics}
         return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
@@ -396,8 +473,7 @@ class Session:
         self._wait_for_started()
         state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
         self.num_steps, self._half_done = state["step"], ""
-        for group in self.optimizer.param_groups:
-            group["lr"] = state["lr"]
+        self._optimizer.restore(state, Path(directory))
 
     def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save weights and buffers to a directory, tile by tile: what `save` writes, without what a training needs to go on.
@@ -437,25 +513,25 @@ class Session:
             "kind of device": "cuda" if self._host.machine.has_gpus else "cpu",
             "threads": self._host.threads,
             "compiled": self._is_compiled,
-            "rows_of_tiles": {name: rows for name, (_, rows) in self._state.tiles.items()},
+            "rows_of_tiles": {name: rows for name, (_, rows) in self.state.tiles.items()},
         }
 
-    @property
-    def _rate(self) -> float:
-        return rate_of(self.optimizer, self.module, self._terms)
-
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
-        """The tensors of the module's `state_dict`, tied ones once."""
-        values = dict(named_tensors(self.module))
-        names = {name for name in self.module.state_dict() if frozen or not is_frozen(values[name])}
-        return {name: tensor for name, tensor in self._state.tensors().items() if name in names}
+        """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
+        values, tensors = dict(named_tensors(self.module)), self.state.tensors()
+        for first, name in saved_names(self.module).items():
+            if values[first].is_complex():
+                raise UsageError(f"{name} is complex, and files of weights hold real numbers; register the buffer with persistent=False")
+        return {name: tensors[first] for first, name in saved_names(self.module).items() if frozen or not is_frozen(values[first])}
 
-    def _values(self) -> dict[str, torch.Tensor]:
-        tensors = self._state.tensors()
-        return {name: as_tensor(tensors[name].read(), value.shape) for name, value in named_tensors(self.module) if name in tensors}
+    def _current(self) -> dict[str, torch.Tensor]:
+        """Copies of all parameters and buffers, by every name."""
+        tensors = self.state.tensors()
+        return {name: tensor_from(tensors[name].read(), value) for name, value in named_tensors(self.module) if name in tensors}
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
+        self._guards.close()
         self._host.close()
 
     def __enter__(self) -> Session:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import ml_dtypes
@@ -18,11 +18,15 @@ from nntask.nn import ParameterEdge, initializers
 from scheduler import CapturingRuntime, Handle, Runtime, SchedulerError, TaskRuntime
 from tiles import TileTensor
 
-from .capture import Storage, TileKey
+from .away import bring_back, send_away
+from .calls import Storage, TileKey
 from .devices import as_tensor
-from .modules import empty
+from .modules import first_values
+from .recorder import whole
 from .step import numpy_dtype, shape_of
 
+_WIDTH: Final = 1024
+"""Words of 8 bytes in a row of `fingerprint`."""
 FREED_NBYTES: Final = 32 << 20
 """Values that are taken over go back to the system in pieces of this size. Bytes."""
 
@@ -45,15 +49,21 @@ class ModuleState:
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, TileTensor] = {}
         self._constants: WeakKeyDictionary[Storage, TileTensor] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
-        for name, value in module.named_parameters():
+        self._by_path: dict[tuple[str, int], TileTensor] = {}
+        self._stamps: dict[int, tuple[Any, ...]] = {}
+        tensors = first_values(module)
+        for name, value in tensors.items():
+            if not isinstance(value, torch.nn.Parameter):
+                continue
             shape = shape_of(value)
             rows = tiles[name][1] if name in tiles else -1
             parameter = self.parameters[name] = Parameter(shape, (rows, *(-1,) * (len(shape) - 1)), initializers.constant(0.0))
             parameter.allocate(runtime, name, numpy_dtype(value.dtype, name), None)
             if not value.requires_grad:
                 parameter.freeze()
-        for name, value in module.named_buffers():
-            self.buffers[name] = tensor_of_one_tile(runtime, value, name, data_class="parameters")
+        for name, value in tensors.items():
+            if not isinstance(value, torch.nn.Parameter):
+                self.buffers[name] = tensor_of_one_tile(runtime, value, name, data_class="parameters")
 
     def tensors(self) -> dict[str, TileTensor]:
         """Parameters and buffers by name."""
@@ -76,7 +86,7 @@ class ModuleState:
 
     @contextmanager
     def take(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Take over the values of the tensors of these names; each is emptied as soon as its values are here, so that memory holds them once.
+        """Take over the values of the tensors of these names; each is sent away as soon as its values are here, so that memory holds them once.
 
         If that fails, or the block does, the tensors get their values back, unless the runtime has lost them.
         """
@@ -85,7 +95,7 @@ class ModuleState:
             for name, value in values.items():
                 self.write({name: value})
                 taken.append(name)
-                empty(value)
+                send_away(value)
                 freed += tensors[name].nbytes
                 if freed >= FREED_NBYTES:  # what the allocator would keep is memory that the budget does not know
                     give_back_freed()
@@ -95,7 +105,7 @@ class ModuleState:
         except BaseException:
             with suppress(SchedulerError):
                 for name in taken:
-                    values[name].data = as_tensor(tensors[name].read(), values[name].shape)
+                    bring_back(values[name], tensor_from(tensors[name].read(), values[name]))
             raise
 
     def handles(self, storages: Iterable[Storage], inputs: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
@@ -113,15 +123,53 @@ class ModuleState:
         return found
 
     def _constant(self, storage: Storage) -> TileTensor:
+        """The tensor of a constant: one for all passes that reach it by the same path."""
         if storage not in self._constants:
-            assert storage.constant is not None
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage.constant.untyped_storage())
-            tensor = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
-            values = np.zeros(tensor.shape, np.uint8)
-            values[: storage.nbytes] = memory.numpy()
-            tensor.write(values)
-            self._constants[storage] = tensor
+            key = (storage.name, storage.nbytes)
+            found = self._by_path.get(key) if storage.name else None
+            if found is None:
+                found = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
+                assert storage.constant is not None
+                self._write_constant(found, storage.constant)
+            if storage.name:
+                self._by_path[key] = found
+            self._constants[storage] = found
         return self._constants[storage]
+
+    def _write_constant(self, tensor: TileTensor, memory: torch.Tensor) -> None:
+        values = np.zeros(tensor.shape, np.uint8)
+        values[: memory.numel()] = memory.numpy()
+        tensor.write(values)
+
+    def refresh(self, storage: Storage, now: torch.Tensor) -> None:
+        """Bring a constant up to the values that its tensor has now, where it has changed.
+
+        Args:
+            storage: the constant.
+            now: the tensor that is there, in whose memory it lies.
+        """
+        tensor, memory = self._constant(storage), whole(now)
+        stamp = (memory.data_ptr(), memory.numel(), fingerprint(memory))
+        if self._stamps.get(id(tensor)) != stamp:
+            self._write_constant(tensor, memory)
+            self._stamps[id(tensor)] = stamp
+
+    def constant_value(self, storage: Storage) -> torch.Tensor:
+        """The bytes of a constant that passes have changed  # (nbytes,) uint8."""
+        return torch.from_numpy(self._constants[storage].read())[: storage.nbytes]
+
+    def note_constant(self, storage: Storage, now: torch.Tensor) -> None:
+        """Note that a tensor of the program has the values of a constant."""
+        memory = whole(now)
+        self._stamps[id(self._constants[storage])] = (memory.data_ptr(), memory.numel(), fingerprint(memory))
+
+
+def fingerprint(memory: torch.Tensor) -> tuple[int, ...]:
+    """A number of 64 bits for each row and column of a table of all bytes, folded: another one whenever a few bytes change  # (nbytes,) uint8."""
+    values = memory.numpy()
+    rest = len(values) % (8 * _WIDTH)
+    head = values[: len(values) - rest].view(np.uint64).reshape(-1, _WIDTH) if len(values) >= 8 * _WIDTH else np.zeros((0, _WIDTH), np.uint64)
+    return hash(head.sum(0).tobytes()), hash(head.sum(1).tobytes()), hash(values[len(values) - rest :].tobytes())
 
 
 def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic]:
@@ -131,13 +179,13 @@ def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic
 
 
 def tensor_of_one_tile(runtime: TaskRuntime, like: torch.Tensor, name: str, *, kind: str = "persistent", data_class: str = "data") -> TileTensor:
-    """A tile tensor of one tile with the shape and type of a tensor; a scalar has shape (1,)."""
-    shape = shape_of(like)
+    """A tile tensor of one tile with the shape and type of a tensor; a scalar has shape (1,), complex numbers one more axis of two parts."""
+    shape = (*like.shape, 2) if like.is_complex() else shape_of(like)
     return TileTensor(
         runtime,
         shape,
         (-1,) * len(shape),
-        numpy_dtype(like.dtype, name),
+        numpy_dtype(like.dtype.to_real() if like.is_complex() else like.dtype, name),
         kind=kind,  # type: ignore[arg-type]
         data_class=data_class,  # type: ignore[arg-type]
         name=name,
@@ -152,8 +200,16 @@ def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
     """
     if value.device.type != "cpu":
         raise UsageError(f"tensors must be in CPU memory, got one on {value.device}; move it with .cpu()")
-    value = value.detach().contiguous().reshape(shape_of(value))
+    value = value.detach().resolve_conj().resolve_neg().contiguous()
+    value = torch.view_as_real(value) if value.is_complex() else value.reshape(shape_of(value))
     if value.dtype == torch.bfloat16:
         value = value.view(torch.int16)
         return np.asarray(value.numpy()).view(ml_dtypes.bfloat16)
     return np.asarray(value.numpy())
+
+
+def tensor_from(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
+    """The values of a tile as a tensor of the shape and type of another one; shares memory."""
+    if like.is_complex():
+        return torch.view_as_complex(as_tensor(array, (*like.shape, 2)))
+    return as_tensor(array, like.shape)

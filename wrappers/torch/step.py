@@ -17,7 +17,7 @@ from scheduler import RW, SCRATCH, Access, Codelet, Cost, Handle, Mode, R, TaskR
 from tiles import TileView
 from tiles.kernels import kernel
 
-from .capture import Call, Capture, Ref, Storage, TileKey
+from .calls import Call, Capture, Ref, Storage, TileKey
 from .devices import DTYPES, HOST, as_bytes, as_tensor, compute_on_gpu
 from .draws import num_uniforms, stream_of
 from .kernels import Program, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .capture import Call, Capture, Ref, Storage, aten
+from .calls import Call, Capture, Ref, Storage, aten
 from .rows import ops
 
 

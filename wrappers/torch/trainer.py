@@ -40,6 +40,7 @@ from .inductor import check_compiler
 from .modules import check_module
 from .session import Session
 from .trainer_checks import check_arguments, check_trainer, plain_optimizer
+from .world import Narrow
 
 SCHEDULE: Final = "scheduler.json"
 RANDOM: Final = "rng_state.json"
@@ -118,26 +119,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.close()
         optimizer: dict[str, Any] = {"optimizer": plain_optimizer(self.optimizer)} if learns else {"optimizer": "sgd", "lr": 0.0}
         norm = self.args.max_grad_norm or 0.0
-        self._session = Session(self.model, **optimizer, objective=self._objective, max_grad_norm=norm, seed=self.args.seed, **self._terms)
+        self._session = Session(self.model, **optimizer, objective=_Objective(self), max_grad_norm=norm, seed=self.args.seed, **self._terms)
         self._learns = learns
         return self._session
-
-    def _objective(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The loss of a minibatch as `compute_loss` has it, for the session's capture."""
-        inputs = dict(batch)
-        count = inputs.pop(_COUNT, None)
-        return self.compute_loss(model, inputs, num_items_in_batch=count)
 
     # ---- Training: see the module's docstring ----
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         self._minibatches = []
-        self.create_optimizer()
-        self._open(learns=True)
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._open(learns=True)  # not before: accelerate takes the state of the optimizer out and puts it back
+        return found
 
     def training_step(self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Keep a minibatch; with the last one of a step, take the step. Returns the loss of the step then, and zero before."""
+        self.model.train()
         self._minibatches.append(self._counted(inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.tensor(0.0)
@@ -246,6 +242,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         directory = Path(self.state.best_model_checkpoint)
         if (directory / MODEL).exists():
             self._open(learns=True).load_weights(directory, frozen=not self._has_adapters)
+
+
+class _Objective:
+    """The loss of a minibatch as a trainer's `compute_loss` has it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        inputs = dict(batch)
+        count = inputs.pop(_COUNT, None)
+        return self._trainer.compute_loss(model, inputs, num_items_in_batch=count)
+
+    def reads(self) -> dict[str, Any]:
+        """What the state of Python is reachable from that the loss reads."""
+        return {"trainer": Narrow(self._trainer, ("compute_loss_func", "label_smoother", "model_accepts_loss_kwargs"))}
 
 
 class _StandIn(torch.nn.Module):  # type: ignore[misc]

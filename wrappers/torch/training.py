@@ -21,16 +21,15 @@ from nntask.planning import CapturedStep, Needs, more_memory, no_collections, pl
 from nntask.training import Opened, check_disk, train_untiled
 from scheduler import Runtime
 
-from .capture import Capture
+from .calls import Capture
+from .captures import Captures
 from .collation import Collator, load_tokenizer
 from .cuts import LARGEST_TILE, tiles_of
 from .dry import PassTerms, captured_step
 from .engine import TorchEngine
 from .flags import checked_settings
 from .language import TITLES, LanguageModelConfig, language_config
-from .modules import modes_of
 from .objectives import loss_of, objective_of, scalar
-from .recording import Captures
 from .segments import flops_of
 from .session import Session
 from .step import Pass
@@ -114,7 +113,7 @@ class TorchModel:
             config.recompute_blocks()
         module = config.module
         self._terms = PassTerms(tiles_of(module.named_parameters(), parse_size(LARGEST_TILE, "largest_tile")))
-        self._captures = Captures(module, scalar(objective_of(loss_of)), modes_of(module), self._terms)
+        self._captures = Captures(module, scalar(objective_of(loss_of)), self._terms, keeps_effects=False)
 
     @property
     def rows_of_tiles(self) -> dict[str, int]:
@@ -185,7 +184,7 @@ class TorchModel:
 
     def _pass(self, run: LanguageRun) -> Pass:
         """The pass over a minibatch."""
-        return self._captures.pass_over(self._example(run), "train", run.step.num_minibatches)
+        return self._captures.pass_over(self._example(run), "train", run.step.num_minibatches).tasks
 
     def _counts(self, run: LanguageRun) -> FlopCounts:
         """Floating-point operations of one sequence, as the captured calls have them."""
@@ -212,6 +211,6 @@ def flops_in(captured: Capture) -> tuple[float, float]:
     forward = total = 0.0
     for call in captured.calls:
         total += flops_of(call)
-        if captured.outputs.storage in call.made:
+        if captured.result.storage in call.made:
             forward = total
     return forward, total

@@ -43,7 +43,7 @@ def optimizer_scratch_nbytes(size: int, itemsize: int, penalty: bool, clip: bool
     """Working memory to declare for an update: 0 where one piece is enough, which the kernel makes itself.
 
     Args:
-        penalty: weight decay is added to the gradient, as all but AdamW do.
+        penalty: whether weight decay is added to the gradient, as all but AdamW do. Where it comes up later, smaller pieces are enough.
     """
     return 2 * min(PIECE_BYTES, size * itemsize) if (penalty or nesterov) and (clip or (nesterov and penalty)) else 0
 
@@ -65,10 +65,7 @@ def adam(
     v: Array,
     hyper: Array,
     *rest: Array,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    row: int,
     decoupled: bool,
     max_norm: float,
     clip: bool,
@@ -77,7 +74,7 @@ def adam(
     """Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); `rest` is [norm,] [master,] [scratch]."""
     norm, weights = split(rest, clip, master)
     target = param if weights is None else weights
-    lr, correction1, correction2 = (float(h) for h in hyper[:3])
+    lr, correction1, correction2, beta1, beta2, eps, weight_decay, _ = hyper[row].tolist()
     number = target.dtype.type
     factor = number(1.0 if norm is None else clip_factor(norm, max_norm))
     step, shrink = number(lr / correction1), number(1.0 / math.sqrt(correction2))
@@ -142,24 +139,25 @@ def sgd(
     grad: Array,
     hyper: Array,
     *rest: Array,
-    momentum: float,
+    row: int,
+    has_buffer: bool,
     nesterov: bool,
-    weight_decay: float,
     max_norm: float,
     clip: bool,
     master: bool,
 ) -> None:
     """SGD with momentum as in torch.optim.SGD (dampening 0, the buffer starting at zero).
 
-    `rest` is [buffer if momentum,] [norm,] [master,] [scratch].
+    `rest` is [buffer if `has_buffer`,] [norm,] [master,] [scratch].
     """
+    lr, _, _, momentum, _, _, weight_decay, _ = hyper[row].tolist()
     optional = list(rest)
-    buffer = optional.pop(0) if momentum else None
+    buffer = optional.pop(0) if has_buffer else None
     norm, weights = split(tuple(optional), clip, master)
     target = param if weights is None else weights
     number = target.dtype.type
     factor = number(1.0 if norm is None else clip_factor(norm, max_norm))
-    penalty, lr = number(weight_decay), number(hyper[0])
+    penalty, rate = number(weight_decay), number(lr)
     plain = factor == 1 and grad.dtype == target.dtype
     work = _work(target, rest, bool(nesterov and not plain) or bool(penalty and (nesterov or not plain)))
     for p, raw, b in pieces(target, grad, target if buffer is None else buffer, nbytes=work[0].nbytes):
@@ -173,7 +171,7 @@ def sgd(
                 g = np.add(g, ahead, out=u)
             else:
                 g = b
-        np.multiply(g, lr, out=u)
+        np.multiply(g, rate, out=u)
         p -= u
     if weights is not None:
         np.copyto(param, weights, casting="unsafe")

@@ -18,7 +18,7 @@ Row = Sequence[DeviceArray | None]
 """The tiles of a table's row; the first one says how many elements there are."""
 
 MOST_TILES: Final = 64
-"""Tiles of one start: a table of six numbers of 8 bytes for each stays below the 4 KiB that a kernel's arguments may have on every card."""
+"""Tiles of one start: a table of six numbers of 8 bytes and one of 4 for each stays below the 4 KiB of a kernel's arguments on every card."""
 
 _T = TypeVar("_T")
 

@@ -18,7 +18,7 @@ _FLOAT: Final = np.dtype(np.float32)
 MOST_PARTIALS: Final = 1024
 """Blocks that sum up one tile."""
 _SQUARED: Final = table("x", "sums")
-_MOVED: Final = table("param", "grad", "m", "v", "master")
+_MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("groups",))
 _SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
 
 
@@ -30,20 +30,18 @@ def adam(*tiles: DeviceArray, **constants: Any) -> None:
 
 @register_many(adam)
 def adam_many(tasks: Sequence[Task]) -> None:
-    """The same of several tiles: one start for as many as have the same numbers."""
-    alike: dict[Any, list[Row]] = {}
+    """The same of several tiles: one start for as many as have the same type, table of numbers and clipping."""
+    alike: dict[Any, list[tuple[Row, int]]] = {}
     for (param, grad, m, v, hyper, *rest), constants in tasks:
         norm, master = split(tuple(rest), constants["clip"], constants["master"])
         if param.size:
-            alike.setdefault((param.dtype, hyper, norm, *constants.items()), []).append((param, grad, m, v, master))
-    for (dtype, hyper, norm, *items), all_rows in alike.items():
-        constants = dict(items)
-        numbers = [np.float64(constants[name]) for name in ("beta1", "beta2", "eps", "weight_decay", "max_norm")]
-        for rows in in_starts(all_rows):
-            blocks = [blocks_for(row[0].size) for row in rows if row[0] is not None]
-            _source.start(
-                "adam", dtype, filled(_MOVED, rows, blocks), hyper, norm, *numbers, np.int32(constants["decoupled"]), grid=(sum(blocks), 1, 1)
-            )
+            key = (param.dtype, hyper, norm, constants["max_norm"], constants["decoupled"])
+            alike.setdefault(key, []).append(((param, grad, m, v, master), constants["row"]))
+    for (dtype, hyper, norm, max_norm, decoupled), tiles in alike.items():
+        for some in in_starts(tiles):
+            blocks = [blocks_for(tile[0].size) for tile, _ in some if tile[0] is not None]
+            given = filled(_MOVED, [tile for tile, _ in some], blocks, groups=[row for _, row in some])
+            _source.start("adam", dtype, given, hyper, norm, np.float64(max_norm), np.int32(decoupled), grid=(sum(blocks), 1, 1))
 
 
 @register("sgd", "cuda")
@@ -52,18 +50,18 @@ def sgd(
     grad: DeviceArray,
     hyper: DeviceArray,
     *rest: DeviceArray,
-    momentum: float,
+    row: int,
+    has_buffer: bool,
     nesterov: bool,
-    weight_decay: float,
     max_norm: float,
     clip: bool,
     master: bool,
 ) -> None:
-    """SGD; `rest` is [buffer if momentum,] [norm,] [master,] [scratch]."""
+    """SGD; `rest` is [buffer if `has_buffer`,] [norm,] [master,] [scratch]."""
     optional = list(rest)
-    buffer = optional.pop(0) if momentum else None
+    buffer = optional.pop(0) if has_buffer else None
     norm, weights = split(tuple(optional), clip, master)
-    numbers: tuple[Any, ...] = (*map(np.float64, (momentum, weight_decay, max_norm)), np.int32(nesterov))
+    numbers: tuple[Any, ...] = (np.float64(max_norm), np.int32(row), np.int32(nesterov))
     _source.each("sgd", param.dtype, param.size, param, grad, hyper, buffer, norm, weights, *numbers)
 
 

@@ -1,13 +1,16 @@
 """Optimizer updates of one tile, readable; semantics and order of operations of torch.optim.
 
-`hyper` is (lr, 1 - beta1^t, 1 - beta2^t, 0) in fp64. With clipping, `norm` holds the sum of squares of all gradients and each is scaled by
-min(1, max_norm / (sqrt(norm) + 1e-6)), as torch.nn.utils.clip_grad_norm_ does.
+`hyper` has a row of `HYPER` fp64 numbers for each group of parameters, of which a task reads row `row`. They are an input, so that they may change
+between replays: lr, 1 - beta1^t, 1 - beta2^t, beta1 (momentum of SGD), beta2, eps, weight decay, 0.
+
+With clipping, `norm` holds the sum of squares of all gradients and each is scaled by min(1, max_norm / (sqrt(norm) + 1e-6)), as
+torch.nn.utils.clip_grad_norm_ does.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,9 @@ from ..registry import register
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
+
+HYPER: Final = 8
+"""Numbers in a row of `hyper`."""
 
 
 def clip_factor(norm: Array, max_norm: float) -> float:
@@ -38,10 +44,7 @@ def adam(
     v: Array,
     hyper: Array,
     *rest: Array,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    row: int,
     decoupled: bool,
     max_norm: float,
     clip: bool,
@@ -50,7 +53,7 @@ def adam(
     """Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); `rest` is [norm,] [master]."""
     norm, weights = split(rest, clip, master)
     p = param if weights is None else weights
-    lr, correction1, correction2 = (float(h) for h in hyper[:3])
+    lr, correction1, correction2, beta1, beta2, eps, weight_decay, _ = hyper[row].tolist()
     g = grad.astype(p.dtype) * p.dtype.type(1.0 if norm is None else clip_factor(norm, max_norm))
     if decoupled:
         p *= p.dtype.type(1.0 - lr * weight_decay)
@@ -69,16 +72,17 @@ def sgd(
     grad: Array,
     hyper: Array,
     *rest: Array,
-    momentum: float,
+    row: int,
+    has_buffer: bool,
     nesterov: bool,
-    weight_decay: float,
     max_norm: float,
     clip: bool,
     master: bool,
 ) -> None:
-    """SGD with momentum as in torch.optim.SGD (dampening 0, the buffer starting at zero); `rest` is [buffer if momentum,] [norm,] [master]."""
+    """SGD with momentum as in torch.optim.SGD (dampening 0, the buffer starting at zero); `rest` is [buffer if `has_buffer`,] [norm,] [master]."""
+    lr, _, _, momentum, _, _, weight_decay, _ = hyper[row].tolist()
     optional = list(rest)
-    buffer = optional.pop(0) if momentum else None
+    buffer = optional.pop(0) if has_buffer else None
     norm, weights = split(tuple(optional), clip, master)
     p = param if weights is None else weights
     g = grad.astype(p.dtype) * p.dtype.type(1.0 if norm is None else clip_factor(norm, max_norm))
@@ -86,7 +90,7 @@ def sgd(
     if buffer is not None:
         buffer[...] = momentum * buffer + g
         g = g + p.dtype.type(momentum) * buffer if nesterov else buffer
-    p -= (float(hyper[0]) * g).astype(p.dtype)
+    p -= (lr * g).astype(p.dtype)
     if weights is not None:
         param[...] = weights
 

@@ -194,9 +194,9 @@ def adam(param: Array, grad: Array, m: Array, v: Array, hyper: Array, *rest: Arr
 
 
 @register_bf16("sgd", takes=_takes_master)
-def sgd(param: Array, grad: Array, hyper: Array, *rest: Array, momentum: float, clip: bool, **constants: Any) -> None:
-    """SGD; `rest` is [buffer if momentum,] [norm,] master, [scratch]."""
-    _update("sgd", param, (grad, hyper), rest, int(momentum != 0) + int(clip), {**constants, "clip": clip, "momentum": momentum})
+def sgd(param: Array, grad: Array, hyper: Array, *rest: Array, has_buffer: bool, clip: bool, **constants: Any) -> None:
+    """SGD; `rest` is [buffer if `has_buffer`,] [norm,] master, [scratch]."""
+    _update("sgd", param, (grad, hyper), rest, int(has_buffer) + int(clip), {**constants, "clip": clip, "has_buffer": has_buffer})
 
 
 def _takes_head(views: Views, constants: Constants) -> bool:

@@ -54,20 +54,24 @@ __device__ inline float clip_factor(const double *norm, double max_norm) {
     return (float)(found < 1.0 || found != found ? found : 1.0);
 }
 
+// Numbers in a row of `hyper`, one for each group of parameters: lr, 1 - beta1^t, 1 - beta2^t, beta1 or momentum, beta2, eps, weight decay, 0
+#define HYPER 8
+
 struct Moved {
     T *param[MOST_TILES];
     const float *grad[MOST_TILES];
     float *m[MOST_TILES], *v[MOST_TILES], *master[MOST_TILES];
     long long counts[MOST_TILES];
-    int num_tiles, begins[MOST_TILES + 1];
+    int num_tiles, begins[MOST_TILES + 1], groups[MOST_TILES];
 };
 
-// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2); hyper is (lr, 1 - beta1^t, 1 - beta2^t, 0)
-KERNEL adam(
-    Moved given, const double *hyper, const double *norm, double beta1, double beta2, double eps, double weight_decay, double max_norm, int decoupled) {
-    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
-    float keep = (float)(1.0 - hyper[0] * weight_decay), step = (float)(hyper[0] / hyper[1]), root = (float)sqrt(hyper[2]);
+// Adam (Kingma and Ba 2015, algorithm 1) or AdamW (Loshchilov and Hutter 2019, algorithm 2)
+KERNEL adam(Moved given, const double *hyper, const double *norm, double max_norm, int decoupled) {
     TILE_OF_BLOCK(tile, given);
+    const double *row = hyper + HYPER * given.groups[tile];
+    double lr = row[0], beta1 = row[3], beta2 = row[4], eps = row[5], weight_decay = row[6];
+    float factor = clip_factor(norm, max_norm), b1 = (float)beta1, b2 = (float)beta2;
+    float keep = (float)(1.0 - lr * weight_decay), step = (float)(lr / row[1]), root = (float)sqrt(row[2]);
     T *param = given.param[tile];
     const float *grad = given.grad[tile];
     float *m = given.m[tile], *v = given.v[tile], *master = given.master[tile];
@@ -89,8 +93,10 @@ EXPORT(adam)
 
 // SGD as torch.optim.SGD: dampening 0, the buffer starting at zero
 KERNEL sgd(
-    T *param, const float *grad, const double *hyper, float *buffer, const double *norm, float *master, double momentum, double weight_decay,
-    double max_norm, int nesterov, long long count) {
+    T *param, const float *grad, const double *hyper, float *buffer, const double *norm, float *master, double max_norm, int group, int nesterov,
+    long long count) {
+    const double *row = hyper + HYPER * group;
+    double lr = row[0], momentum = row[3], weight_decay = row[6];
     float factor = clip_factor(norm, max_norm);
     EACH(i, count) {
         float p = master ? master[i] : widen(param[i]), g = grad[i] * factor + (float)weight_decay * p;
@@ -98,7 +104,7 @@ KERNEL sgd(
             buffer[i] = (float)momentum * buffer[i] + g;
             g = nesterov ? g + (float)momentum * buffer[i] : buffer[i];
         }
-        p -= (float)hyper[0] * g;
+        p -= (float)lr * g;
         if (master) master[i] = p;
         param[i] = narrow<T>(p);
     }

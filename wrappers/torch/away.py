@@ -1,0 +1,123 @@
+"""Tensors whose values are in a session: any use of them outside a capture is refused, and inside a capture stands for the module's own tensor.
+
+A session takes the values of parameters and buffers. What the program still holds are the tensor objects, and PyTorch would compute with whatever
+bytes they have. So their class is exchanged, in place, for one whose `__torch_function__` lets metadata through (shape, type, `requires_grad`) and
+refuses the rest: reading, writing, copying, averaging, clipping, saving. While a module is captured, each of them means its fake twin, by whatever
+name the program reaches it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from nntask import UsageError
+
+_GETTERS: Final = frozenset(
+    ["shape", "dtype", "device", "layout", "requires_grad", "is_meta", "is_leaf", "ndim", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_cuda", "is_cpu", "names", "grad_fn", "output_nr"]
+)
+_METHODS: Final = frozenset(
+    ["size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "storage_offset", "get_device", "is_signed", "__len__", "ndimension", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned"]
+)
+_TWINS: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("twins", default=None)
+"""While a module is captured: id of a tensor that is away -> its fake twin."""
+
+
+def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`__torch_function__` of tensors that are away."""
+    kwargs = kwargs or {}
+    twins = _TWINS.get()
+    if twins is not None:
+        given, named = tree_map_only((AwayParameter, AwayTensor), lambda tensor: _twin_of(tensor, twins), (args, kwargs))
+        return func(*given, **named)
+    name = getattr(func, "__name__", str(func))
+    is_getter = name == "__get__"
+    if is_getter:
+        name = func.__self__.__name__
+    is_switch = name == "requires_grad_" or (name == "__set__" and func.__self__.__name__ == "requires_grad")
+    if is_switch or name in (_GETTERS if is_getter else _METHODS):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if is_getter and name == "grad" and sys._getframe(1).f_code.co_name == "zero_grad":
+        return None  # gradients live in the session, for one step
+    raise UsageError(
+        f"the weights of the module are in a session, or went with one that was closed, so {name} cannot use them: read them with "
+        "session.state_dict(), overwrite them with session.load_state_dict(), compute with session.predict(); load_into(module) of the session, or "
+        "close() of its trainer, brings them back"
+    )
+
+
+class AwayTensor(torch.Tensor):  # type: ignore[misc]
+    """A buffer whose values are in a session."""
+
+    __torch_function__ = classmethod(_function)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<{tuple(self.shape)} {self.dtype}, in a session>"
+
+
+class AwayParameter(torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter whose values are in a session."""
+
+    __torch_function__ = classmethod(_function)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<parameter {tuple(self.shape)} {self.dtype}, in a session>"
+
+
+def _twin_of(tensor: torch.Tensor, twins: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    twin = twins.get(id(tensor))
+    if twin is None:
+        raise UsageError(
+            f"a tensor of shape {tuple(torch._C.TensorBase.shape.__get__(tensor))} belongs to another session, or to one that was closed; train both "
+            "modules in one session, as parts of one module, or bring the values back with load_into(module)"
+        )
+    return twin
+
+
+@contextmanager
+def standing_for(twins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Let tensors that are away mean others.
+
+    Args:
+        twins: id of a tensor that is away -> the tensor that it means.
+    """
+    token = _TWINS.set(twins)
+    try:
+        yield
+    finally:
+        _TWINS.reset(token)
+
+
+def is_away(value: torch.Tensor) -> bool:
+    """Return whether a session has, or had, the values of a tensor."""
+    return isinstance(value, AwayParameter | AwayTensor)
+
+
+def send_away(value: torch.Tensor) -> None:
+    """Let go of a tensor's values: it keeps its shape and type, over one element; no effect on one that is away."""
+    if is_away(value):
+        return
+    if not value.is_meta:
+        one = torch.full((1,) * value.dim(), float("nan") if value.is_floating_point() else 0, dtype=value.dtype)
+        value.data = one.expand(value.shape)
+    value._class_before = type(value)
+    value.__class__ = AwayParameter if isinstance(value, torch.nn.Parameter) else AwayTensor
+
+
+def bring_back(value: torch.Tensor, data: torch.Tensor | None = None) -> None:
+    """Make a tensor that is away an ordinary one again.
+
+    Args:
+        data: its values; None leaves it as it is, for one without memory (the meta device).
+    """
+    if is_away(value):
+        value.__class__ = value.__dict__.pop("_class_before")
+    if data is not None:
+        value.data = data

@@ -1,0 +1,216 @@
+"""What a capture consists of: calls of aten operations on references to storages.
+
+Memory is modelled by storages. A tensor is a reference: a storage with element type, shape, strides and offset. Views make references and no calls.
+In-place operations write a storage. A storage that some call makes is temporary; parameters, buffers, inputs and constants exist before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .world import Slot
+
+Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
+
+TileKey = tuple[str, int]
+"""A parameter's name, and the number of one of its pieces: 0 of one that is not cut."""
+
+aten: Final = torch.ops.aten
+
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Storage:
+    """A piece of memory that tensors refer to.
+
+    Attributes:
+        nbytes: its size.
+        role: what it holds; a temporary one is made by a call.
+        name: name of the parameter, buffer or input; of a constant the path to it, "" if there is none.
+        constant: the values that a constant had when it was met, and `tensor`, whose memory that is.
+        piece: of a parameter that is cut along its first axis (`cuts`), the number of this piece.
+        is_again: whether what is made there was made before, in a forward pass that a backward pass repeats.
+    """
+
+    nbytes: int
+    role: Role
+    name: str = ""
+    constant: torch.Tensor | None = None
+    tensor: torch.Tensor | None = None
+    piece: int = 0
+    is_again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor: part of a storage. Strides and offset count elements.
+
+    Attributes:
+        is_conj, is_neg: whether its values are the conjugates, or the negatives, of those in memory.
+    """
+
+    storage: Storage
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensor is its storage, in the order of the memory."""
+        numel = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != numel:
+                return False
+            numel *= length
+        return not self.is_conj and not self.is_neg and self.offset == 0 and numel * self.dtype.itemsize == self.storage.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One operation.
+
+    Attributes:
+        func: the overload.
+        args, kwargs: its arguments, with references in place of tensors.
+        results: a reference for each tensor among its results, None for anything else, flattened.
+        reads: storages of its arguments.
+        writes: storages that it makes or changes.
+        made: those that it makes.
+        draw: of a random call, the number of its draw: a recomputation that has set the generator back draws the same numbers again.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Ref | None, ...]
+    reads: frozenset[Storage]
+    writes: frozenset[Storage]
+    made: frozenset[Storage]
+    draw: int = 0
+
+    @classmethod
+    def of(
+        cls, func: Any, args: Sequence[Any], results: Sequence[Ref | None], *, kwargs: Mapping[str, Any] | None = None, made: Collection[Storage] = ()
+    ) -> Call:
+        """A call of an operation; what it reads follows from its arguments, and what it changes from its schema.
+
+        Args:
+            kwargs: further arguments, by name.
+            made: storages of the results that are made by it.
+        """
+        kwargs = kwargs or {}
+        reads = frozenset(ref.storage for ref in tree_leaves((args, kwargs)) if isinstance(ref, Ref))
+        writes = frozenset((*made, *_written(func, args, kwargs)))
+        return cls(func, tuple(args), kwargs, tuple(results), reads, writes, frozenset(made))
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the results are random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.func.tags
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that was read while a pass was captured, and must be the same in each step that replays it.
+
+    Attributes:
+        calls: those of the pass before it.
+        ref: the tensor.
+        expected: its bytes.
+        where: the line of the program that has read it.
+    """
+
+    calls: Sequence[Call]
+    ref: Ref
+    expected: bytes
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensors:
+    """The results of an operation whose shapes depend on values: computed on the host before each step, and constants of the pass.
+
+    Attributes:
+        calls: those of the pass before it.
+        func, args, kwargs: the operation, with references in place of tensors.
+        storages: of the results.
+        shapes: of the results, which must be the same in each step that replays the pass.
+    """
+
+    calls: Sequence[Call]
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    storages: tuple[Storage, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A tensor that a pass leaves in an attribute, a container or a variable of the program.
+
+    Attributes:
+        slot: the place.
+        fake: the tensor that stands for it, a part of `slot.value` or the whole.
+        ref: its reference, a constant of the pass that is overwritten or one of the outputs.
+        path: of the place, for messages.
+    """
+
+    slot: Slot
+    fake: torch.Tensor
+    ref: Ref
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The calls of one pass over one batch.
+
+    Attributes:
+        calls: in the order of eager PyTorch.
+        outputs: the result of the pass, and the references of `carried`.
+        gradients: the gradient of each parameter that has one.
+        storages: those that exist before the pass; constants are not among them.
+        carried: tensors that the pass leaves in Python, for the next one or for the program.
+        guards: values that decisions of the pass were made by.
+        host: tensors whose shape depends on values, computed on the host before each step.
+        effects: places of Python that the pass has changed, other than by tensors of the same shape: it must run again in each step.
+    """
+
+    calls: Sequence[Call]
+    outputs: tuple[Any, Sequence[Ref]]
+    gradients: Mapping[TileKey, Ref]
+    storages: Sequence[Storage]
+    carried: Sequence[Carried] = ()
+    guards: Sequence[Guard] = ()
+    host: Sequence[HostTensors] = ()
+    effects: Sequence[str] = ()
+
+    @property
+    def result(self) -> Any:
+        """The result of the pass, references in place of tensors: the loss for training. Objects, such as a cache of keys, are None."""
+        return self.outputs[0]
+
+    @property
+    def written(self) -> list[Storage]:
+        """Constants that the pass changes."""
+        return list(dict.fromkeys(s for call in self.calls for s in sorted(call.writes, key=id) if s.role == "constant"))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Storage]:
+    """Storages of the arguments that an operation changes, as its schema says."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (ref.storage for ref in tree_leaves(value) if isinstance(ref, Ref))
+    if func is aten.native_batch_norm.default and args[5]:  # its schema does not say that it updates the running statistics
+        yield from (ref.storage for ref in args[3:5] if ref is not None)

@@ -1,0 +1,224 @@
+"""The captured passes of a module: one for each purpose, shape of a minibatch and state of Python, made when they are first asked for.
+
+A pass is used again as long as everything that its capture has read is as it was: the state of Python (`world`), PyTorch's settings, and the values
+that decisions were made by (guards). A pass that has changed the state of Python runs again in each step. Where it makes the calls that it made
+before, the tasks are those of before.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nntask.planning import no_collections
+
+from .batches import signature_of
+from .calls import Call, Capture, Carried, Ref, Storage
+from .capture import CaptureTerms, Function
+from .dry import PassTerms, pass_of
+from .modules import evaluating, named_tensors
+from .objectives import call
+from .step import Pass
+from .values import HostValues
+from .world import World
+
+Purpose = Literal["train", "evaluate", "predict"]
+"""What a step is for: an update, a loss, or the module's result."""
+
+Values = Callable[[Mapping[str, Any], int], HostValues]
+"""From a minibatch and its number within the step to values of tensors."""
+
+MANY: Final = 8
+"""Passes in a row that run anew because they change the state of Python, before a program is told so."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassUse:
+    """A pass over one minibatch.
+
+    Attributes:
+        tasks: the pass.
+        carried: tensors that it leaves in Python; references are those of `tasks`.
+        constants: tensors of the program that the pass reads -> its storage in `tasks`; those without a path.
+        host: values of inputs that the host has computed, by name.
+        ran: whether Python ran for it, so that its effects are those of this minibatch.
+    """
+
+    tasks: Pass
+    carried: tuple[Carried, ...]
+    constants: tuple[tuple[Storage, torch.Tensor], ...]
+    host: Mapping[str, torch.Tensor]
+
+
+class Captures:
+    """The captured passes of a module.
+
+    Args:
+        module: the module, whose values are not used.
+        objective: from the module and a batch to the loss.
+        terms: what the passes are for.
+        roots: beside the module, what the state of Python is reachable from, by name.
+        keeps_effects: whether what a pass changes of Python's state stays changed, as after a call of the module.
+        quiet: waits until nothing computes, before a pass is captured.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        objective: Function,
+        terms: PassTerms,
+        *,
+        roots: Mapping[str, Any] | None = None,
+        keeps_effects: bool = True,
+        quiet: Callable[[], object] | None = None,
+    ) -> None:
+        self.module, self.terms = module, terms
+        self._objective, self._keeps_effects, self._quiet = objective, keeps_effects, quiet
+        own: dict[int, str] = {}
+        for name, value in named_tensors(module):
+            own.setdefault(id(value), name)
+        self._own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
+        self.world = World({"module": module, **(roots or {})}, own)
+        self._passes: dict[Hashable, list[Pass]] = {}
+        self._forms: dict[Hashable, Pass] = {}
+        self._num_anew = 0
+
+    def pass_over(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None = None) -> PassUse:
+        """The pass over a minibatch; nothing else may compute while it is captured.
+
+        Args:
+            values: of tensors, now; None where there are none.
+        """
+        key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
+        for known in self._passes.get(key, ()):
+            if (host := _host_inputs(known.captured, values)) is not None:
+                self._num_anew = 0
+                return _use(known, known.captured, host)
+        with no_collections():  # which would go through all of torch
+            made = self._captured(minibatch, purpose, divisor, values)
+        host = _host_inputs(made.captured, values)
+        if not made.captured.effects:
+            if host is not None:  # else it reads what it has changed itself
+                self._passes.setdefault(key, []).append(made)
+            return _use(made, made.captured, host or {})
+        self._tell(made.captured)
+        form = (purpose, divisor, surroundings(), form_of(made.captured))
+        same = self._forms.setdefault(form, made)
+        return _use(same, made.captured, host or {})
+
+    def keep(self, passes: Collection[Pass]) -> None:
+        """Drop all other passes."""
+        self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each in passes])}
+        self._forms = {key: each for key, each in self._forms.items() if each in passes}
+
+    def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
+        if self._quiet is not None:
+            self._quiet()
+        function = call if purpose == "predict" else self._objective
+        how = CaptureTerms(purpose == "train", divisor, self.terms.on_gpus, self.world, values, self._own)
+        before = None if self._keeps_effects else (self.world.walked(), random.getstate(), np.random.get_state())
+        try:
+            if purpose == "train":
+                return pass_of(self.module, minibatch, function, self.terms, how)
+            with evaluating(self.module):
+                return pass_of(self.module, minibatch, function, self.terms, how)
+        finally:
+            if before is not None:
+                before[0].restore()
+                random.setstate(before[1])
+                np.random.set_state(before[2])
+
+    def _tell(self, captured: Capture) -> None:
+        """Say once that the program makes each step run anew."""
+        self._num_anew += 1
+        if self._num_anew == MANY:
+            warnings.warn(
+                f"each step is captured anew, because the module or the loss changes {captured.effects[0]} in each step"
+                f"{f' (and {len(captured.effects) - 1} more)' if len(captured.effects) > 1 else ''}; results are eager PyTorch's, but a step takes longer: "
+                "keep such state in tensors (buffers), or outside of the module and the loss",
+                stacklevel=6,
+            )
+
+
+def surroundings() -> Hashable:
+    """Settings of PyTorch that a capture reads."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch._C._get_mkldnn_enabled(),
+    )
+
+
+def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor]) -> PassUse:
+    """A use of the tasks of one capture for another one of the same form."""
+    if tasks.captured is captured:
+        carried, constants = tuple(captured.carried), [(storage, storage) for storage in tasks.constants]
+    else:
+        refs = (each.ref for each in tasks.captured.carried)
+        carried = tuple(Carried(new.slot, new.fake, ref, new.path) for new, ref in zip(captured.carried, refs, strict=True))
+        constants = list(zip(_constants_in(tasks.captured), _constants_in(captured), strict=True))
+    given = tuple((mine, new.tensor) for mine, new in constants if not new.name and new.tensor is not None)
+    return PassUse(tasks, carried, given, host)
+
+
+def _constants_in(captured: Capture) -> list[Storage]:
+    """Constants in the order in which the pass meets them."""
+    found: dict[Storage, None] = {}
+    for each in captured.calls:
+        found.update(dict.fromkeys(ref.storage for ref in tree_leaves((each.args, dict(each.kwargs))) if isinstance(ref, Ref)))
+    return [storage for storage in found if storage.role == "constant"]
+
+
+def _host_inputs(captured: Capture, values: HostValues | None) -> dict[str, torch.Tensor] | None:
+    """What the host computes for a pass; None if a guard does not hold, or a shape has changed."""
+    found: dict[str, torch.Tensor] = {}
+    if not captured.guards and not captured.host:
+        return found
+    if values is None:
+        return None
+    for host in captured.host:
+        results = values.run(host)
+        if tuple(tuple(each.shape) for each in results) != host.shapes:
+            return None
+        found.update((storage.name, each) for storage, each in zip(host.storages, results, strict=True))
+    return found if all(values.holds(guard) for guard in captured.guards) else None
+
+
+def form_of(captured: Capture) -> Hashable:
+    """What two captures share if the same tasks do for both: calls, results and gradients, with storages by number."""
+    numbers: dict[Storage, int] = {}
+
+    def number(storage: Storage) -> Hashable:
+        at = numbers.setdefault(storage, len(numbers))
+        return (at, storage.role, storage.name, storage.nbytes, storage.piece)
+
+    def form(value: Any) -> Any:
+        return repr(
+            tree_map_only(
+                Ref, lambda ref: (number(ref.storage), ref.dtype, ref.shape, ref.strides, ref.offset, ref.is_conj, ref.is_neg), value
+            )
+        )
+
+    calls = tuple(_form_of_call(each, form) for each in captured.calls)
+    gradients = tuple((tile, form(ref)) for tile, ref in captured.gradients.items())
+    return calls, form(captured.outputs), gradients, tuple(form(each.ref) for each in captured.carried)
+
+
+def _form_of_call(each: Call, form: Callable[[Any], Any]) -> Hashable:
+    return each.func, form(each.args), form(dict(each.kwargs)), form(each.results), each.draw
+
+

@@ -1,0 +1,228 @@
+"""The dispatch mode that notes the calls of a pass: everything that reaches PyTorch's dispatcher below autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nntask import UsageError
+
+from .calls import Call, Guard, HostTensors, Ref, Role, Storage, aten
+from .recomputation import makes_again
+from .refusals import line_of_program
+from .values import HostValues, leaves_of, value_bytes
+
+HOST_INPUT: Final = "on the host "
+"""Beginning of the names of inputs that the host computes."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Notes the calls that make or change memory.
+
+    Args:
+        values: of tensors, for decisions that need them; None where there are none.
+        paths: id of a tensor that is not the module's own -> the path to it.
+
+    Attributes:
+        calls: the calls so far.
+        named: storages that were entered by role and name.
+        guards, host: see `Capture`.
+        is_seeded: whether the program has seeded PyTorch's generator, so that its numbers are the same in each pass.
+    """
+
+    def __init__(self, values: HostValues | None = None, paths: Mapping[int, str] | None = None) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.named: list[Storage] = []
+        self.guards: dict[tuple[Ref, bytes], Guard] = {}
+        self.host: list[HostTensors] = []
+        self.is_seeded = False
+        self._values, self._paths = values, paths or {}
+        self._storages: dict[int, Storage] = {}
+        self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
+        self._alive: list[Any] = []  # a storage that is freed would give its address to another one
+
+    def enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
+        """Note memory that exists before the pass."""
+        self.named.append(self._enter(tensor, role, name))
+        return self.named[-1]
+
+    def known(self, tensor: torch.Tensor) -> Storage | None:
+        """The storage of a tensor that the pass has met."""
+        return self._storages.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+
+    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in the memory of one of the program."""
+        return self._faked(tensor)
+
+    def is_watched(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
+        return id(tensor) in self._paths or self.known(tensor) is not None
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of one in memory that exists before the pass, such as an input that a module returns."""
+        if tensor.layout != torch.strided or self.ref(tensor).storage.role == "temporary":
+            return tensor
+        return tensor.clone()
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """The reference of a tensor; memory that nothing has made is a constant of the model."""
+        if tensor.layout != torch.strided:
+            raise UsageError(f"tensors must be dense, got one of layout {tensor.layout}; use dense tensors in the model")
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        if storage is None:
+            storage = self._enter(tensor, "temporary" if isinstance(tensor, FakeTensor) else "constant", self._paths.get(id(tensor), ""))
+        layout = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return Ref(storage, tensor.dtype, *layout, tensor.is_conj(), tensor.is_neg())
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The value of a tensor, which is a guard of the pass from now on.
+
+        Raises:
+            UsageError: there are no values here.
+        """
+        ref, where = self.ref(tensor), line_of_program()
+        if self._values is None:
+            raise UsageError(
+                f"{where} needs a value of a tensor while the step is captured, and here no values are known; compute with tensors there (torch.where, "
+                "masks), or move it out of the model"
+            )
+        with _disable_current_modes():
+            value = self._values.tensor(self.calls, ref)
+            self._guard(ref, value_bytes(value), where)
+        return value
+
+    def _guard(self, ref: Ref, expected: bytes, where: str) -> None:
+        leaves, is_random = leaves_of(self.calls, ref.storage)
+        if leaves or is_random:
+            self.guards.setdefault((ref, expected), Guard(tuple(self.calls), ref, expected, where))
+
+    def _enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
+        untyped = tensor.untyped_storage()
+        self._alive.append(untyped)
+        storage = Storage(untyped.nbytes(), role, name, is_again=makes_again())
+        if role == "constant":
+            with _disable_current_modes():
+                storage = replace(storage, constant=whole(tensor).clone(), tensor=tensor)
+        self._storages[untyped._cdata] = storage
+        return storage
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same place in memory for one of the program, so that views of it refer to it, too."""
+        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+            return tensor
+        storage = self.ref(tensor).storage
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if mode is None:
+            return tensor
+        fake = mode.from_tensor(tensor)
+        self._alive.append(fake)
+        self._storages.setdefault(fake.untyped_storage()._cdata, storage)
+        return fake
+
+    def _draw(self) -> int:
+        """The number of a draw, from the state of PyTorch's generator, which goes on by one number."""
+        with _disable_current_modes():
+            state = bytes(torch.random.get_rng_state().numpy())
+            torch.rand(())
+        return self._draws.setdefault(state, len(self._draws))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        given, named = tree_map_only(torch.Tensor, self.ref, (args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags and (self.is_seeded or kwargs.get("generator") is not None):
+            return self._drawn(func, args, kwargs)
+        try:
+            result = _run_fake(func, args, kwargs)
+        except DataDependentOutputException:
+            if self._values is None:
+                raise
+            return self._read(func, args, kwargs)
+        except DynamicOutputShapeException:
+            if self._values is None:
+                raise
+            return self._computed(func, given, named)
+        return self._note(func, given, named, result)
+
+    def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:
+        """Note a call with its results."""
+        made = set()
+        results: list[Ref | None] = []
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                is_new = leaf.layout == torch.strided and leaf.untyped_storage()._cdata not in self._storages
+                results.append(self.ref(leaf))
+                if is_new:
+                    made.add(results[-1].storage)  # type: ignore[union-attr]
+            else:
+                results.append(None)
+        call = Call.of(func, given, results, kwargs=named, made=made)
+        if call.writes:
+            self.calls.append(replace(call, draw=self._draw()) if call.is_random else call)
+        return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that gives Python a value (`item`, `equal`)."""
+        values = tree_map_only(torch.Tensor, self.value, (args, kwargs))
+        with _disable_current_modes():
+            return func(*values[0], **values[1])
+
+    def _computed(self, func: Any, given: Any, named: Any) -> Any:
+        """The results of an operation whose shapes depend on values: constants that the host computes before each step."""
+        assert self._values is not None
+        with _disable_current_modes():
+            results = self._values.results(self.calls, func, given, named)
+            results = [each.contiguous().clone() for each in results]
+        refs = [ref for ref in tree_leaves((given, named)) if isinstance(ref, Ref)]
+        origins = [leaves_of(self.calls, ref.storage) for ref in refs]
+        if any(leaves or is_random for leaves, is_random in origins):
+            storages = tuple(self.enter(each, "input", f"{HOST_INPUT}{len(self.host)}.{number}") for number, each in enumerate(results))
+            shapes = tuple(tuple(each.shape) for each in results)
+            self.host.append(HostTensors(tuple(self.calls), func, tuple(given), named, storages, shapes, line_of_program()))
+            self._values.enter(storages, results)
+            fakes = [self._faked(each) for each in results]
+            results = [self._note(aten.clone.default, (self.ref(fake),), {}, aten.clone.default(fake)) for fake in fakes]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a random operation whose generator the program has seeded, or keeps: the numbers that it gives now, as constants.
+
+        A generator that goes on is state of Python, whose change makes the pass run again in the next step.
+        """
+        changes = [args[number] for number, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            if any(tensor is each for each in changes):
+                with _disable_current_modes():
+                    return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return self.value(tensor) if isinstance(tensor, FakeTensor) else tensor
+
+        values = tree_map_only(torch.Tensor, real, (args, kwargs))
+        with _disable_current_modes():
+            found = func(*values[0], **values[1])
+        if changes:
+            return aten.copy_.default(changes[0], found)
+        return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, all of it  # (nbytes,) uint8."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+
+
+def _run_fake(func: Any, args: Any, kwargs: Any) -> Any:
+    """The results of an operation as fake tensors; of one whose shapes PyTorch works out for some element types only, by the rule for all."""
+    if func is aten._grouped_mm.default and args[0].dtype not in (torch.bfloat16, torch.float16):
+        left, right = args[0], args[1]
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        if left.dim() == 2 and right.dim() == 2:  # (M, K) @ (K, N), K in groups -> (G, M, N)
+            return left.new_empty((offsets.shape[0], left.shape[0], right.shape[1]))
+        return left.new_empty((*left.shape[:-1], right.shape[-1]))  # (M, K) @ (G, K, N), M in groups -> (M, N)
+    return func(*args, **kwargs)

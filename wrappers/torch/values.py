@@ -1,0 +1,106 @@
+"""Values of tensors that a capture needs: computed on the host by the calls that lead to them.
+
+A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), is taken as the tensors at hand have it. What was read is a
+`Guard`: before each replay it is computed anew, and where it differs the pass is captured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .calls import Call, Guard, HostTensors, Ref, Storage
+from .kernels import Program, generator_of, tensor_of
+
+ValueOf = Callable[[Storage], torch.Tensor]
+"""From a storage that exists before the pass to its bytes, (nbytes,) uint8, which may not be written."""
+
+
+class HostValues:
+    """Values of one pass at one moment.
+
+    Args:
+        value_of: values of what exists before the pass.
+        seed: seed, number of the step and of the minibatch, from which random numbers follow.
+    """
+
+    def __init__(self, value_of: ValueOf, seed: Sequence[int]) -> None:
+        self._value_of, self._seed = value_of, tuple(seed)
+        self._known: dict[tuple[Storage, int], torch.Tensor] = {}
+        self._given: dict[Storage, torch.Tensor] = {}
+
+    def enter(self, storages: Iterable[Storage], tensors: Iterable[torch.Tensor]) -> None:
+        """Note the values of storages that the host has computed."""
+        self._given.update((storage, _bytes_of(tensor)) for storage, tensor in zip(storages, tensors, strict=True))
+
+    def tensor(self, calls: Sequence[Call], ref: Ref) -> torch.Tensor:
+        """Return the value of a tensor after some calls of its pass; not to be written."""
+        at = len(calls)
+        while at and ref.storage not in calls[at - 1].writes:
+            at -= 1
+        if (ref.storage, at) not in self._known:
+            self._known[ref.storage, at] = self._computed(calls[:at], ref.storage)
+        return tensor_of(self._known[ref.storage, at], ref)
+
+    def run(self, host: HostTensors) -> list[torch.Tensor]:
+        """Compute an operation whose shapes depend on values, and note the results."""
+        results = self.results(host.calls, host.func, host.args, host.kwargs)
+        if tuple(tuple(each.shape) for each in results) == host.shapes:
+            self.enter(host.storages, results)
+        return results
+
+    def results(self, calls: Sequence[Call], func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Compute an operation after some calls of its pass."""
+        given, named = tree_map_only(Ref, lambda ref: self.tensor(calls, ref), (args, dict(kwargs)))
+        with torch.no_grad():
+            found = func(*given, **named)
+        return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+    def holds(self, guard: Guard) -> bool:
+        """Return whether a value is what it was."""
+        return value_bytes(self.tensor(guard.calls, guard.ref)) == guard.expected
+
+    def _computed(self, calls: Sequence[Call], storage: Storage) -> torch.Tensor:
+        """The bytes of a storage after some calls, of which only those are computed that lead to it."""
+        needed, chosen = {storage}, list[Call]()
+        for call in reversed(calls):
+            if not needed.isdisjoint(call.writes):
+                chosen.append(call)
+                needed |= call.reads
+        chosen.reverse()
+        made = {each for call in chosen for each in call.made}
+        memory = {each: self._first(each).clone() for each in needed - made}
+        if chosen:
+            with torch.inference_mode():
+                Program(chosen, range(len(chosen))).run(memory, lambda call: {"generator": generator_of((*self._seed, call.draw))})
+        if storage not in memory:  # made, and never filled
+            memory[storage] = torch.zeros(storage.nbytes, dtype=torch.uint8)
+        return memory[storage].clone()
+
+    def _first(self, storage: Storage) -> torch.Tensor:
+        return self._given[storage] if storage in self._given else self._value_of(storage)
+
+
+def leaves_of(calls: Sequence[Call], storage: Storage) -> tuple[set[Storage], bool]:
+    """Return what exists before a pass and leads to a storage, and whether random numbers do."""
+    needed, is_random, made = {storage}, False, set[Storage]()
+    for call in reversed(calls):
+        if not needed.isdisjoint(call.writes):
+            needed |= call.reads
+            made |= call.made
+            is_random = is_random or call.is_random
+    return needed - made, is_random
+
+
+def value_bytes(value: torch.Tensor) -> bytes:
+    """The elements of a tensor in order, as bytes."""
+    return bytes(_bytes_of(value).numpy())
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor's elements, in order  # any shape -> (nbytes,) uint8."""
+    whole = value.detach().resolve_conj().resolve_neg().contiguous().clone()
+    return whole.reshape(-1).view(torch.uint8) if whole.dim() == 0 or whole.numel() else torch.empty(0, dtype=torch.uint8)
