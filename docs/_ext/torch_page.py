@@ -78,14 +78,14 @@ def family_of(name: str) -> Family:
     """Capture a family's step."""
     from support.torch_families import make
 
-    from wrappers.torch.capture import aten, capture
+    from wrappers.torch.capture import CaptureTerms, aten, capture
     from wrappers.torch.cuts import cut_parameters, tiles_of
     from wrappers.torch.kernels import does_nothing, has_cuda_kernel, torch_nbytes
     from wrappers.torch.objectives import loss_of, objective_of
     from wrappers.torch.sums import with_accumulated_sums
 
     module, (batch,) = make(name, 1)
-    captured, on_gpus = (capture(module, batch, objective_of(loss_of), backward=True, on_gpus=on_gpus) for on_gpus in (False, True))
+    captured, on_gpus = (capture(module, batch, objective_of(loss_of), CaptureTerms(backward=True, on_gpus=on_gpus)) for on_gpus in (False, True))
     cut = cut_parameters(with_accumulated_sums(captured), tiles_of(module.named_parameters(), SMALL)).calls
     wholes = set().union(*(call.made for call in cut if call.func is aten.cat.default and call.results[0].dtype.itemsize == 1))
     readers = [call for call in cut if wholes & call.reads and not wholes & call.made and call.func is not aten.clone.default]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -318,3 +319,40 @@ def note_random_numbers(run: Run) -> None:
 def random_numbers_of_the_script() -> Program:
     """The script draws random numbers between steps."""
     return pair(lambda self, x: self.second(torch.tanh(self.first(x))))
+
+
+def set_scale(run: Run) -> None:
+    """Set an environment variable."""
+    os.environ["NNTASK_TEST_SCALE"] = str(1 + run.number)
+
+
+@report(PYTORCH, 189027, "environment variable read once", allowed=EITHER, before=[set_scale])
+def environment_variable_changes() -> Program:
+    """The forward pass reads an environment variable, which the script sets before each step."""
+    return pair(lambda self, x: self.second(torch.tanh(self.first(x))) * float(os.environ["NNTASK_TEST_SCALE"]))
+
+
+@report(PYTORCH, 189027, "environment variable read once", allowed=EITHER, before=[set_scale])
+def environment_by_an_import_inside() -> Program:
+    """The forward pass imports the module whose environment variable it reads."""
+
+    def way(self: Any, x: torch.Tensor) -> torch.Tensor:
+        import os as system
+
+        return self.second(torch.tanh(self.first(x))) * float(system.environ["NNTASK_TEST_SCALE"])
+
+    return pair(way)
+
+
+@report(PYTORCH, 195010, "`maxlen` of a `deque` dropped", allowed=EITHER, steps=8)
+def window_of_activations() -> Program:
+    """A deque keeps the activations of the last three steps, which the forward pass averages."""
+
+    def way(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x))
+        self.window.append(y.detach())
+        return self.second(y + sum(self.window) / len(self.window))
+
+    program = pair(way)
+    program.module.window = deque(maxlen=3)
+    return program
