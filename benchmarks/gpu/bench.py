@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
 RESULTS: Final = Path(__file__).with_name("results.json")
+FIRST_CARD: Final = Path(__file__).with_name("first_card_results")
+"""Files of JSON lines, one for each stage of `make first-card`."""
 PAGE: Final = common.ROOT / "docs" / "results" / "gpu.md"
 COMMAND: Final = "`make bench-gpu`"
 BUDGET_SECONDS: Final = 540
@@ -61,6 +63,16 @@ METHOD: Final = (
     "`torch.compile`, and under FSDP2 with everything in host memory. MFU: model flops, 6N + 12Ldn a token, over the card's dense bf16 peak."
 )
 """The beginning of the page."""
+ATTENTION: Final = (
+    "Forward and backward pass of causal bf16 attention, 8 sequences with 12 heads, by `make first-card`. nntask's kernels compute the shapes that\n"
+    "cuDNN declines."
+)
+DECLINED: Final = "declined: no backward pass within 320 MiB of workspace"
+CHECKS: Final = (
+    "`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`, one file of JSON lines for each stage. All checks\n"
+    "passed: see [what a card has shown](../guides/gpus.md#what-a-card-has-shown)."
+)
+"""The end of the page: correctness, which has no figures to compare."""
 Row = dict[str, Any]
 
 
@@ -360,14 +372,33 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def attention_table() -> str:
+    """Return the attention times of the stage `profile` of `make first-card`, with the rate of a run that chose between the kernels."""
+    lines = (json.loads(line) for line in (FIRST_CARD / "profile.jsonl").read_text().splitlines())
+    found = {line["check"]: line["result"] for line in lines if line["command"] == "attention" and "result" in line}
+    choice = found.pop("the choice of --gpu-attention auto")
+    rows = ["| tokens x features of a head | nntask | cuDNN | torch |", "|---|---|---|---|"]
+    for shape, times in found.items():
+        pairs = [
+            f"{times[f'{whose}forward']} / {times[f'{whose}backward']}" if f"{whose}forward" in times else DECLINED
+            for whose in ("", "cuDNN ", "torch ")
+        ]
+        rows.append(f"| {shape} | {' | '.join(pairs)} |")
+    rate = f"`--gpu-attention auto` chose {choice['chosen']} for GPT-2 small, which then trained at {choice['tokens/s']:,} tokens/s."
+    return "\n".join(rows) + f"\n\n{rate}"
+
+
 def page(results: Mapping[str, Any]) -> str:
-    """The text of docs/results/gpu.md."""
+    """Return the text of docs/results/gpu.md."""
     if results.get("rows"):
         versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
         stamp = f"{results['date']}, commit {results['commit']}; {results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
     else:
-        stamp = "No card has run these rows yet: what computes on GPUs is tested on emulated devices, which say nothing about speed."
-    return "\n\n".join(["# GPUs", METHOD, table(results), stamp]) + "\n"
+        stamp = "No rows have been measured on a card yet. Emulated devices, on which GPU code is tested, say nothing about speed."
+    sections = ["# GPUs", METHOD, table(results), stamp]
+    if (FIRST_CARD / "profile.jsonl").exists():
+        sections += ["## Attention", ATTENTION, attention_table(), CHECKS]
+    return "\n\n".join(sections) + "\n"
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ flags those that `wrappers/torch` refuses. What a family is made of is seen by c
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
@@ -28,6 +29,10 @@ TESTS: Final = (
     "tests/gpu/test_gpu_torch.py",
 )
 """Files with tests over families."""
+REPORT_MODULES: Final = tuple(f"torch_reports_{name}" for name in ("autograd", "views", "state", "training", "batches"))
+"""Modules of `tests/support` that hold programs of public reports."""
+OUTCOMES: Final = {"equal": "eager PyTorch's results", "refused": "refused", "differs": "**other results**", "raised": "**fails**"}
+"""Words of the table for the outcomes of programs of public reports."""
 SMALL: Final = 3000
 """Bytes above which a parameter is cut here, as in the tests: nearly all of them."""
 BEGIN: Final = "## Families that nntask train refuses"
@@ -73,14 +78,14 @@ def family_of(name: str) -> Family:
     """Capture a family's step."""
     from support.torch_families import make
 
-    from wrappers.torch.capture import aten, capture
+    from wrappers.torch.capture import CaptureTerms, aten, capture
     from wrappers.torch.cuts import cut_parameters, tiles_of
     from wrappers.torch.kernels import does_nothing, has_cuda_kernel, torch_nbytes
     from wrappers.torch.objectives import loss_of, objective_of
     from wrappers.torch.sums import with_accumulated_sums
 
     module, (batch,) = make(name, 1)
-    captured, on_gpus = (capture(module, batch, objective_of(loss_of), backward=True, on_gpus=on_gpus) for on_gpus in (False, True))
+    captured, on_gpus = (capture(module, batch, objective_of(loss_of), CaptureTerms(backward=True, on_gpus=on_gpus)) for on_gpus in (False, True))
     cut = cut_parameters(with_accumulated_sums(captured), tiles_of(module.named_parameters(), SMALL)).calls
     wholes = set().union(*(call.made for call in cut if call.func is aten.cat.default and call.results[0].dtype.itemsize == 1))
     readers = [call for call in cut if wholes & call.reads and not wholes & call.made and call.func is not aten.clone.default]
@@ -227,6 +232,18 @@ def flags_markdown() -> str:
     return table(["flag", "it"], [[", ".join(f"`--{'no-' if off else ''}{name}`" for name in each), why] for (why, off), each in flags.items()])
 
 
+def reports_markdown() -> str:
+    """Return the table of public reports, whose programs run by eager PyTorch and on a session."""
+    for each in REPORT_MODULES:
+        importlib.import_module(f"support.{each}")
+    from support.torch_reports import REPORTS
+
+    rows = [[f"[{report.thread}]({report.address})", report.kind, report.says, OUTCOMES[report.outcome().name]] for report in REPORTS]
+    count = Counter(row[-1] for row in rows)
+    found = ", ".join(f"{word}: {number}" for word, number in count.most_common())
+    return f"Outcomes of the {len(rows)} programs: {found}.\n\n{table(['report', 'what went wrong there', 'program', 'a session'], rows)}"
+
+
 def page(names: Sequence[str]) -> str:
     """The page with some families."""
     found = {name: family_of(name) for name in names}
@@ -252,10 +269,18 @@ bytes, as in the tests.
 
 {falls_back_markdown(found)}
 
+## Programs of public reports
+
+Reports of results other than eager PyTorch's under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each there is a small program
+of the same kind. It takes five steps or more by eager PyTorch and on a session, from equal weights, nearly always in fp64. Losses, weights, buffers,
+norms of the gradient and the state in Python are compared (`tests/wrappers/test_torch_reports.py`). A refusal names the place or the remedy.
+
+{reports_markdown()}
+
 {END}
 
 `make test` runs the tests without the mark `long`, `make test-long` all of them. Those of `test_torch_gpu.py` use emulated devices, those of
-`test_gpu_torch.py` a card, which they have not met yet.
+`test_gpu_torch.py` a card, and have not run on one yet.
 
 {tests_markdown()}
 
