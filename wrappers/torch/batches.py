@@ -48,9 +48,29 @@ def signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple((name, *_signature(name, value)) for name, value in sorted(minibatch.items()))
 
 
+def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Return the strides that a tensor of a batch has in a session, and the elements between its first and its last one in memory.
+
+    They are its own, unless it is a thin part of a large memory: then they are those of a contiguous copy.
+    """
+    extent = 1 + sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
+    if value.numel() and extent <= 4 * value.numel():
+        return tuple(value.stride()), extent
+    return tuple(torch.empty(value.shape, device="meta").stride()), value.numel()
+
+
+def memory_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor of a batch as they lie in memory  # any shape -> (extent,)."""
+    value = value.detach().resolve_conj().resolve_neg()
+    strides, extent = layout_of(value)
+    if strides != tuple(value.stride()):
+        value = value.contiguous()
+    return value.as_strided((extent,), (1,))
+
+
 def _signature(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
+        return tuple(value.shape), layout_of(value)[0], value.dtype, value.requires_grad
     if isinstance(value, np.generic):
         return (value.dtype.str, repr(value))
     if not all(isinstance(leaf, bool | int | float | str | torch.dtype | None) for leaf in tree_leaves(value)):

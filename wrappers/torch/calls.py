@@ -7,7 +7,7 @@ In-place operations write a storage. A storage that some call makes is temporary
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -183,6 +183,7 @@ class Capture:
         carried: tensors that the pass leaves in Python, for the next one or for the program.
         guards: values that decisions of the pass were made by.
         host: tensors whose shape depends on values, computed on the host before each step.
+        changed: inputs that the pass changes in place -> their values afterwards, which are among the outputs.
         effects: places of Python that the pass has changed, other than by tensors of the same shape: it must run again in each step.
     """
 
@@ -194,6 +195,7 @@ class Capture:
     guards: Sequence[Guard] = ()
     host: Sequence[HostTensors] = ()
     effects: Sequence[str] = ()
+    changed: Mapping[str, Ref] = field(default_factory=dict)
 
     @property
     def result(self) -> Any:

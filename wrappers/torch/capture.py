@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from nntask import UsageError
 
 from .away import standing_for
+from .batches import layout_of
 from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
 from .recorder import Recorder
@@ -117,11 +118,12 @@ def _capture(
             after = terms.world.walked() if terms.world is not None else Snapshot()
             carried, kept = _carried(before, after, recorder)
             run.check_gradients()
-            outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), kept
+            changed = {name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)}
+            outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), [*kept, *changed.values()]
         moved = [p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]]
         effects = [*before.differences(after), *moved, *(name for name, state in _random_states().items() if state != numbers[name])]
         gradients = {(name, 0): recorder.ref(gradient) for name, gradient in run.gradients.items()}
-        return Capture(recorder.calls, outputs, gradients, recorder.named, carried, tuple(recorder.guards.values()), tuple(recorder.host), tuple(effects))
+        return Capture(recorder.calls, outputs, gradients, recorder.named, carried, tuple(recorder.guards.values()), tuple(recorder.host), tuple(effects), changed)
     except BaseException:
         before.restore()
         raise
@@ -148,11 +150,12 @@ class _Run:
         self._module, self._recorder, self.twins = module, recorder, twins
         self._learnt = {name: twin for name, twin in twins.parameters.items() if twin.requires_grad}
         self.gradients: dict[str, torch.Tensor] = {}
+        self.copies: dict[str, Any] = {}
 
     def result(self, batch: Mapping[str, Any], function: Function, terms: CaptureTerms, *, copies: bool) -> Any:
         """Run it, backward pass and all."""
         recorder = self._recorder
-        inputs = {name: _fake(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        inputs = {name: _input(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 recorder.enter(value, "input", name)
@@ -160,8 +163,13 @@ class _Run:
         applied = _Applied(self._module, function, then)
         with refusals(), torch.random.fork_rng(devices=[]), recorder, torch.set_grad_enabled(terms.backward):
             if copies:
-                inputs = tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
+                inputs = self.copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+            recurrent = [
+                (child, list(child._flat_weights), list(child._flat_weight_refs)) for child in self._module.modules() if isinstance(child, torch.nn.RNNBase)
+            ]
             outputs = torch.func.functional_call(applied, {f"module.{name}": twin for name, twin in self.twins.by_name.items()}, (inputs,))
+            for child, weights, references in recurrent:  # lists of twins would stay
+                child._flat_weights, child._flat_weight_refs = weights, references
             applied.update()
             self._write_moved()
             return tree_map_only(torch.Tensor, recorder.own, with_plain_classes(outputs))
@@ -235,6 +243,12 @@ def _kept(leaf: Any, recorder: Recorder) -> Any:
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of a tensor's shape and type in CPU memory, contiguous."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _input(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor for one of the batch."""
+    strides, _ = layout_of(value)
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
 
 
 def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str] | None) -> _Twins:

@@ -33,6 +33,7 @@ def plain_python(recorder: Recorder) -> Iterator[None]:
         replaced(torch, "manual_seed", _seeding(recorder, torch.manual_seed))
         replaced(torch.random, "manual_seed", _seeding(recorder, torch.random.manual_seed))
         replaced(torch.Tensor, "data_ptr", _refuse_address)
+        replaced(torch.Tensor, "retain_grad", _refuse_kept_gradient)
         for owner in (torch, torch.Tensor):
             replaced(owner, "tensor_split", _with_values(recorder, owner.tensor_split))
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"):
@@ -66,6 +67,14 @@ def _seeding(recorder: Recorder, seed: Callable[[int], Any]) -> Callable[[int], 
 
 def _refuse_address(tensor: torch.Tensor) -> int:
     raise UsageError(f"{line_of_program()} reads the address of a tensor, and a session moves tensors; compute without addresses")
+
+
+def _refuse_kept_gradient(tensor: torch.Tensor) -> None:
+    if not tensor.is_leaf:
+        raise UsageError(
+            f"{line_of_program()} keeps the gradient of an activation (retain_grad), which a session does not give back; compute with it in the backward "
+            "pass, by torch.autograd.grad or a Function"
+        )
 
 
 def _with_values(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:

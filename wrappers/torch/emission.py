@@ -14,6 +14,7 @@ from nntask.optim import Optimizer
 from scheduler import Access, Codelet, Handle, R, TaskRuntime, Ticket, W
 from tiles import TileTensor
 
+from .batches import layout_of, memory_of
 from .calls import Capture, Ref, Storage, aten
 from .devices import HOST, as_bytes, compute_on_gpu
 from .eager_forms import Fields
@@ -97,7 +98,7 @@ def key_of(runtime: TaskRuntime) -> TileTensor:
 
 def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, TileTensor]:
     return {
-        name: tensor_of_one_tile(runtime, value, name, kind="input", data_class="data")
+        name: tensor_of_one_tile(runtime, torch.empty(layout_of(value)[1], dtype=value.dtype, device="meta"), name, kind="input", data_class="data")
         for name, value in example.items()
         if isinstance(value, torch.Tensor)
     }
@@ -147,7 +148,7 @@ def write_inputs(
                 values[: len(memory)] = memory
                 tensor.write(values)
             else:
-                tensor.write(array_of(minibatch[name]))
+                tensor.write(array_of(memory_of(minibatch[name])))
 
 
 def value_of(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:

@@ -11,7 +11,7 @@ import sysconfig
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -34,33 +34,63 @@ def origin_of(filename: str) -> Origin:
     return "user"
 
 
-Chains = tuple[tuple[str, ...], ...]
-"""Chains of names: ("settings", "RATE") for ``settings.RATE``."""
+Chain = tuple[str, ...]
+"""A name and the attributes that are loaded of it: ("settings", "RATE") for ``settings.RATE``."""
+
+
+class Loads(NamedTuple):
+    """What a function and those inside it load.
+
+    Attributes:
+        of_globals: chains that begin with a global.
+        of_self: attributes of the first argument.
+        of_cells: chains that begin with a variable of an enclosing function.
+        imports: chains that begin with a Python module which the function imports.
+    """
+
+    of_globals: tuple[Chain, ...]
+    of_self: tuple[Chain, ...]
+    of_cells: tuple[Chain, ...]
+    imports: tuple[Chain, ...]
 
 
 @lru_cache(maxsize=16384)
-def loads_of(code: CodeType) -> tuple[Chains, Chains]:
-    """Return the globals, and the attributes of the first argument, that a function and those inside it load."""
-    found: tuple[dict[tuple[str, ...], None], dict[tuple[str, ...], None]] = {}, {}
-    _scan(code, code.co_varnames[0] if code.co_argcount else "", *found)
-    return tuple(found[0]), tuple(found[1])
+def loads_of(code: CodeType) -> Loads:
+    """Return what a function loads."""
+    found: list[dict[Chain, None]] = [{}, {}, {}, {}]
+    _scan(code, code.co_varnames[0] if code.co_argcount else "", found)
+    return Loads(*map(tuple, found))
 
 
-def _scan(code: CodeType, own: str, of_globals: dict[tuple[str, ...], None], of_own: dict[tuple[str, ...], None]) -> None:
+def _scan(code: CodeType, own: str, found: list[dict[Chain, None]]) -> None:
     """Note the loads of a function; `own` is the name by which it knows the first argument of the outermost one."""
-    chain: tuple[str, ...] = ()
-    target: dict[tuple[str, ...], None] | None = None
+    of_globals, of_self, of_cells, imports = found
+    chain: Chain = ()
+    target: dict[Chain, None] | None = None
+    imported: dict[str, str] = {}  # local name -> Python module
+    last_import = ""
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and target is not None:
-            chain = (*chain, str(instruction.argval))
+        operation, name = instruction.opname, str(instruction.argval)
+        if operation in ("LOAD_ATTR", "LOAD_METHOD") and target is not None:
+            chain = (*chain, name)
             continue
         if target is not None and chain:
             target[chain] = None
         chain, target = (), None
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            chain, target = (str(instruction.argval),), of_globals
-        elif instruction.opname in ("LOAD_FAST", "LOAD_DEREF") and own and instruction.argval == own:
-            target = of_own
+        if operation == "IMPORT_NAME":
+            last_import = name
+        elif operation == "IMPORT_FROM":
+            imports[last_import, name] = None
+        elif operation in ("STORE_FAST", "STORE_DEREF") and last_import:
+            imported[name], last_import = last_import, ""
+        elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chain, target = (name,), of_globals
+        elif operation in ("LOAD_FAST", "LOAD_DEREF") and name in imported:
+            chain, target = (imported[name],), imports
+        elif operation in ("LOAD_FAST", "LOAD_DEREF") and own and name == own:
+            target = of_self
+        elif operation == "LOAD_DEREF":
+            chain, target = (name,), of_cells
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            _scan(constant, own if own in constant.co_freevars else "", of_globals, of_own)
+            _scan(constant, own if own in constant.co_freevars else "", found)

@@ -65,6 +65,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """Whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
         return id(tensor) in self._paths or self.known(tensor) is not None
 
+    def is_changed(self, copy: torch.Tensor) -> bool:
+        """Whether the pass has changed a copy of an input after making it."""
+        storage = self.known(copy)
+        return any(storage in call.writes and storage not in call.made for call in self.calls)
+
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of one in memory that exists before the pass, such as an input that a module returns."""
         if tensor.layout != torch.strided or self.ref(tensor).storage.role == "temporary":

@@ -33,7 +33,7 @@ from nntask.optim import norm_of
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
-from .batches import check_batch, cut
+from .batches import check_batch, cut, memory_of
 from .calls import Storage
 from .capture import Function
 from .captures import Captures, PassUse, Purpose
@@ -47,7 +47,7 @@ from .inductor import check_compiler
 from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
-from .python_state import bring_into_python
+from .python_state import Leaving, bring_into_python, check_changed
 from .recorder import whole
 from .recording import RecordedStep, StepRecorder
 from .state import ModuleState, array_of, tensor_from
@@ -58,9 +58,9 @@ from .weights import attach_files
 class StartedStep:
     """A step under way."""
 
-    def __init__(self, session: Session, recorded: RecordedStep, uses: Sequence[PassUse], ticket: Ticket, number: int) -> None:
+    def __init__(self, session: Session, recorded: RecordedStep, leavings: Sequence[Leaving], ticket: Ticket, number: int) -> None:
         self._session, self._recorded, self._ticket, self._number = session, recorded, ticket, number
-        self._uses = uses
+        self._leavings = leavings
         self._outcome: Outcome | Exception | None = None
 
     def result(self) -> Outcome:
@@ -89,7 +89,7 @@ class StartedStep:
         recorded = self._recorded
         with self._session.user_errors():
             self._ticket.wait()
-            bring_into_python(self._uses, recorded.kept, self._ticket, self._session.state)
+            bring_into_python(self._leavings, recorded.kept, self._ticket, self._session.state)
             losses = [float(value_of(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
             assert recorded.squares is not None  # a training step has an update
             return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
@@ -267,28 +267,32 @@ class Session:
             self._started.popleft().wait()
         self._check_whole()
         with self.user_errors():
-            self._write(recorded, uses, minibatches)
+            leavings = self._write(recorded, uses, minibatches)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
             self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
             ticket = recorded.step.replay()
         self.num_steps += 1
         self._optimizer.note_step(recorded.updated)
-        started = StartedStep(self, recorded, uses, ticket, self.num_steps)
+        started = StartedStep(self, recorded, leavings, ticket, self.num_steps)
         self._started.append(started)
-        if any(use.carried or use.tasks.captured.written for use in uses):
+        if any(leaving.is_any for leaving in leavings):
             started.wait()  # what it leaves in Python is there when this returns
         return started
 
-    def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> None:
-        """Write the inputs of a step, and bring constants up to the values that the program's tensors have."""
+    def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> list[Leaving]:
+        """Write the inputs of a step, and bring constants up to the values that the program's tensors have; returns what each pass will leave."""
         write_inputs(recorded.inputs, minibatches, [use.host for use in uses])
-        tensors = self._captures.world.now().tensors
-        for use in uses:
-            held = dict(use.constants)
+        tensors, found = self._captures.world.now().tensors, list[Leaving]()
+        for use, minibatch in zip(uses, minibatches, strict=True):
+            held, targets = dict(use.constants), dict[Storage, torch.Tensor]()
             for storage in use.tasks.constants:
                 now = tensors[storage.name][0] if storage.name in tensors else held.get(storage, storage.tensor)
                 if now is not None and not isinstance(now, FakeTensor):
                     self.state.refresh(storage, now)
+                    targets[storage] = now
+            check_changed(use.tasks.captured, minibatch)
+            found.append(Leaving(use, targets, minibatch))
+        return found
 
     def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
         """Values of tensors as the next step finds them."""
@@ -301,7 +305,7 @@ class Session:
                 assert now is not None
                 return whole(now)
             if storage.role == "input":
-                return torch.from_numpy(array_of(minibatch[storage.name]).reshape(-1).view(np.uint8))
+                return torch.from_numpy(array_of(memory_of(minibatch[storage.name])).reshape(-1).view(np.uint8))
             return torch.from_numpy(tensors[storage.name].read().reshape(-1).view(np.uint8))
 
         return HostValues(value_of, (self._seed, self.num_steps + 1, number))
@@ -356,10 +360,10 @@ class Session:
             recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
         check_ids(recorded.passes, [batch])
         with self.user_errors():
-            self._write(recorded, uses, [batch])
+            leavings = self._write(recorded, uses, [batch])
             ticket = recorded.step.replay()
             ticket.wait()
-            bring_into_python(uses, recorded.kept, ticket, self.state)
+            bring_into_python(leavings, recorded.kept, ticket, self.state)
             return value_of(recorded.outputs[0], recorded.kept[0], ticket)
 
     def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:

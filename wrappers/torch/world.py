@@ -292,7 +292,7 @@ class _Walk:
             self.found.leaves[path] = ("tensor", tuple(value.shape), strides, value.dtype, value.layout, value.requires_grad, hooks)
             self.found.tensors[path] = (value, slot)
             if not isinstance(value, FakeTensor):
-                self._watch(lambda: (value.requires_grad, value.shape, value.data_ptr() if value.layout == torch.strided else 0), by_value=True)
+                self._watch(lambda: (value.requires_grad, value.shape, torch._C.TensorBase.data_ptr(value) if value.layout == torch.strided else 0), by_value=True)
 
     def _visit_dict(self, path: str, value: dict[Any, Any], place_of: Callable[[Any], str]) -> None:
         """Note a dictionary; `place_of` makes a path of a key."""
@@ -411,12 +411,20 @@ class _Walk:
     def _visit_cells(self, path: str, value: types.FunctionType) -> None:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             content = _content_of(cell)
+            if isinstance(content, types.ModuleType):
+                for chain in loads_of(value.__code__).of_cells:
+                    if chain[0] == name:
+                        self._visit_module(name, content, chain[1:])
             self._watch(lambda cell=cell: (_content_of(cell),), partial(_fill_cell, cell))
             self.visit(f"{path}.{name}", content, Slot(lambda _, new, cell=cell: _fill_cell(cell, (new,)), None, content))
 
     def _visit_globals(self, path: str, value: types.FunctionType, origin: str) -> None:
         content = value.__globals__
-        for chain in loads_of(value.__code__)[0]:
+        loads = loads_of(value.__code__)
+        for chain in loads.imports:
+            if (module := sys.modules.get(chain[0])) is not None:
+                self._visit_module(chain[0], module, chain[1:])
+        for chain in loads.of_globals:
             name, each = chain[0], content.get(chain[0], _MISSING)
             where = f"{content.get('__name__', '')}.{name}"
             if each is _MISSING:
@@ -457,7 +465,7 @@ class _Walk:
                 for each in vars(base).values():
                     each = getattr(each, "__func__", getattr(each, "fget", each))
                     if isinstance(each, types.FunctionType):
-                        chains.update(dict.fromkeys(loads_of(each.__code__)[1]))
+                        chains.update(dict.fromkeys(loads_of(each.__code__).of_self))
         self._visit_code_of(kind)
         for chain in chains:
             owner, place = value, path
