@@ -138,10 +138,18 @@ def p12_sparse_buffer_of_rows() -> Program:
     return _with_buffer(_multiplies, (torch.randn(8, 8) * (torch.rand(8, 8) < 0.3)).to_sparse_csr())
 
 
-@CASES.add()
+@CASES.add(before=[at(2, lambda run: run.note((run.evaluate(x=X), run.predict(x=X))))])
 def p12_expanded_buffer() -> Program:
     """A grid that is expanded, as KAN registers it."""
     return _with_buffer(lambda self, x: Net.forward(self, x - self.table), torch.linspace(-1, 1, 12).expand(8, 12))
+
+
+@CASES.add(optimizer=lambda module: torch.optim.SGD([*module.a.parameters(), *module.b.parameters()], lr=0.1))
+def p12_expanded_parameter() -> Program:
+    """A frozen parameter that is expanded."""
+    module = module_of(lambda self, x: Net.forward(self, x - self.table))
+    module.table = nn.Parameter(torch.linspace(-1, 1, 12).expand(8, 12), requires_grad=False)
+    return Program(module)
 
 
 @CASES.add()
