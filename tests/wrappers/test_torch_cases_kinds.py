@@ -300,6 +300,12 @@ def c13_input_with_the_negative_bit() -> Program:
     return Program(Net())
 
 
+@CASES.add(batches=lambda: [{"x": torch._neg_view(batch["x"])} for batch in rows(8, 8)()], minibatches=2)
+def c13_whole_input_with_the_negative_bit() -> Program:
+    """An input whose memory is whole and has the negative bit."""
+    return Program(Net())
+
+
 @CASES.add(batches=lambda: [{**batch, "scale": np.float32(0.5 + i % 2)} for i, batch in enumerate(rows(8, 8, 8)())], optimizer=plain_sgd)
 def c13_scalar_of_numpy() -> Program:
     """A NumPy scalar of fp32 in the batch."""

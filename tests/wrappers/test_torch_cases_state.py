@@ -89,9 +89,36 @@ def p2_buffer_through_data() -> Program:
         self.n.data.mul_(0.9)
         return self.b(torch.tanh(self.a(x))) * self.n
 
+    return _buffer_program(forward)
+
+
+def _buffer_program(forward: Any) -> Program:
     module = module_of(forward)
     module.register_buffer("n", torch.ones(4))
     return Program(module)
+
+
+@CASES.add()
+def p2_data_of_a_buffer_assigned() -> Program:
+    """`self.n.data = ...` before the result uses the buffer."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.n.data = self.n * 0.9
+        return Net.forward(self, x) * self.n
+
+    return _buffer_program(forward)
+
+
+@CASES.add(minibatches=2)
+def p2_data_of_a_buffer_assigned_afterwards() -> Program:
+    """The same at the end of forward, twice a step."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = Net.forward(self, x) * self.n
+        self.n.data = self.n.data * 0.9
+        return y
+
+    return _buffer_program(forward)
 
 
 @CASES.add()
