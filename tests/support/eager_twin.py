@@ -26,8 +26,8 @@ from wrappers.torch import Session
 from .python_state import difference, state_of
 
 Batch = dict[str, Any]
-LINE = r"\.py:\d+"
-"""Pattern of a place in the user's code."""
+LINE = r"(?<!/eager_twin)\.py:\d+"
+"""Pattern of a place in the user's code, which this file is not."""
 SOMETHING = rf"{LINE}|session|weights|parameter|optimizer"
 """Pattern of a refusal that names at least the kind of thing that it is about."""
 
