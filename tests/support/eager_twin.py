@@ -141,7 +141,7 @@ class Cases(list[Any]):
             head, _, tail = build.__name__.partition("_")
             if isinstance(terms.get("allowed"), str):
                 terms["allowed"] = frozenset(terms["allowed"].split())
-            self.append(pytest.param(Case(build, **terms), id=f"{head.upper() if head[1:].isdigit() else head}_{tail}"))
+            self.append(pytest.param(Case(build, **terms), id=f"{head.upper() if head[1:].isdigit() else head}_{tail}".rstrip("_")))
             return build
 
         return note
