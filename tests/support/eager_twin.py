@@ -26,8 +26,8 @@ from wrappers.torch import Session
 from .python_state import difference, state_of
 
 Batch = dict[str, Any]
-LINE = r"\.py:\d+"
-"""Pattern of a place in the user's code."""
+LINE = r"(?<!/eager_twin)\.py:\d+"
+"""Pattern of a place in the user's code, which this file is not."""
 SOMETHING = rf"{LINE}|session|weights|parameter|optimizer"
 """Pattern of a refusal that names at least the kind of thing that it is about."""
 
@@ -141,7 +141,7 @@ class Cases(list[Any]):
             head, _, tail = build.__name__.partition("_")
             if isinstance(terms.get("allowed"), str):
                 terms["allowed"] = frozenset(terms["allowed"].split())
-            self.append(pytest.param(Case(build, **terms), id=f"{head.upper() if head[1:].isdigit() else head}_{tail}"))
+            self.append(pytest.param(Case(build, **terms), id=f"{head.upper() if head[1:].isdigit() else head}_{tail}".rstrip("_")))
             return build
 
         return note
@@ -149,12 +149,13 @@ class Cases(list[Any]):
 
 @dataclass
 class Found:
-    """The results of a run: numbers of each step, notes of the actions, parameters and buffers, and the state in Python."""
+    """The results of a run: numbers of each step, notes, parameters and buffers, what a state dict has of them, and the state in Python."""
 
     losses: list[float]
     norms: list[float]
     notes: list[Any]
     tensors: dict[str, torch.Tensor]
+    saved: dict[str, torch.Tensor]
     state: dict[str, Any]
 
 
@@ -218,10 +219,14 @@ class Run:
             self._norms.append(norm)
         self.number = self.case.steps
 
-    def found(self) -> Found:
-        """The results; the module must have its values."""
+    def found(self, saved: dict[str, torch.Tensor]) -> Found:
+        """The results; the module must have its values.
+
+        Args:
+            saved: `weights` after the last step.
+        """
         tensors = {name: value.detach().clone() for name, value in (*self.module.named_parameters(), *self.module.named_buffers())}
-        return Found(self._losses, self._norms, self._notes, tensors, {"module": state_of(self.module), "outer": state_of(self.outer)})
+        return Found(self._losses, self._norms, self._notes, tensors, saved, {"module": state_of(self.module), "outer": state_of(self.outer)})
 
 
 def _own(value: Any) -> Any:
@@ -333,7 +338,7 @@ def by_eager(case: Case) -> Found:
             action(run)
         seed_all(1)
         run.all_steps()
-        return run.found()
+        return run.found(run.weights())
 
 
 def by_session(case: Case) -> Found:
@@ -349,8 +354,9 @@ def by_session(case: Case) -> Found:
         seed_all(1)
         with run.open() as session:
             run.all_steps()
+            saved = run.weights()
             session.load_into(run.module)
-        return run.found()
+        return run.found(saved)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 from .eager_twin import Program
 
 
-class Net(nn.Module):
+class Net(nn.Module):  # type: ignore[misc]
     """Two linear layers around a tanh: (B, 12) -> (B, 4)."""
 
     def __init__(self) -> None:

@@ -138,10 +138,18 @@ def p12_sparse_buffer_of_rows() -> Program:
     return _with_buffer(_multiplies, (torch.randn(8, 8) * (torch.rand(8, 8) < 0.3)).to_sparse_csr())
 
 
-@CASES.add()
+@CASES.add(before=[at(2, lambda run: run.note((run.evaluate(x=X), run.predict(x=X))))])
 def p12_expanded_buffer() -> Program:
     """A grid that is expanded, as KAN registers it."""
     return _with_buffer(lambda self, x: Net.forward(self, x - self.table), torch.linspace(-1, 1, 12).expand(8, 12))
+
+
+@CASES.add(optimizer=lambda module: torch.optim.SGD([*module.a.parameters(), *module.b.parameters()], lr=0.1))
+def p12_expanded_parameter() -> Program:
+    """A frozen parameter that is expanded."""
+    module = module_of(lambda self, x: Net.forward(self, x - self.table))
+    module.table = nn.Parameter(torch.linspace(-1, 1, 12).expand(8, 12), requires_grad=False)
+    return Program(module)
 
 
 @CASES.add()
@@ -224,12 +232,13 @@ MISTAKES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_p16_what_pytorch_raises_is_a_sentence(mistake: str) -> None:
-    """An error of PyTorch is a UsageError with the user's line, or with the operation if it computes; its exit code is 2; weights can be had back."""
+    """An error of PyTorch is a UsageError with the user's line, or with the operation if a task or the backward pass raises it; its exit code is 2.
+    Weights can be had back."""
     module = module_of(MISTAKES[mistake])
     with pytest.raises((RuntimeError, IndexError, TypeError, NotImplementedError)):
         module(x=torch.ones(8, 12))
     with Session(module, "sgd", lr=0.1, loss=lambda y, batch: y.sum(), **TERMS) as session:
-        with pytest.raises(UsageError, match=rf"{re.escape(Path(__file__).name)}:\d+|^aten\.\w+\.\w+ failed") as caught:
+        with pytest.raises(UsageError, match=rf"{re.escape(Path(__file__).name)}:\d+|^aten\.\w+\.\w+ failed|bitwise_and") as caught:
             session.step(x=torch.ones(8, 12))
         assert caught.value.exit_code == 2
         session.load_into(module)
@@ -289,6 +298,12 @@ def _negative() -> list[Batch]:
 @CASES.add(batches=_negative)
 def c13_input_with_the_negative_bit() -> Program:
     """The imaginary part of a conjugate as input."""
+    return Program(Net())
+
+
+@CASES.add(batches=lambda: [{"x": torch._neg_view(batch["x"])} for batch in rows(8, 8)()], minibatches=2)
+def c13_whole_input_with_the_negative_bit() -> Program:
+    """An input whose memory is whole and has the negative bit."""
     return Program(Net())
 
 

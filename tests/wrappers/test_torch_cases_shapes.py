@@ -176,9 +176,9 @@ def p8_least_squares() -> Program:
     return program_of(forward)
 
 
-@CASES.add(allowed="refused", words=rf"{LINE}.*(torch\.where|mask|outside|out of)")
+@CASES.add(allowed="equal refused", words=rf"{LINE}.*(torch\.where|mask|outside|out of)")
 def p8_what_cannot_work() -> Program:
-    """A product of as many rows as the values of a prediction say is refused with the line and what to write instead."""
+    """As many rows as the values of a prediction say: if refused, then with the line and what to write instead."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.a(x))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.eager_twin import LINE, Case, Cases, Program, Run, adam, adamw, at, check, rows, sgd
+from support.eager_twin import LINE, Case, Cases, Program, Run, adam, adamw, at, check, plain_sgd, rows, sgd
 from support.small_modules import Net, module_of, program_of
 from torch import nn
 from torch.nn import functional
@@ -89,9 +89,36 @@ def p2_buffer_through_data() -> Program:
         self.n.data.mul_(0.9)
         return self.b(torch.tanh(self.a(x))) * self.n
 
+    return _buffer_program(forward)
+
+
+def _buffer_program(forward: Any) -> Program:
     module = module_of(forward)
     module.register_buffer("n", torch.ones(4))
     return Program(module)
+
+
+@CASES.add()
+def p2_data_of_a_buffer_assigned() -> Program:
+    """`self.n.data = ...` before the result uses the buffer."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.n.data = self.n * 0.9
+        return Net.forward(self, x) * self.n
+
+    return _buffer_program(forward)
+
+
+@CASES.add(minibatches=2)
+def p2_data_of_a_buffer_assigned_afterwards() -> Program:
+    """The same at the end of forward, twice a step."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = Net.forward(self, x) * self.n
+        self.n.data = self.n.data * 0.9
+        return y
+
+    return _buffer_program(forward)
 
 
 @CASES.add()
@@ -304,6 +331,12 @@ def p4_weights_clamped_under_no_grad() -> Program:
     return program_of(_clamps(torch.no_grad))
 
 
+@CASES.add(allowed="equal refused", words=LINE, dtype=torch.bfloat16, tolerance=2e-2, optimizer=plain_sgd)
+def p4_weights_of_bf16_clamped() -> Program:
+    """The same of a weight in bf16, whose master in fp32 must follow."""
+    return program_of(_clamps(torch.no_grad))
+
+
 def _ids() -> list[dict[str, torch.Tensor]]:
     return [{"input": torch.randint(0, 20, (8, 5), generator=torch.Generator().manual_seed(i))} for i in range(3)]
 
@@ -312,6 +345,12 @@ def _ids() -> list[dict[str, torch.Tensor]]:
 def p4_embedding_with_a_largest_norm() -> Program:
     """`Embedding(max_norm=)` scales the rows that it looks up, in the table."""
     return Program(nn.Sequential(nn.Embedding(20, 12, max_norm=1.0), nn.Linear(12, 4)))
+
+
+@CASES.add(allowed="equal refused", words=LINE, batches=_ids, dtype=torch.bfloat16, tolerance=2e-2, optimizer=plain_sgd)
+def p4_embedding_of_bf16_with_a_largest_norm() -> Program:
+    """The same of a table in bf16."""
+    return p4_embedding_with_a_largest_norm()
 
 
 @CASES.add(allowed="equal refused", words=LINE, batches=_ids)
