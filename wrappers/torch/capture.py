@@ -263,8 +263,8 @@ def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str
     twins = _Twins({}, {}, {}, [])
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         is_parameter = isinstance(value, torch.nn.Parameter)
-        if not value.numel() or (own is not None and id(value) not in own):
-            if is_parameter and value.numel():
+        if not value.numel() or value.layout != torch.strided or (own is not None and id(value) not in own):
+            if is_parameter and value.numel() and own is not None:
                 raise UsageError(f"{name} is a parameter that the module did not have when its session was made; make a new session")
             continue  # a constant of the program
         if id(value) not in twins.by_id:

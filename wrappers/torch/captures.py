@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from nntask import UsageError
 from nntask.planning import no_collections
 
 from .batches import signature_of
@@ -67,6 +68,7 @@ class Captures:
         roots: beside the module, what the state of Python is reachable from, by name.
         keeps_effects: whether what a pass changes of Python's state stays changed, as after a call of the module.
         quiet: waits until nothing computes, before a pass is captured.
+        shared: names of buffers that share memory in the module, and that no pass may change, because they are apart in a session.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Captures:
         roots: Mapping[str, Any] | None = None,
         keeps_effects: bool = True,
         quiet: Callable[[], object] | None = None,
+        shared: Collection[str] = (),
     ) -> None:
         self.module, self.terms = module, terms
         self._objective, self._keeps_effects, self._quiet = objective, keeps_effects, quiet
@@ -88,7 +91,7 @@ class Captures:
         self.world = World({"module": module, **(roots or {})}, own)
         self._passes: dict[Hashable, list[Pass]] = {}
         self._forms: dict[Hashable, list[Pass]] = {}
-        self._num_anew = 0
+        self._num_anew, self._shared = 0, shared
 
     def pass_over(
         self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None = None, taken: Collection[Pass] = ()
@@ -106,6 +109,8 @@ class Captures:
                 return _use(each, each.captured, host)
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
+        for name in {s.name for call in made.captured.calls for s in call.writes if s.role == "buffer"}.intersection(self._shared):
+            raise UsageError(f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer")
         host = _host_inputs(made.captured, values)
         if not made.captured.effects:
             if host is not None:  # else it reads what it has changed itself

@@ -36,8 +36,9 @@ def plain_python(recorder: Recorder) -> Iterator[None]:
         replaced(torch.Tensor, "retain_grad", _refuse_kept_gradient)
         for owner in (torch, torch.Tensor):
             replaced(owner, "tensor_split", _with_values(recorder, owner.tensor_split))
-        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"):
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence"):
             replaced(torch._VF, name, _with_values(recorder, getattr(torch._VF, name)))
+        replaced(torch._VF, "_pad_packed_sequence", _with_values(recorder, _pad_packed_sequence))
         for name in ("numpy", "tolist", "__array__"):
             replaced(torch.Tensor, name, _reading(recorder, name, getattr(torch.Tensor, name)))
         stack.enter_context(_fast_paths_off())
@@ -88,6 +89,20 @@ def _with_values(recorder: Recorder, function: Callable[..., Any]) -> Callable[.
         return function(first, *map(real, args), **{name: real(value) for name, value in kwargs.items()})
 
     return called
+
+
+def _pad_packed_sequence(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What PyTorch's function of this name does in C++, which writes the lengths to memory that a fake tensor has not."""
+    sizes = batch_sizes.tolist()
+    output = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)  # (T, B, ...)
+    begin = 0
+    for number, size in enumerate(sizes):
+        output[number, :size] = data[begin : begin + size]
+        begin += size
+    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(sizes[0])])
+    return output.transpose(0, 1) if batch_first else output, lengths
 
 
 def _reading(recorder: Recorder, name: str, read: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,6 +53,8 @@ class StepTasks:
             submit()
         if optimizer is None:
             return kept, None
+        written = {s.name for each in self._passes for call in each.captured.calls for s in call.writes if s.role == "parameter"}
+        optimizer.follow(written)  # masters of what the passes change themselves
         optimizer.step()
         assert optimizer.grad_norm is not None  # step() has just set it
         if copies:  # only of a step whose whole gradient is there

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -33,8 +34,6 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
     for name, value in named_tensors(module):
         if is_lazy(value):
             raise UsageError(f"{name} has no shape yet (it is of a lazy module); call the module once, with a batch, before")
-        if value.layout != torch.strided:
-            raise UsageError(f"{name} is a tensor of layout {value.layout}, and tensors of a module must be dense; register {name}.to_dense()")
         if value.is_meta and not (has_weights and name in saved):
             raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
         if is_away(value) and not (has_weights and name in saved):
@@ -46,7 +45,8 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
             raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
         if value.grad is not None:
             raise UsageError(f"{name} has a gradient from before the session, to which eager PyTorch would add; call module.zero_grad() first")
-        if not value.is_meta and owners.setdefault(value.untyped_storage().data_ptr(), (name, value))[1] is not value:
+        is_other = not value.is_meta and owners.setdefault(value.untyped_storage().data_ptr(), (name, value))[1] is not value
+        if is_other and (isinstance(value, torch.nn.Parameter) or isinstance(owners[value.untyped_storage().data_ptr()][1], torch.nn.Parameter)):
             other = owners[value.untyped_storage().data_ptr()][0]
             raise UsageError(f"{name} and {other} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy")
         if getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None):
@@ -70,10 +70,19 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
             child.training = is_training
 
 
+def shared_buffers(module: torch.nn.Module) -> set[str]:
+    """Return the first names of buffers that share their memory with another one, and would be apart in a session."""
+    names: dict[int, list[str]] = {}
+    for name, value in first_values(module).items():
+        if not value.is_meta and not is_away(value):
+            names.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+    return {name for group in names.values() if len(group) > 1 for name in group}
+
+
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by every name, tied ones several times; those without elements stay in the module and are left out."""
+    """Parameters and buffers by every name, tied ones several times; sparse ones and those without elements stay in the module and are left out."""
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
-        if is_lazy(value) or value.numel():
+        if is_lazy(value) or (value.layout == torch.strided and value.numel()):
             yield name, value
 
 
@@ -92,10 +101,21 @@ def first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def let_go(module: torch.nn.Module) -> None:
-    """Let go of a module's values, as `send_away` does."""
+def let_go(module: torch.nn.Module) -> ExitStack:
+    """Let go of a module's values, as `send_away` does, and refuse to load others until the result is closed."""
     for _, value in named_tensors(module):
         send_away(value)
+    guards = ExitStack()
+    for child in module.modules():
+        guards.callback(child._register_load_state_dict_pre_hook(_refuse_loading).remove)
+    return guards
+
+
+def _refuse_loading(*_: Any) -> None:
+    raise UsageError(
+        "load_state_dict() of a module whose weights are in a session has no place for them; use load_state_dict() of the session, or load_into(module) "
+        "before"
+    )
 
 
 def saved_names(module: torch.nn.Module) -> dict[str, str]:

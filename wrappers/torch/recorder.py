@@ -46,6 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._values, self._paths = values, paths or {}
         self._storages: dict[int, Storage] = {}
         self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
+        self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a sparse tensor -> it, and its dense form
         self._alive: list[Any] = []  # a storage that is freed would give its address to another one
 
     def enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
@@ -120,8 +121,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same place in memory for one of the program, so that views of it refer to it, too."""
-        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+        if isinstance(tensor, FakeTensor):
             return tensor
+        if tensor.layout != torch.strided:  # a constant in another form
+            with _disable_current_modes():
+                dense = self._dense.setdefault(id(tensor), (tensor, tensor.to_dense()))[1]
+            if self.known(dense) is None:
+                storage = replace(self._enter(dense, "constant", self._paths.get(id(tensor), "")), tensor=tensor)
+                self._storages[dense.untyped_storage()._cdata] = storage
+            tensor = dense
         storage = self.ref(tensor).storage
         mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if mode is None:
@@ -219,8 +227,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, all of it  # (nbytes,) uint8."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+    """The memory of a tensor, all of it; of a sparse one that of its dense form  # (nbytes,) uint8."""
+    dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
+    return torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())
 
 
 def _run_fake(func: Any, args: Any, kwargs: Any) -> Any:

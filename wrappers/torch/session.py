@@ -44,7 +44,7 @@ from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
-from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names
+from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
 from .python_state import Leaving, bring_into_python, check_changed
@@ -62,6 +62,12 @@ class StartedStep:
         self._session, self._recorded, self._ticket, self._number = session, recorded, ticket, number
         self._leavings = leavings
         self._outcome: Outcome | Exception | None = None
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Element type of the loss."""
+        dtype: torch.dtype = self._recorded.outputs[0].dtype
+        return dtype
 
     def result(self) -> Outcome:
         """Wait until the step is over; the outcome may be asked for again, and later.
@@ -167,6 +173,7 @@ class Session:
     ) -> None:
         _check_numbers(seed, threads, minibatches)
         check_module(module, has_weights=weights is not None)
+        shared = shared_buffers(module)
         if compiled:
             check_compiler()
             if ngpu != 0:
@@ -187,11 +194,11 @@ class Session:
         except BaseException:
             self.close()
             raise
-        let_go(module)
+        self._guards.enter_context(let_go(module))
         self._guards.enter_context(guarded(self.optimizer))
         function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
         terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), read_by(objective or loss)
-        self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait)
+        self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
         self._steps = StepRecorder(
             self._captures,
             self.state,
@@ -347,7 +354,12 @@ class Session:
 
     def evaluate(self, **batch: Any) -> float:
         """The loss of a batch in evaluation mode; changes nothing but buffers that the module itself changes in that mode."""
-        return float(self._compute("evaluate", batch).reshape(()))
+        return float(self.evaluated(batch))
+
+    def evaluated(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """As `evaluate`, a tensor () of the loss's own element type."""
+        loss: torch.Tensor = self._compute("evaluate", batch)
+        return loss.reshape(())
 
     def predict(self, **batch: Any) -> Any:
         """The module's result for a batch in evaluation mode, with tensors of its own."""

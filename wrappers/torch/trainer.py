@@ -20,6 +20,7 @@ import inspect
 import json
 import os
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -146,7 +147,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         started = self._open(learns=True).start_minibatches(minibatches, divisor=1 if is_scaled else self.current_gradient_accumulation_steps)
         outcome = started.result()
         self._norm = outcome.grad_norm
-        return torch.tensor(outcome.loss)
+        return torch.tensor(outcome.loss, dtype=started.loss_dtype)
 
     def _counted(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
         batch = dict(self._prepare_inputs(inputs))
@@ -163,7 +164,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         if training:
             return super()._wrap_model(model, training=training, dataloader=dataloader)
-        return _StandIn(self.model, self._open(learns=False))
+        started = time.monotonic()
+        session = self._open(learns=False)
+        if not self.accelerator._models:  # as transformers' Trainer, which then says how long preparing the model has taken
+            self.model_preparation_time = round(time.monotonic() - started, 4)
+        return _StandIn(self.model, session)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -171,7 +176,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """As of transformers' Trainer; if the loss is all that is wanted, the session keeps nothing else."""
         if prediction_loss_only and self.label_names and all(inputs.get(name) is not None for name in self.label_names):
             batch = self._counted(inputs, self._get_num_items_in_batch([inputs], self.args.device))
-            return torch.tensor(self._open(learns=False).evaluate(**batch)), None, None
+            return self._open(learns=False).evaluated(batch), None, None
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
 
     # ---- Checkpoints ----
