@@ -321,7 +321,7 @@ def p14_cond_on_a_python_value() -> Program:
     return program_of(lambda self, x: self.b(torch.cond(x.shape[0] > 4, torch.tanh, torch.sigmoid, (self.a(x),))))
 
 
-@CASES.add()
+@CASES.add(allowed="equal refused", words=LINE)
 def p14_while_loop() -> Program:
     """`while_loop` over a constant count, outside autograd."""
     from torch._higher_order_ops.while_loop import while_loop
@@ -334,7 +334,7 @@ def p14_while_loop() -> Program:
     return program_of(forward)
 
 
-@CASES.add()
+@CASES.add(allowed="equal refused", words=LINE)
 def p14_scan() -> Program:
     """`scan`, a recurrence along the first axis."""
     from torch._higher_order_ops.scan import scan
@@ -347,7 +347,7 @@ def p14_scan() -> Program:
     return program_of(forward)
 
 
-@CASES.add()
+@CASES.add(allowed="equal refused", words=LINE)
 def p14_map() -> Program:
     """`map` of a function along the first axis."""
     from torch._higher_order_ops.map import map as map_

@@ -16,8 +16,11 @@ def _is_cut(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def check_batch(batch: Mapping[str, Any], count: int) -> None:
-    """Refuse a batch that cannot be cut into so many minibatches.
+def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -> None:
+    """Refuse a batch that cannot be cut into so many minibatches, or that a step cannot learn from.
+
+    Args:
+        learns: whether the batch is for a training step.
 
     Raises:
         UsageError: says what the batch has, and what to do.
@@ -27,6 +30,11 @@ def check_batch(batch: Mapping[str, Any], count: int) -> None:
             raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
     if empty := [name for name, value in batch.items() if isinstance(value, torch.Tensor) and not value.numel()]:
         raise UsageError(f"{empty[0]} of the batch has no elements (shape {tuple(batch[empty[0]].shape)}); leave it out, or skip the batch")
+    if given := [name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and learns]:
+        raise UsageError(
+            f"{given[0]} of the batch requires a gradient, which a session does not give back; make it a parameter of the module, or detach() it, and call "
+            "requires_grad_() inside of the module"
+        )
     lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
     if not lengths:
         raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
@@ -54,7 +62,7 @@ def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
     They are its own, unless it is a thin part of a large memory: then they are those of a contiguous copy.
     """
     extent = 1 + sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
-    if value.numel() and extent <= 4 * value.numel():
+    if value.numel() and extent <= 4 * value.numel() and not value.is_neg() and not value.is_conj():
         return tuple(value.stride()), extent
     return tuple(torch.empty(value.shape, device="meta").stride()), value.numel()
 

@@ -47,9 +47,8 @@ class PassUse:
     Attributes:
         tasks: the pass.
         carried: tensors that it leaves in Python; references are those of `tasks`.
-        constants: tensors of the program that the pass reads -> its storage in `tasks`; those without a path.
+        constants: storages of `tasks` with the tensors of the program that they stand for now; without those that are found by their paths.
         host: values of inputs that the host has computed, by name.
-        ran: whether Python ran for it, so that its effects are those of this minibatch.
     """
 
     tasks: Pass
@@ -88,7 +87,7 @@ class Captures:
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
         self._own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
-        self.world = World({"module": module, **(roots or {})}, own)
+        self.world = World({"module": module, **(roots or {}), "hooks of all modules": _hooks_of_all()}, own)
         self._passes: dict[Hashable, list[Pass]] = {}
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
@@ -111,18 +110,17 @@ class Captures:
             made = self._captured(minibatch, purpose, divisor, values)
         for name in {s.name for call in made.captured.calls for s in call.writes if s.role == "buffer"}.intersection(self._shared):
             raise UsageError(f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer")
-        host = _host_inputs(made.captured, values)
+        host = {s.name: values.given(s) for each in made.captured.host for s in each.storages} if values is not None else {}
         if not made.captured.effects:
-            if host is not None:  # else it reads what it has changed itself
-                self._passes.setdefault(key, []).append(made)
-            return _use(made, made.captured, host or {})
+            self._passes.setdefault(key, []).append(made)
+            return _use(made, made.captured, host, ran=True)
         self._tell(made.captured)
         form = (purpose, divisor, surroundings(), form_of(made.captured))
         known = self._forms.setdefault(form, [])
         same = next((each for each in known if each not in taken), None)  # a pass has one set of constants, and each minibatch may have its own
         if same is None:
             known.append(made)
-        return _use(same or made, made.captured, host or {})
+        return _use(same or made, made.captured, host, ran=True)
 
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
@@ -158,6 +156,12 @@ class Captures:
             )
 
 
+def _hooks_of_all() -> dict[str, Any]:
+    """The tables of hooks that PyTorch calls for every module."""
+    place = torch.nn.modules.module
+    return {name: getattr(place, name) for name in vars(place) if name.startswith("_global_") and isinstance(getattr(place, name), dict)}
+
+
 def surroundings() -> Hashable:
     """Settings of PyTorch that a capture reads."""
     return (
@@ -174,15 +178,19 @@ def surroundings() -> Hashable:
     )
 
 
-def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor]) -> PassUse:
-    """A use of the tasks of one capture for another one of the same form."""
+def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor], *, ran: bool = False) -> PassUse:
+    """A use of the tasks of one capture for another one of the same form.
+
+    Args:
+        ran: whether Python has just run, so that its state is that after the pass.
+    """
     if tasks.captured is captured:
         carried, constants = tuple(captured.carried), [(storage, storage) for storage in tasks.constants]
     else:
         refs = (each.ref for each in tasks.captured.carried)
         carried = tuple(Carried(new.slot, new.fake, ref, new.path) for new, ref in zip(captured.carried, refs, strict=True))
         constants = list(zip(_constants_in(tasks.captured), _constants_in(captured), strict=True))
-    given = tuple((mine, new.tensor) for mine, new in constants if not new.name and new.tensor is not None)
+    given = tuple((mine, new.tensor) for mine, new in constants if (ran or not new.name) and new.tensor is not None)
     return PassUse(tasks, carried, given, host)
 
 

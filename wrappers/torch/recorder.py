@@ -150,6 +150,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         given, named = tree_map_only(torch.Tensor, self.ref, (args, kwargs))
+        if func is aten.as_strided.default and torch._C._current_autograd_node() is None:
+            self._check_layout(given[0])
         if torch.Tag.nondeterministic_seeded in func.tags and (self.is_seeded or kwargs.get("generator") is not None):
             return self._drawn(func, args, kwargs)
         try:
@@ -163,6 +165,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
                 raise
             return self._computed(func, given, named)
         return self._note(func, given, named, result)
+
+    def _check_layout(self, ref: Ref) -> None:
+        """Refuse to look at the memory of a result whose layout PyTorch tells otherwise beforehand than it makes it.
+
+        Raises:
+            UsageError: a strided tensor went into the result.
+        """
+        maker = next((call for call in self.calls if ref.storage in call.made), None)
+        parts = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
+        if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in parts):
+            raise UsageError(
+                f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is not known "
+                "beforehand; call contiguous() on what went into it"
+            )
 
     def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:
         """Note a call with its results."""

@@ -110,7 +110,7 @@ class StepRecorder:
             DoesNotFit: a budget is too small for the step.
         """
         for minibatch in minibatches:
-            check_batch(minibatch, 1)
+            check_batch(minibatch, 1, learns=purpose == "train")
         uses: list[PassUse] = []
         for number, each in enumerate(minibatches):
             taken = [use.tasks for use in uses]

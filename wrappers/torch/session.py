@@ -33,6 +33,7 @@ from nntask.optim import norm_of
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
+from .away import is_away
 from .batches import check_batch, cut, memory_of
 from .calls import Storage
 from .capture import Function
@@ -252,7 +253,7 @@ class Session:
 
     def start(self, **batch: Any) -> StartedStep:
         """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
-        check_batch(batch, self._num_minibatches)
+        check_batch(batch, self._num_minibatches, learns=True)
         return self.start_minibatches(cut(batch, self._num_minibatches))
 
     def start_minibatches(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> StartedStep:
@@ -293,7 +294,9 @@ class Session:
         for use, minibatch in zip(uses, minibatches, strict=True):
             held, targets = dict(use.constants), dict[Storage, torch.Tensor]()
             for storage in use.tasks.constants:
-                now = tensors[storage.name][0] if storage.name in tensors else held.get(storage, storage.tensor)
+                now = held.get(storage)
+                if now is None:
+                    now = tensors[storage.name][0] if storage.name in tensors else storage.tensor
                 if now is not None and not isinstance(now, FakeTensor):
                     self.state.refresh(storage, now)
                     targets[storage] = now
@@ -390,7 +393,7 @@ class Session:
         for name, value in self.module.state_dict(keep_vars=True).items():
             if not isinstance(value, torch.Tensor) or (not frozen and is_frozen(value)):
                 continue
-            if id(value) not in first:  # one without elements, or that the session has not taken
+            if first.get(id(value)) not in tensors:  # one without elements, or that the session has not taken
                 seen[id(value)] = value.detach().clone()
             elif id(value) not in seen:
                 seen[id(value)] = tensor_from(tensors[first[id(value)]].read(), value)
@@ -536,6 +539,8 @@ class Session:
         """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
         values, tensors = dict(named_tensors(self.module)), self.state.tensors()
         for first, name in saved_names(self.module).items():
+            if first not in tensors:
+                raise UsageError(f"{name} was registered after the session was made, and cannot be saved with it; register it before")
             if values[first].is_complex():
                 raise UsageError(f"{name} is complex, and files of weights hold real numbers; register the buffer with persistent=False")
         return {name: tensors[first] for first, name in saved_names(self.module).items() if frozen or not is_frozen(values[first])}
@@ -543,7 +548,12 @@ class Session:
     def _current(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters and buffers, by every name."""
         tensors = self.state.tensors()
-        return {name: tensor_from(tensors[name].read(), value) for name, value in named_tensors(self.module) if name in tensors}
+        aliases = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
+        return {
+            name: tensor_from(tensors[aliases[id(value)]].read(), value)
+            for name, value in named_tensors(self.module)
+            if name in tensors and is_away(value)
+        }
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""

@@ -32,6 +32,10 @@ class HostValues:
         self._known: dict[tuple[Storage, int], torch.Tensor] = {}
         self._given: dict[Storage, torch.Tensor] = {}
 
+    def given(self, storage: Storage) -> torch.Tensor:
+        """The bytes that were noted for a storage."""
+        return self._given[storage]
+
     def enter(self, storages: Iterable[Storage], tensors: Iterable[torch.Tensor]) -> None:
         """Note the values of storages that the host has computed."""
         self._given.update((storage, _bytes_of(tensor)) for storage, tensor in zip(storages, tensors, strict=True))
