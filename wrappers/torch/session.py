@@ -46,6 +46,7 @@ from .modules import check_module, first_values, give, is_frozen, let_go, modes_
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
 from .recording import Captures, Purpose, RecordedStep, StepRecorder
+from .releases import check_torch
 from .state import ModuleState
 from .weights import attach_files
 
@@ -156,6 +157,7 @@ class Session:
         compiled: bool = False,
         **options: Any,
     ) -> None:
+        check_torch()
         _check_numbers(seed, threads, minibatches)
         check_module(module, has_weights=weights is not None)
         if compiled:

@@ -31,6 +31,7 @@ from .language import TITLES, LanguageModelConfig, language_config
 from .modules import modes_of
 from .objectives import loss_of, objective_of, scalar
 from .recording import Captures
+from .releases import check_packages
 from .segments import flops_of
 from .session import Session
 from .step import Pass
@@ -57,6 +58,7 @@ def train(
     Raises:
         NntaskError: see `nntask.training.train`.
     """
+    check_packages()
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     announce()
@@ -80,6 +82,7 @@ def plan(
     Raises:
         UsageError, DoesNotFit: see `nntask.planning.plan_run`.
     """
+    check_packages()
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     machine = devices_of(on_cpus(settings.resources), "fp32", checks=target is None)

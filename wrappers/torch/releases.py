@@ -1,0 +1,172 @@
+"""Which releases of PyTorch, transformers and accelerate a session works with: a tested range, older ones refused, newer ones checked and warned of.
+
+A version is judged when the first session or trainer is made, not on import. Within the range nothing more is done. A newer release of PyTorch, or a
+pre-release, must have every name that this package uses and must pass a self-check (`insides`), once in a process; then one line is printed. This
+module imports none of the packages until a check needs one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from nntask import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """The releases of a package that the tests of this package have passed with.
+
+    Attributes:
+        title: name of the package in sentences.
+        package: its name for pip.
+        oldest, newest: first and last release of the range, major and minor number.
+    """
+
+    title: str
+    package: str
+    oldest: tuple[int, int]
+    newest: tuple[int, int]
+
+    @property
+    def words(self) -> str:
+        """The range in words, such as "2.12 to 2.14"."""
+        return " to ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in (self.oldest, self.newest)))
+
+    @property
+    def remedy(self) -> str:
+        """The command that installs a release of the range."""
+        (low, first), (high, last) = self.oldest, self.newest
+        return f"pip install '{self.package}>={low}.{first},<{high}.{last + 1}'"
+
+    def holds(self, version: str) -> bool:
+        """Whether a version is of the range; it is not if it is newer or a pre-release.
+
+        Args:
+            version: as the package states it, such as "2.13.0+cpu".
+
+        Raises:
+            UsageError: it is older.
+        """
+        numbers = re.match(r"(\d+)\.(\d+)(?:\.\d+)*(.*)", version)
+        release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+        if release < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            raise UsageError(f"wrappers.torch needs {self.title} {oldest} or newer (tested: {self.words}), got {version}; {self.remedy}")
+        is_final = numbers is not None and re.match(r"(\.?post\d+)?(\+.*)?$", numbers[3]) is not None
+        return is_final and release <= self.newest
+
+    def refusal(self, version: str, reason: str) -> UsageError:
+        """The error for a release outside the range that fails a check."""
+        return UsageError(f"{self.title} {version} is not among the tested releases, {self.words}, and {reason}; {self.remedy}")
+
+
+TORCH: Final = Supported("PyTorch", "torch", (2, 12), (2, 14))
+TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 24), (5, 24))
+ACCELERATE: Final = Supported("accelerate", "accelerate", (1, 15), (1, 15))
+
+_LOCK: Final = threading.RLock()
+_done: set[str] = set()
+
+
+def check_release(tested: Supported, version: str, find_fault: Callable[[], str | None]) -> None:
+    """Refuse a release that is older than the tested ones; check and warn of one outside the range, once in a process.
+
+    Args:
+        tested: the range.
+        version: the release that is installed.
+        find_fault: checks the release; returns what is wrong with it, after "and", or None. May make sessions, which are not checked meanwhile.
+
+    Raises:
+        UsageError: the release is older, or has a fault.
+    """
+    if tested.holds(version):
+        return
+    with _LOCK:
+        if (key := f"{tested.package} {version}") in _done:
+            return
+        _done.add(key)
+        try:
+            if (fault := find_fault()) is not None:
+                raise tested.refusal(version, fault)
+        except BaseException:
+            _done.discard(key)
+            raise
+        print(f"nntask: {tested.title} {version} is not among the tested releases, {tested.words}; a self-check has passed", file=sys.stderr)
+
+
+def check_torch() -> None:
+    """Check the release of PyTorch that is installed; the first session does so.
+
+    Raises:
+        UsageError: it is older than the tested ones, or newer and lacks what a session uses.
+    """
+    import torch
+
+    from .insides import find_fault
+
+    check_release(TORCH, str(torch.__version__), find_fault)
+
+
+def check_inductor() -> None:
+    """Check that a PyTorch outside the tested range has what is used of its Inductor; the first session with compiled chains does so.
+
+    Raises:
+        UsageError: it lacks a name.
+    """
+    import torch
+
+    from .insides import find_fault_of_inductor
+
+    installed = str(torch.__version__)
+    if not TORCH.holds(installed) and (fault := find_fault_of_inductor()) is not None:
+        raise TORCH.refusal(installed, fault)
+
+
+def check_packages() -> None:
+    """Check the releases of PyTorch and transformers that are installed, for `nntask train` and `nntask plan`.
+
+    Raises:
+        UsageError: one is older than the tested ones, or PyTorch is newer and lacks what a session uses.
+    """
+    import transformers
+
+    check_torch()
+    check_release(TRANSFORMERS, str(transformers.__version__), lambda: None)
+
+
+def refuse_older() -> None:
+    """Refuse installed packages that are older than the tested releases, without importing them.
+
+    Raises:
+        UsageError: one is.
+    """
+    for tested, installed in _installed():
+        tested.holds(installed)
+
+
+def explain(error: Exception) -> None:
+    """Say which release is to blame for a failed import of a module of this package, if one is.
+
+    Args:
+        error: what the import raised.
+
+    Raises:
+        UsageError: a package is older than the tested releases, or outside of them.
+    """
+    for tested, installed in _installed():
+        if not tested.holds(installed):
+            raise tested.refusal(installed, f"an import that wrappers.torch needs failed ({error})") from error
+
+
+def _installed() -> Iterator[tuple[Supported, str]]:
+    """The packages that are installed, with their versions."""
+    for tested in (TORCH, TRANSFORMERS, ACCELERATE):
+        with suppress(PackageNotFoundError):
+            yield tested, version(tested.package)
