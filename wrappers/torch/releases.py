@@ -68,20 +68,21 @@ class Supported:
 
 
 TORCH: Final = Supported("PyTorch", "torch", (2, 12), (2, 14))
-TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 24), (5, 24))
-ACCELERATE: Final = Supported("accelerate", "accelerate", (1, 15), (1, 15))
+TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 22), (5, 24))
+ACCELERATE: Final = Supported("accelerate", "accelerate", (1, 14), (1, 15))
 
 _LOCK: Final = threading.RLock()
 _done: set[str] = set()
 
 
-def check_release(tested: Supported, version: str, find_fault: Callable[[], str | None]) -> None:
+def check_release(tested: Supported, version: str, find_fault: Callable[[], str | None] | None = None) -> None:
     """Refuse a release that is older than the tested ones; check and warn of one outside the range, once in a process.
 
     Args:
         tested: the range.
         version: the release that is installed.
-        find_fault: checks the release; returns what is wrong with it, after "and", or None. May make sessions, which are not checked meanwhile.
+        find_fault: checks a release outside the range; returns what is wrong with it, after "and", or None. May make sessions, which are not checked
+            meanwhile. None if there is no check.
 
     Raises:
         UsageError: the release is older, or has a fault.
@@ -93,12 +94,13 @@ def check_release(tested: Supported, version: str, find_fault: Callable[[], str 
             return
         _done.add(key)
         try:
-            if (fault := find_fault()) is not None:
+            if find_fault is not None and (fault := find_fault()) is not None:
                 raise tested.refusal(version, fault)
         except BaseException:
             _done.discard(key)
             raise
-        print(f"nntask: {tested.title} {version} is not among the tested releases, {tested.words}; a self-check has passed", file=sys.stderr)
+        outcome = "nothing checks it" if find_fault is None else "a self-check has passed"
+        print(f"nntask: {tested.title} {version} is not among the tested releases, {tested.words}; {outcome}", file=sys.stderr)
 
 
 def check_torch() -> None:
@@ -138,7 +140,7 @@ def check_packages() -> None:
     import transformers
 
     check_torch()
-    check_release(TRANSFORMERS, str(transformers.__version__), lambda: None)
+    check_release(TRANSFORMERS, str(transformers.__version__))
 
 
 def refuse_older() -> None:

@@ -56,7 +56,7 @@ def check_trainer_packages() -> None:
     """
     check_torch()
     check_release(TRANSFORMERS, str(transformers.__version__), lambda: fault_of_loop(transformers.Trainer))
-    check_release(ACCELERATE, str(accelerate.__version__), lambda: None)
+    check_release(ACCELERATE, str(accelerate.__version__))
 
 
 def fault_of_loop(base: type[Any]) -> str | None:
