@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +83,7 @@ def test_this_release_has_all_names_and_trains_the_probe() -> None:
 def test_the_packages_of_this_environment_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a word: neither before anything is imported, nor with the imported modules."""
     releases.refuse_older()
-    releases.explain(ImportError("of a name"))
+    releases.explain(ImportError("of a name"), of_trainer=True)
     releases.check_packages()
     releases.check_inductor()
     with Session(torch.nn.Linear(2, 2), "sgd", lr=0.1, ram="64MB", workers=1):
@@ -163,6 +166,20 @@ def test_the_loop_of_the_trainer_is_checked() -> None:
         if not name.startswith("__"):
             setattr(Idle, name, None)
     assert fault_of_loop(Idle) == f"its Trainer does not call {', '.join(OVERRIDDEN)}"
+
+
+@pytest.mark.parametrize("use", ["from wrappers.torch import Session", "from wrappers.torch.releases import refuse_older; refuse_older()"])
+def test_an_old_release_that_cannot_even_be_imported_is_refused(use: str, tmp_path: Path) -> None:
+    """The error is the sentence about releases, in programs and in commands, and not what the import lacks."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.10.0'\n")
+    (tmp_path / "torch-2.10.0.dist-info").mkdir()
+    (tmp_path / "torch-2.10.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run([sys.executable, "-P", "-c", use], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "UsageError: wrappers.torch needs PyTorch 2.12 or newer" in done.stderr.splitlines()[-1], done.stderr
+    assert "got 2.10.0; pip install 'torch>=2.12" in done.stderr.splitlines()[-1]
 
 
 def test_a_name_that_is_not_there_is_no_matter_of_releases() -> None:

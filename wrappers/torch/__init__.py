@@ -17,5 +17,5 @@ def __getattr__(name: str) -> Any:
         if name in __all__:
             from .releases import explain
 
-            explain(error)
+            explain(error, of_trainer=name == "Trainer")
         raise

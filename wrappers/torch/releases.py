@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -143,32 +143,36 @@ def check_packages() -> None:
     check_release(TRANSFORMERS, str(transformers.__version__))
 
 
-def refuse_older() -> None:
+def refuse_older(packages: Sequence[Supported] = (TORCH, TRANSFORMERS)) -> None:
     """Refuse installed packages that are older than the tested releases, without importing them.
 
+    Args:
+        packages: those to look at; by default what `nntask train` needs.
+
     Raises:
-        UsageError: one is.
+        UsageError: one is older.
     """
-    for tested, installed in _installed():
+    for tested, installed in _installed(packages):
         tested.holds(installed)
 
 
-def explain(error: Exception) -> None:
-    """Say which release is to blame for a failed import of a module of this package, if one is.
+def explain(error: Exception, *, of_trainer: bool = False) -> None:
+    """Raise an error about releases if a module of this package cannot be imported and an installed release is not a tested one.
 
     Args:
         error: what the import raised.
+        of_trainer: whether the module is the Trainer's, which needs transformers and accelerate too.
 
     Raises:
         UsageError: a package is older than the tested releases, or outside of them.
     """
-    for tested, installed in _installed():
+    for tested, installed in _installed((TORCH, TRANSFORMERS, ACCELERATE) if of_trainer else (TORCH,)):
         if not tested.holds(installed):
             raise tested.refusal(installed, f"an import that wrappers.torch needs failed ({error})") from error
 
 
-def _installed() -> Iterator[tuple[Supported, str]]:
-    """The packages that are installed, with their versions."""
-    for tested in (TORCH, TRANSFORMERS, ACCELERATE):
+def _installed(packages: Sequence[Supported]) -> Iterator[tuple[Supported, str]]:
+    """Those of some packages that are installed, with their versions."""
+    for tested in packages:
         with suppress(PackageNotFoundError):
             yield tested, version(tested.package)
