@@ -76,7 +76,7 @@ def test_a_newer_release_with_a_fault_is_refused_each_time(capsys: pytest.Captur
 
 def test_this_release_has_all_names_and_trains_the_probe() -> None:
     """The self-check passes with the PyTorch of this environment, with the names of Inductor too."""
-    assert insides.find_fault() is None
+    assert insides.find_fault(Session) is None
     assert insides.find_fault_of_inductor() is None
 
 
@@ -84,7 +84,7 @@ def test_the_packages_of_this_environment_are_taken(capsys: pytest.CaptureFixtur
     """Without a word: neither before anything is imported, nor with the imported modules."""
     releases.refuse_older()
     releases.explain(ImportError("of a name"), of_trainer=True)
-    releases.check_packages()
+    releases.check_packages(Session)
     releases.check_inductor()
     with Session(torch.nn.Linear(2, 2), "sgd", lr=0.1, ram="64MB", workers=1):
         pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -27,13 +28,17 @@ RATE: Final = 0.1
 Step = Callable[[torch.nn.Module, torch.Tensor], tuple[float, Mapping[str, torch.Tensor]]]
 
 
-def find_fault() -> str | None:
-    """What keeps this PyTorch from training here: names that it lacks, or a step that differs from eager's; None without a fault."""
+def find_fault(session: type[Any]) -> str | None:
+    """What keeps this PyTorch from training here: names that it lacks, or a step that differs from eager's; None without a fault.
+
+    Args:
+        session: the class of sessions, which imports this module.
+    """
     folder = Path(__file__).parent
     if missing := missing_names(name for file in sorted(folder.glob("*.py")) if file.name != _INDUCTOR for name in names_in(file.read_text())):
         return f"it lacks {', '.join(missing)}"
     try:
-        difference = first_difference()
+        difference = first_difference(partial(_step_of, session))
     except Exception as error:  # of any type: whatever the insides raise
         lines = str(error).splitlines()
         return f"a self-check failed ({type(error).__name__}: {lines[0] if lines else ''})"
@@ -86,10 +91,10 @@ def _exists(name: str) -> bool:
     """Whether a dotted name of PyTorch is there, as an attribute or as a module to import."""
     value: Any = torch
     path = "torch"
-    for part in name.split(".")[1:]:
-        path = f"{path}.{part}"
+    for attribute in name.split(".")[1:]:
+        path = f"{path}.{attribute}"
         try:
-            value = getattr(value, part)
+            value = getattr(value, attribute)
         except AttributeError:
             if not isinstance(value, ModuleType):
                 return False
@@ -124,18 +129,18 @@ class _Probe(torch.nn.Module):  # type: ignore[misc]
         return loss
 
 
-def first_difference(step: Step | None = None) -> str | None:
-    """Train the probe for one step here and by eager PyTorch; returns what differs first, None if nothing does.
+def first_difference(step: Step) -> str | None:
+    """Train the probe for one step and compare it with eager PyTorch; returns what differs first, None if nothing does.
 
     Args:
-        step: takes the step: from the probe and a batch to the loss and to parameters and buffers by name; None for a session's.
+        step: takes the step: from the probe and a batch to the loss and to parameters and buffers by name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module, x = _Probe(draws=True), torch.randn(2, 6, 8)
     twin = _Probe(draws=False)
     twin.load_state_dict(module.state_dict())
-    loss, state = (step or _step_of_a_session)(module, x)
+    loss, state = step(module, x)
     if set(state["mask"].unique().tolist()) != {0.0, 2.0}:  # dropout keeps half of the ones, and doubles them
         return "random numbers"
     twin.mask.copy_(state["mask"])
@@ -147,11 +152,9 @@ def first_difference(step: Step | None = None) -> str | None:
     return next(_differing({**state, "the loss": torch.tensor(loss)}, {**twin.state_dict(), "the loss": expected.detach()}), None)
 
 
-def _step_of_a_session(module: torch.nn.Module, x: torch.Tensor) -> tuple[float, Mapping[str, torch.Tensor]]:
-    from .session import Session
-
-    with Session(module, "sgd", lr=RATE, ram="64MB", workers=1) as session:
-        return session.step(x=x), session.state_dict()
+def _step_of(session: type[Any], module: torch.nn.Module, x: torch.Tensor) -> tuple[float, Mapping[str, torch.Tensor]]:
+    with session(module, "sgd", lr=RATE, ram="64MB", workers=1) as opened:
+        return opened.step(x=x), opened.state_dict()
 
 
 def _differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Any, Final
 
 from nntask import UsageError
 
@@ -103,8 +104,11 @@ def check_release(tested: Supported, version: str, find_fault: Callable[[], str 
         print(f"nntask: {tested.title} {version} is not among the tested releases, {tested.words}; {outcome}", file=sys.stderr)
 
 
-def check_torch() -> None:
+def check_torch(session: type[Any]) -> None:
     """Check the release of PyTorch that is installed; the first session does so.
+
+    Args:
+        session: the class of sessions, which imports this module; the self-check trains with it.
 
     Raises:
         UsageError: it is older than the tested ones, or newer and lacks what a session uses.
@@ -113,7 +117,7 @@ def check_torch() -> None:
 
     from .insides import find_fault
 
-    check_release(TORCH, str(torch.__version__), find_fault)
+    check_release(TORCH, str(torch.__version__), partial(find_fault, session))
 
 
 def check_inductor() -> None:
@@ -131,15 +135,18 @@ def check_inductor() -> None:
         raise TORCH.refusal(installed, fault)
 
 
-def check_packages() -> None:
+def check_packages(session: type[Any]) -> None:
     """Check the releases of PyTorch and transformers that are installed, for `nntask train` and `nntask plan`.
+
+    Args:
+        session: see `check_torch`.
 
     Raises:
         UsageError: one is older than the tested ones, or PyTorch is newer and lacks what a session uses.
     """
     import transformers
 
-    check_torch()
+    check_torch(session)
     check_release(TRANSFORMERS, str(transformers.__version__))
 
 

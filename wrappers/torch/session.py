@@ -157,7 +157,7 @@ class Session:
         compiled: bool = False,
         **options: Any,
     ) -> None:
-        check_torch()
+        check_torch(Session)
         _check_numbers(seed, threads, minibatches)
         check_module(module, has_weights=weights is not None)
         if compiled:

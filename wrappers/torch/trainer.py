@@ -85,7 +85,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         compiled: bool = False,
         **more: Any,
     ) -> None:
-        check_trainer_packages()
+        check_trainer_packages(Session)
         self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "ngpu": ngpu, "sim_gpu": sim_gpu}
         self._terms |= {"gpu_memory": gpu_memory, "largest_tile": largest_tile, "compiled": compiled}
         self._session: Session | None = None

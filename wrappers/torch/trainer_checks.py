@@ -48,13 +48,16 @@ _CALLED: Final = ("_inner_training_loop", "_run_epoch", "_get_num_items_in_batch
 """Methods of transformers' Trainer that the one here calls, or compares."""
 
 
-def check_trainer_packages() -> None:
+def check_trainer_packages(session: type[Any]) -> None:
     """Check the releases of PyTorch, transformers and accelerate that are installed.
+
+    Args:
+        session: the class of sessions, with which a self-check trains.
 
     Raises:
         UsageError: one is older than the tested ones, or newer and lacks what is used of it.
     """
-    check_torch()
+    check_torch(session)
     check_release(TRANSFORMERS, str(transformers.__version__), lambda: fault_of_loop(transformers.Trainer))
     check_release(ACCELERATE, str(accelerate.__version__))
 

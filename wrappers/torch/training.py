@@ -58,7 +58,7 @@ def train(
     Raises:
         NntaskError: see `nntask.training.train`.
     """
-    check_packages()
+    check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     announce()
@@ -82,7 +82,7 @@ def plan(
     Raises:
         UsageError, DoesNotFit: see `nntask.planning.plan_run`.
     """
-    check_packages()
+    check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     machine = devices_of(on_cpus(settings.resources), "fp32", checks=target is None)
