@@ -26,7 +26,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # PyTorch of .venv, and so of CI; minor releases that wrappers/torch is tested with.
 TORCH ?= 2.13.0
-TORCH_RELEASES ?= 2.12 2.13 2.14
+TORCH_RELEASES ?= 2.12 2.13 2.14 2.15
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks docs
 
 # An interpreter with CuPy, torch with CUDA if it is to be compared with, and the packages of nntask.

@@ -37,7 +37,7 @@ class Supported:
 
     @property
     def words(self) -> str:
-        """The range in words, such as "2.12 to 2.14"."""
+        """The range in words, such as "2.12 to 2.15"."""
         return " to ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in (self.oldest, self.newest)))
 
     @property
@@ -68,8 +68,8 @@ class Supported:
         return UsageError(f"{self.title} {version} is not among the tested releases, {self.words}, and {reason}; {self.remedy}")
 
 
-TORCH: Final = Supported("PyTorch", "torch", (2, 12), (2, 14))
-TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 22), (5, 24))
+TORCH: Final = Supported("PyTorch", "torch", (2, 12), (2, 15))
+TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 24), (5, 24))
 ACCELERATE: Final = Supported("accelerate", "accelerate", (1, 14), (1, 15))
 
 _LOCK: Final = threading.RLock()
