@@ -69,7 +69,7 @@ class Supported:
 
 
 TORCH: Final = Supported("PyTorch", "torch", (2, 12), (2, 15))
-TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 24), (5, 24))
+TRANSFORMERS: Final = Supported("transformers", "transformers", (5, 23), (5, 24))
 ACCELERATE: Final = Supported("accelerate", "accelerate", (1, 14), (1, 15))
 
 _LOCK: Final = threading.RLock()
