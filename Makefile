@@ -5,6 +5,8 @@
 # make test-long   the tests that take long, which make test leaves out, and random searches with all their examples
 # make test-pages   the commands of the README and of the site's pages, as printed (CI runs make test and this)
 # make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
+# make test-torch-releases   the tests of wrappers/torch with each supported release of PyTorch, in environments of their own below build/;
+#              by hand (TORCH_RELEASES=2.14 for one of them, --keep-going for all in spite of failures; several GB each where PyTorch comes with CUDA)
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
 # make bench-gpu   measurements on a GPU beside torch; writes benchmarks/gpu/results.json and docs/results/gpu.md
 # make first-card  everything that only a card can show, in stages of at most nine minutes: build/first-card/summary.md
@@ -22,6 +24,9 @@ ARGS ?=
 PROCESSES ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
+# PyTorch of .venv, and so of CI; minor releases that wrappers/torch is tested with.
+TORCH ?= 2.13.0
+TORCH_RELEASES ?= 2.12 2.13 2.14 2.15
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks docs
 
 # An interpreter with CuPy, torch with CUDA if it is to be compared with, and the packages of nntask.
@@ -29,7 +34,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench docs clean
+.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench docs clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -51,6 +56,11 @@ test-avx2: $(VENV)/installed-dev
 test-browser: MARK := -m browser tests/wrappers/test_browser.py
 test-browser: PROCESSES := 0
 test-browser: suite
+
+test-torch-releases: $(TORCH_RELEASES:%=test-torch-%)
+
+test-torch-%: build/torch-%/installed
+	build/torch-$*/venv/bin/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS) tests/wrappers/test_torch*.py
 
 test-docker:
 	docker/test.sh
@@ -83,11 +93,11 @@ contracts: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 # One BLAS thread for each of our workers; torch, the oracle, gets the same.
-suite: export OPENBLAS_NUM_THREADS = 1
-suite: export OMP_NUM_THREADS = 1
-suite: export MKL_NUM_THREADS = 1
-suite: export TOKENIZERS_PARALLELISM = false
-suite: export HF_HUB_OFFLINE = 1
+suite test-torch-%: export OPENBLAS_NUM_THREADS = 1
+suite test-torch-%: export OMP_NUM_THREADS = 1
+suite test-torch-%: export MKL_NUM_THREADS = 1
+suite test-torch-%: export TOKENIZERS_PARALLELISM = false
+suite test-torch-%: export HF_HUB_OFFLINE = 1
 suite: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS)
 
@@ -117,8 +127,14 @@ $(VENV)/installed-train: $(VENV)/created pyproject.toml
 
 # The development extra contains what training needs, so one installation serves both.
 $(VENV)/installed-dev: $(VENV)/created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "torch==$(TORCH)"
 	@touch $@ $(VENV)/installed-train
+
+.PRECIOUS: build/torch-%/installed
+build/torch-%/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)/venv
+	$(@D)/venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "torch==$*.*"
+	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nntask import UsageError
 
+from .releases import check_inductor
+
 _OPTIONS: Final = {
     **{"cpp.threads": 1, "compile_threads": 1},  # no pool of processes that would stay
     **{"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": False, "fx_graph_cache": True},
@@ -59,8 +61,9 @@ def check_compiler() -> None:
     """Refuse to compile without a C++ compiler.
 
     Raises:
-        UsageError: there is none that works.
+        UsageError: there is none that works, or this release of PyTorch lacks what is used of its Inductor.
     """
+    check_inductor()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -51,6 +51,7 @@ from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
 from .python_state import Leaving, bring_into_python, check_changed
 from .recorder import whole
 from .recording import RecordedStep, StepRecorder
+from .releases import check_torch
 from .state import ModuleState, array_of, tensor_from
 from .values import HostValues
 from .weights import attach_files
@@ -172,6 +173,7 @@ class Session:
         compiled: bool = False,
         **options: Any,
     ) -> None:
+        check_torch(Session)
         _check_numbers(seed, threads, minibatches)
         check_module(module, has_weights=weights is not None)
         shared = shared_buffers(module)

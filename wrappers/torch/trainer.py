@@ -40,7 +40,7 @@ from .files import MODEL, STATE, storage_errors
 from .inductor import check_compiler
 from .modules import check_module
 from .session import Session
-from .trainer_checks import check_arguments, check_trainer, plain_optimizer
+from .trainer_checks import check_arguments, check_trainer, check_trainer_packages, plain_optimizer
 from .world import Narrow
 
 SCHEDULE: Final = "scheduler.json"
@@ -87,6 +87,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         compiled: bool = False,
         **more: Any,
     ) -> None:
+        check_trainer_packages(Session)
         self._terms: dict[str, Any] = {"ram": ram, "disk": disk, "workers": workers, "threads": threads, "ngpu": ngpu, "sim_gpu": sim_gpu}
         self._terms |= {"gpu_memory": gpu_memory, "largest_tile": largest_tile, "compiled": compiled}
         self._session: Session | None = None

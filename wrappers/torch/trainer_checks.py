@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
+import accelerate
 import torch
+import transformers
 
 from nntask import UsageError
 
 from .optimizers import torch_optimizer
+from .releases import ACCELERATE, TRANSFORMERS, check_release, check_torch
 
 _MOVES: Final = "leave it out: ram= and disk= of this trainer keep the memory within a budget"
 _PLAIN: Final = "leave it out"
@@ -35,6 +39,40 @@ ADVICE: Final[Mapping[str, str]] = {
 """Argument that must be off -> what to do."""
 OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Values of ``optim`` that there are."""
+OVERRIDDEN: Final = (
+    *("_prepare_for_training", "training_step", "_clip_grad_norm", "_get_grad_norm", "_wrap_model", "prediction_step", "_save_checkpoint", "_save"),
+    *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model"),
+)
+"""Methods of transformers' Trainer that the one here overrides: the loop would train without the session if it no longer called one of them."""
+_CALLED: Final = ("_inner_training_loop", "_run_epoch", "_get_num_items_in_batch", "_get_output_dir", "_prepare_inputs", "store_flos")
+"""Methods of transformers' Trainer that the one here calls, or compares."""
+
+
+def check_trainer_packages(session: type[Any]) -> None:
+    """Check the releases of PyTorch, transformers and accelerate that are installed.
+
+    Args:
+        session: the class of sessions, with which a self-check trains.
+
+    Raises:
+        UsageError: one is older than the tested ones, or newer and lacks what is used of it.
+    """
+    check_torch(session)
+    check_release(TRANSFORMERS, str(transformers.__version__), lambda: fault_of_loop(transformers.Trainer))
+    check_release(ACCELERATE, str(accelerate.__version__))
+
+
+def fault_of_loop(base: type[Any]) -> str | None:
+    """What keeps a loop from training here: methods that transformers' Trainer lacks, or does not call; None without a fault.
+
+    Args:
+        base: transformers' Trainer.
+    """
+    if missing := [name for name in (*OVERRIDDEN, *_CALLED) if not hasattr(base, name)]:
+        return f"its Trainer lacks {', '.join(missing)}"
+    source = "".join(inspect.getsource(each) for each in base.__mro__ if each is not object)
+    uncalled = [name for name in OVERRIDDEN if f".{name}(" not in source]
+    return f"its Trainer does not call {', '.join(uncalled)}" if uncalled else None
 
 
 def check_arguments(args: Any, *, named_optimizer: bool) -> None:

@@ -30,6 +30,7 @@ from .engine import TorchEngine
 from .flags import checked_settings
 from .language import TITLES, LanguageModelConfig, language_config
 from .objectives import loss_of, objective_of, scalar
+from .releases import check_packages
 from .segments import flops_of
 from .session import Session
 from .step import Pass
@@ -56,6 +57,7 @@ def train(
     Raises:
         NntaskError: see `nntask.training.train`.
     """
+    check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     announce()
@@ -79,6 +81,7 @@ def plan(
     Raises:
         UsageError, DoesNotFit: see `nntask.planning.plan_run`.
     """
+    check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
     settings = checked_settings(settings, stated, config)
     machine = devices_of(on_cpus(settings.resources), "fp32", checks=target is None)

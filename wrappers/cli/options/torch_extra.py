@@ -10,13 +10,13 @@ _PACKAGES: Final = ("torch", "transformers")
 
 
 def load_torch(untiled: tuple[Mapping[str, Any], str]) -> None:
-    """Make sure that the packages of the extra are there.
+    """Make sure that the packages of the extra are there, in releases that are new enough.
 
     Args:
         untiled: content of the model's config.json, and where it is from.
 
     Raises:
-        UsageError: one is missing; names the extra.
+        UsageError: one is missing, and the extra is named; or one is older than the tested releases.
     """
     from nntask import UsageError
 
@@ -26,6 +26,9 @@ def load_torch(untiled: tuple[Mapping[str, Any], str]) -> None:
             f"model_type in {source} is {values['model_type']}, which is trained through PyTorch, and that needs the {' and '.join(missing)} "
             f"package{'s' if len(missing) > 1 else ''}; pip install -e '.[torch]', or use a gpt2 or llama"
         )
+    from ...torch.releases import refuse_older
+
+    refuse_older()
 
 
 def through_torch(untiled: tuple[Mapping[str, Any], str]) -> str:
