@@ -160,7 +160,7 @@ class _Run:
             if isinstance(value, torch.Tensor):
                 recorder.enter(value, "input", name)
         then = (lambda found: self._differentiate(found, terms.divisor)) if terms.backward else (lambda found: found)
-        applied = _Applied(self._module, function, then)
+        applied = Applied(self._module, function, then)
         with refusals(), torch.random.fork_rng(devices=[]), recorder, torch.set_grad_enabled(terms.backward):
             if copies:
                 inputs = self.copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -278,7 +278,7 @@ def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str
     return twins
 
 
-class _Applied(torch.nn.Module):  # type: ignore[misc]
+class Applied(torch.nn.Module):  # type: ignore[misc]
     """A function of a module as a module."""
 
     def __init__(self, module: torch.nn.Module, function: Function, then: Callable[[Any], Any]) -> None:

@@ -86,7 +86,7 @@ class Captures:
         own: dict[int, str] = {}
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
-        self._own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
+        self.own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
         self.world = World({"module": module, **(roots or {}), "hooks of all modules": _hooks_of_all()}, own)
         self._passes: dict[Hashable, list[Pass]] = {}
         self._forms: dict[Hashable, list[Pass]] = {}
@@ -131,7 +131,7 @@ class Captures:
         if self._quiet is not None:
             self._quiet()
         function = call if purpose == "predict" else self._objective
-        how = CaptureTerms(purpose == "train", divisor, self.terms.on_gpus, self.world, values, self._own)
+        how = CaptureTerms(purpose == "train", divisor, self.terms.on_gpus, self.world, values, self.own)
         before = None if self._keeps_effects else (self.world.walked(), random.getstate(), np.random.get_state())
         try:
             if purpose == "train":

@@ -231,6 +231,10 @@ class SessionOptimizer:
         for name in names:
             self._skipped[name] += count
 
+    def num_steps_of(self, name: str, number: int) -> int:
+        """The steps that a parameter has taken when the session has taken `number`."""
+        return number - self._skipped.get(name, 0)
+
     def follow(self, names: Collection[str]) -> None:
         """Emit the tasks that take over parameters which were overwritten; moments stay."""
         self.updates.follow(names)

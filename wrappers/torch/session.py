@@ -54,6 +54,7 @@ from .recording import RecordedStep, StepRecorder
 from .releases import check_torch
 from .state import ModuleState, array_of, tensor_from
 from .values import HostValues
+from .verify import Expected, compare, eager_step, set_back, update
 from .weights import attach_files
 
 
@@ -135,6 +136,8 @@ class Session:
             `empty_parameters`. None for those that the module has.
         compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
             of a session without it by rounding, so a saved session is resumed with the same choice.
+        verify: every so many steps, the first one included, are compared with the same step by eager PyTorch: loss, gradients, parameters and buffers. For
+            the first run of a new program; it takes the time and the memory of eager PyTorch, beside the budget. 0 is never.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -171,10 +174,11 @@ class Session:
         largest_tile: str = LARGEST_TILE,
         weights: str | os.PathLike[str] | None = None,
         compiled: bool = False,
+        verify: int = 0,
         **options: Any,
     ) -> None:
         check_torch(Session)
-        _check_numbers(seed, threads, minibatches)
+        _check_numbers(seed, threads, minibatches, verify)
         check_module(module, has_weights=weights is not None)
         shared = shared_buffers(module)
         if compiled:
@@ -214,6 +218,7 @@ class Session:
             recompute=recompute,
         )
         self.num_steps, self._half_done = 0, ""
+        self._verify, self._max_norm, self._objective = verify, max_grad_norm, function
 
     def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
         """Make the state of the module and of its optimizer on the runtime, with the first values."""
@@ -270,6 +275,7 @@ class Session:
             DoesNotFit: a budget is too small for the step.
         """
         self._optimizer.check()
+        expected = self._expected(minibatches, divisor or len(minibatches)) if self._verify and self.num_steps % self._verify == 0 else None
         with self.user_errors():
             recorded, uses = self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)
         check_ids(recorded.passes, minibatches)
@@ -287,7 +293,29 @@ class Session:
         self._started.append(started)
         if any(leaving.is_any for leaving in leavings):
             started.wait()  # what it leaves in Python is there when this returns
+        if expected is not None:
+            moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self.optimizer_tensors().items() if name in expected.moments}
+            compare(self.num_steps, self._verify, expected, started.result().loss, self._first_values(), moments)
         return started
+
+    def _expected(self, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> Expected:
+        """The step that eager PyTorch would take now."""
+        self._wait_for_started()
+        own = self._captures.own
+        with set_back(self._captures.world):
+            found = eager_step(self.module, self._objective, own, self._first_values(), minibatches, divisor, (self._seed, self.num_steps + 1))
+        if not any(name.startswith("master.") for name in self.optimizer_tensors()):
+            state = {name: torch.from_numpy(tensor.read()) for name, tensor in self.optimizer_tensors().items()}
+            steps = {name: self._optimizer.num_steps_of(name, self.num_steps) for name in found.tensors}
+            update(found, self.optimizer, own, state, steps, self._max_norm)
+        else:  # masters have no twin in PyTorch: loss and buffers alone
+            found.tensors = {name: value for name, value in found.tensors.items() if not isinstance(value, torch.nn.Parameter)}
+        return found
+
+    def _first_values(self) -> dict[str, torch.Tensor]:
+        """Copies of all parameters and buffers, by their first names."""
+        own, tensors = self._captures.own, self.state.tensors()
+        return {own[id(value)]: tensor_from(tensors[own[id(value)]].read(), value).clone() for _, value in named_tensors(self.module) if id(value) in own}
 
     def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> list[Leaving]:
         """Write the inputs of a step, and bring constants up to the values that the program's tensors have; returns what each pass will leave."""
@@ -573,7 +601,7 @@ class Session:
         return self._host.user_errors()
 
 
-def _check_numbers(seed: int, threads: int, minibatches: int) -> None:
+def _check_numbers(seed: int, threads: int, minibatches: int, verify: int) -> None:
     """Refuse numbers of a session that are out of range.
 
     Raises:
@@ -581,6 +609,8 @@ def _check_numbers(seed: int, threads: int, minibatches: int) -> None:
     """
     if not 0 <= seed < 1 << 63:
         raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
+    if not isinstance(verify, int) or verify < 0:
+        raise UsageError(f"verify must be an integer of at least 0, got {verify}; 1 compares each step with eager PyTorch, 0 none")
     if not isinstance(threads, int) or not 1 <= threads <= 1024:
         raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
     if not isinstance(minibatches, int) or minibatches < 1:

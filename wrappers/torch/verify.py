@@ -1,0 +1,241 @@
+"""A step by eager PyTorch beside the same step of a session: what `verify=` compares.
+
+The module itself runs, with copies of the session's values in place of its emptied tensors. Random operations draw the numbers that the session
+draws, and the state of Python is set back, so that the session's step begins where the twin has begun.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nntask import NntaskError, UsageError
+
+from .away import standing_for
+from .calls import Call
+from .capture import Applied, Function
+from .kernels import draws, generator_of, into_of
+from .recorder import whole
+from .world import World
+
+TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference relative to the largest value of a tensor, by element type."""
+OTHERS: Final = 3e-2
+"""Likewise of narrower types."""
+_SMALL: Final = 1e-4
+"""Share of the largest gradient of a parameter below which a gradient may be nothing but rounding, so that Adam's step of it says nothing."""
+
+
+@dataclass
+class Expected:
+    """A step by eager PyTorch.
+
+    Attributes:
+        loss: of the step.
+        gradients: by first names of the parameters.
+        tensors: parameters after the update and buffers, by first names.
+        moments: names in the session's optimizer -> values.
+        rates: learning rate of each parameter.
+    """
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+class _SameDraws(TorchDispatchMode):  # type: ignore[misc]
+    """Lets random operations draw the numbers of a session's step.
+
+    Args:
+        seed: seed, numbers of the step and of the minibatch.
+    """
+
+    def __init__(self, seed: Sequence[int]) -> None:
+        super().__init__()
+        self._seed, self._draws = tuple(seed), dict[bytes, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        state = bytes(torch.random.get_rng_state().numpy())
+        torch.rand(())
+        number = self._draws.setdefault(state, len(self._draws))
+        call = replace(Call.of(func, (), ()), draw=number)
+        if not draws(call):
+            return func(*args, **kwargs)
+        generator, rule = generator_of((*self._seed, number)), into_of(call)
+        if rule is None:
+            return func(*args, **{**kwargs, "generator": generator})
+        with FakeTensorMode(allow_non_fake_inputs=True) as shapes:
+            made = func(*tree_map_only(torch.Tensor, shapes.from_tensor, args), **tree_map_only(torch.Tensor, shapes.from_tensor, kwargs))
+        results = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in tree_leaves(made)]
+        rule(results, *args, **{**kwargs, "generator": generator})
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def eager_step(
+    module: torch.nn.Module,
+    objective: Function,
+    own: Mapping[int, str],
+    values: Mapping[str, torch.Tensor],
+    minibatches: Sequence[Mapping[str, Any]],
+    divisor: int,
+    seed: tuple[int, int],
+) -> Expected:
+    """Take the forward and backward passes of a step by eager PyTorch.
+
+    Args:
+        module: whose tensors are in a session.
+        objective: from the module and a batch to the loss.
+        own: id -> first name of the tensors that the session has.
+        values: of these tensors, which the result takes over.
+        divisor: the gradient is that of the sum of losses divided by this.
+        seed: seed and number of the step.
+    """
+    twins: dict[str, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        if (first := own.get(id(tensor))) is not None:
+            if first not in twins:
+                value = values[first]
+                twins[first] = torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
+            by_name[f"module.{name}"] = twins[first]
+    loss = 0.0
+
+    def backward(found: torch.Tensor) -> torch.Tensor:
+        (found if divisor == 1 else found / divisor).backward()
+        return found
+
+    for number, minibatch in enumerate(minibatches):
+        applied = Applied(module, objective, backward)
+        inputs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in minibatch.items()}
+        with standing_for({each: twins[name] for each, name in own.items() if name in twins}), torch.random.fork_rng(devices=[]):
+            with _SameDraws((*seed, number)), torch.enable_grad():
+                loss += float(torch.func.functional_call(applied, by_name, (inputs,)))
+            applied.update()
+    gradients = {name: twin.grad for name, twin in twins.items() if twin.grad is not None}
+    return Expected(loss / divisor, gradients, twins)
+
+
+def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int, str], state: Mapping[str, torch.Tensor], steps: Mapping[str, int],
+           max_norm: float) -> None:  # fmt: skip
+    """Take the update of a step by the optimizer of PyTorch.
+
+    Args:
+        expected: the gradients and the parameters, which are updated.
+        options: the optimizer of the session, which has the options.
+        own: id -> first name of the parameters.
+        state: the session's, by name.
+        steps: of each parameter so far.
+        max_norm: norm to which the gradient is clipped; 0 is off.
+    """
+    groups = [{**group, "params": [expected.tensors[own[id(each)]] for each in group["params"] if id(each) in own]} for group in options.param_groups]
+    twin = type(options)(groups)
+    is_adam = not isinstance(options, torch.optim.SGD)
+    names = {"exp_avg": "m", "exp_avg_sq": "v"} if is_adam else {"momentum_buffer": "momentum"}
+    parts: list[tuple[str, str, torch.Tensor]] = []
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            name = next(name for name, each in expected.tensors.items() if each is parameter)
+            expected.rates[name] = float(group["lr"])
+            if is_adam:
+                twin.state[parameter]["step"] = torch.tensor(float(steps[name]))
+            for of_torch, ours in names.items():
+                if (value := state.get(f"{ours}.{name}")) is not None:
+                    twin.state[parameter][of_torch] = value.to(parameter.dtype)
+                    parts.append((f"{ours}.{name}", of_torch, parameter))
+    if max_norm > 0:
+        torch.nn.utils.clip_grad_norm_([each for each in expected.tensors.values() if each.grad is not None], max_norm)
+    twin.step()
+    expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in parts}
+
+
+def compare(number: int, every: int, expected: Expected, loss: float, tensors: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+    """Compare a step of a session with that by eager PyTorch.
+
+    Args:
+        number: of the step.
+        every: what `verify` is.
+        loss, tensors, moments: of the session.
+
+    Raises:
+        NntaskError: they differ by more than rounding; says in what.
+    """
+    found = []
+    kinds = [each.dtype for each in expected.tensors.values() if each.is_floating_point()]
+    if not _near(torch.tensor(loss), torch.tensor(expected.loss), max(map(_tolerance, kinds), default=OTHERS)):
+        found.append(f"the loss is {loss:.9g}, eager's {expected.loss:.9g}")
+    for name, want in expected.moments.items():
+        kind, _, parameter = name.partition(".")
+        if kind != "v" and not _near(moments[name], want, _tolerance(expected.tensors[parameter].dtype)):
+            found.append(f"the gradient of {parameter} (its {'momentum' if kind == 'momentum' else 'first moment'}), by {_away(moments[name], want):.1e}")
+    for name, want in expected.tensors.items():
+        gradient = expected.gradients.get(name)
+        kind = "buffer" if not isinstance(want, torch.nn.Parameter) else "parameter"
+        have, want = tensors[name].detach(), want.detach()
+        if gradient is not None and expected.moments:  # where the gradient is rounding, so is the direction of the step
+            counts = gradient.abs() > _SMALL * gradient.abs().max()
+            have, want = torch.where(counts, have, want), want
+        if not _near(have, want, _tolerance(want.dtype)):
+            found.append(f"{kind} {name}, by {_away(have, want):.1e}")
+    if found:
+        more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
+        raise NntaskError(
+            f"step {number} differs from the same step by eager PyTorch (verify={every}): {'; '.join(found[:4])}{more}; something that the step reads is out "
+            "of sight (C code, files, the clock, state of an installed package): move it into a buffer or an attribute of the module"
+        )
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCES.get(dtype, OTHERS)
+
+
+def _away(have: torch.Tensor, want: torch.Tensor) -> float:
+    return float((have.double() - want.double()).abs().max() / max(float(want.double().abs().max()), 1e-12))
+
+
+def _near(have: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    if not want.is_floating_point():
+        return torch.equal(have, want)
+    if not want.numel():
+        return True
+    if not bool(want.isfinite().all()):
+        return torch.equal(have.isfinite(), want.isfinite())
+    return float((have.double() - want.double()).abs().max()) <= tolerance * max(float(want.double().abs().max()), 1e-3)
+
+
+@contextmanager
+def set_back(world: World) -> Iterator[None]:
+    """Set the state of Python, and the tensors that the program keeps in it, back to what they were before the block.
+
+    Raises:
+        UsageError: something cannot be set back.
+    """
+    before = world.walked()
+    kept = [(tensor, whole(tensor).clone()) for tensor, _ in before.tensors.values() if tensor.layout == torch.strided]
+    numbers = random.getstate(), np.random.get_state()
+    with ExitStack() as after:
+        after.callback(before.restore)
+        after.callback(random.setstate, numbers[0])
+        after.callback(np.random.set_state, numbers[1])
+        yield
+    with torch.no_grad():
+        for tensor, memory in kept:
+            whole(tensor).copy_(memory)
+    if left := before.differences(world.walked()):
+        raise UsageError(
+            f"verify= runs the module by eager PyTorch and by the session, and {left[0]} cannot be set back in between; leave verify= out, or keep that "
+            "state in an attribute of plain Python"
+        )
