@@ -107,7 +107,7 @@ class Call:
             made: storages of the results that are made by it.
         """
         kwargs = kwargs or {}
-        reads = frozenset(ref.storage for ref in tree_leaves((args, kwargs)) if isinstance(ref, Ref))
+        reads = frozenset(ref.storage for ref in refs_in((*args, *kwargs.values())))
         writes = frozenset((*made, *_written(func, args, kwargs)))
         return cls(func, tuple(args), kwargs, tuple(results), reads, writes, frozenset(made))
 
@@ -206,6 +206,15 @@ class Capture:
     def written(self) -> list[Storage]:
         """Constants that the pass changes."""
         return list(dict.fromkeys(s for call in self.calls for s in sorted(call.writes, key=id) if s.role == "constant"))
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """The references among the arguments of an operation, which are nested in lists at most."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from refs_in(each)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Storage]:

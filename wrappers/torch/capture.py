@@ -75,7 +75,7 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
     Raises:
         UsageError: the pass cannot be captured; the message names the line of the model.
     """
-    before = terms.world.walked() if terms.world is not None else Snapshot()
+    before = terms.world.now() if terms.world is not None else Snapshot()
     numbers = random.getstate(), np.random.get_state()
 
     def again(*, copies: bool) -> Capture:
@@ -115,7 +115,7 @@ def _capture(
             stack.enter_context(standing_for(run.twins.by_id))
             stack.enter_context(plain_python(recorder))
             result = run.result(batch, function, terms, copies=copies)
-            after = terms.world.walked() if terms.world is not None else Snapshot()
+            after = before if terms.world is None or before.is_current() else terms.world.walked()
             carried, kept = _carried(before, after, recorder)
             run.check_gradients()
             changed = {name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)}

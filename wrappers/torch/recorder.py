@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -148,8 +148,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
-        given, named = tree_map_only(torch.Tensor, self.ref, (args, kwargs))
+        args, kwargs = over_tensors(self._faked, args), over_tensors(self._faked, kwargs)
+        given, named = over_tensors(self.ref, args), over_tensors(self.ref, kwargs)
         if func is aten.as_strided.default and torch._C._current_autograd_node() is None:
             self._check_layout(given[0])
         if torch.Tag.nondeterministic_seeded in func.tags and (self.is_seeded or kwargs.get("generator") is not None):
@@ -240,6 +240,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if changes:
             return aten.copy_.default(changes[0], found)
         return found
+
+
+def over_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply a function to the tensors among the arguments of an operation, which are nested in lists at most; faster than PyTorch's for any tree."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)([over_tensors(function, each) for each in value])
+    return {name: over_tensors(function, each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
