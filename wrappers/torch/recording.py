@@ -26,6 +26,7 @@ from .capture import Function, Storage
 from .dry import PassTerms, captured_step, pass_of
 from .emission import StepTasks
 from .gpus import fallbacks_of
+from .memory import release_unused
 from .objectives import call
 from .state import ModuleState
 from .step import Pass
@@ -141,6 +142,7 @@ class StepRecorder:
             self._drop(purpose)
             with no_collections():  # which would go through all of torch
                 found = self._record(purpose, minibatches, divisor)
+            release_unused()
         self._steps[key] = found
         return found
 
