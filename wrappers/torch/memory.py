@@ -1,8 +1,8 @@
 """Memory of a session outside its budget, and how it is kept small.
 
 A budget counts every tensor. Outside it lie Python objects of the recorded steps, code of libraries, and the working memory of kernels. This module
-releases what importing and capturing leave behind, and loads compiled loops while the budget is empty. It imports Numba (30 MB), so that importing a
-session takes all the memory of imports.
+releases what importing and capturing leave behind. Importing it loads all code that a session uses, 40 MB of Numba among it, so that imports take
+their memory before a session fills its budget.
 """
 
 from __future__ import annotations
@@ -12,32 +12,28 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import psutil
 import torch
 
 from nntask.hardware import give_back_freed
 from scheduler.storage import release_file_pages
-from tiles.kernels import kernel
-from tiles.kernels.cpu.numba import loops as _  # noqa: F401
+from tiles.kernels.cpu.numba import loops
 
 _KEPT_FILE_NBYTES: Final = 64 << 20
 """Resident file pages below this size are not released: a training reads about 40 MB of them. Bytes."""
 _STATUS: Final = Path("/proc/self/status")
+BESIDE_NBYTES: Final = 64 << 20
+"""Most resident memory beside imports and budget in the measurements of ``benchmarks/torch_memory.py``: recorded steps, kernels' working memory. Bytes."""
 
 
-def load_loops(optimizer: torch.optim.Optimizer) -> None:
-    """Load the compiled loops of the update by running each on one element.
+def outside_budget() -> dict[str, int]:
+    """Bytes of resident memory that `ram` does not count, for a plan.
 
-    Loading needs 50 MB of the compiler's code for a moment. Before the first values arrive, the session's memory is empty.
-
-    Args:
-        optimizer: optimizer of the session.
+    Returns:
+        "imports": resident memory of this process, which has imported what a session needs and has no weights; "beside": what recorded steps and
+        working memory of kernels may add.
     """
-    value, total = np.zeros(1, np.float32), np.zeros(1, np.float64)
-    kernel("sum_squares", "cpu")(value, total)
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        options = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True, "max_norm": 0.0, "clip": False, "master": False}
-        param, grad, first, second = (np.zeros(1, np.float32) for _ in range(4))
-        kernel("adam", "cpu")(param, grad, first, second, np.ones(3, np.float32), **options)
+    return {"imports": psutil.Process().memory_info().rss, "beside": BESIDE_NBYTES}
 
 
 def release_unused() -> None:
@@ -70,3 +66,17 @@ def _resident_file_nbytes() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssFile:")), 0)
+
+
+def _load_code() -> None:
+    """Import what PyTorch's optimizers and Numba import at their first use, by using them on one element.
+
+    Loading a compiled loop needs 50 MB of the compiler's code for a moment, which would come on top of a full budget in the first step.
+    """
+    one = np.zeros(1, np.float32)
+    loops.sum_squares(one)
+    loops.adam(one, one.copy(), one.copy(), one.copy(), *(np.float32(1),) * 10)
+    torch.optim.AdamW([torch.zeros(1)])
+
+
+_load_code()

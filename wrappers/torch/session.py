@@ -42,7 +42,7 @@ from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
-from .memory import load_loops, release_unused
+from .memory import release_unused
 from .modules import check_module, first_values, give, is_frozen, let_go, modes_of, named_tensors, refuse_call
 from .objectives import Loss, loss_of, objective_of, scalar
 from .optimizers import note_step, optimizer_on, rate_of, terms_of, torch_optimizer
@@ -196,7 +196,6 @@ class Session:
 
     def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
         """Make the state of the module and of its optimizer on the runtime, with the first values."""
-        load_loops(self.optimizer)
         self._state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
         values = first_values(module)
         if weights is not None:
