@@ -23,15 +23,15 @@ _KEPT_FILE_NBYTES: Final = 64 << 20
 """Resident file pages below this size are not released: a training reads about 40 MB of them. Bytes."""
 _STATUS: Final = Path("/proc/self/status")
 BESIDE_NBYTES: Final = 64 << 20
-"""Most resident memory beside imports and budget in the measurements of ``benchmarks/torch_memory.py``: recorded steps, kernels' working memory. Bytes."""
+"""Resident memory above imports and budget that ``benchmarks/torch_memory.py`` allows: recorded steps, and working memory of kernels. Bytes."""
 
 
 def outside_budget() -> dict[str, int]:
-    """Bytes of resident memory that `ram` does not count, for a plan.
+    """Return resident memory that `ram` does not count, bytes.
 
     Returns:
-        "imports": resident memory of this process, which has imported what a session needs and has no weights; "beside": what recorded steps and
-        working memory of kernels may add.
+        "imports": resident memory of this process, which has imported all code of a session and holds no weights. "beside": allowance for recorded
+        steps and working memory of kernels.
     """
     return {"imports": psutil.Process().memory_info().rss, "beside": BESIDE_NBYTES}
 
