@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = {
         "machine": before,
         "versions": common.versions("nntask", "torch", "transformers", "numpy"),
-        "settings": {"steps": STEPS, "workers": 2, "minibatches": 4},
+        "settings": {"rounds": 1, "steps": STEPS, "workers": 2, "minibatches": 4},
         "comparisons": comparisons,
         "rounds": kept,
     }
