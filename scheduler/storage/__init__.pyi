@@ -1,5 +1,6 @@
 from .arena import HostArena
 from .device import DeviceMemory
+from .file_pages import release_file_pages
 from .limits import check_budgets, default_ram_budget, filled_budgets, memory_budgets, memory_limit
 from .performance_store import PerfStore, machine_fingerprint
 from .tier import DiskTier
@@ -15,4 +16,5 @@ __all__ = [
     "machine_fingerprint",
     "memory_budgets",
     "memory_limit",
+    "release_file_pages",
 ]

@@ -202,11 +202,14 @@ def test_a_plan_says_what_a_step_takes(here: Path, capsys: pytest.CaptureFixture
     assert lines[0] == "electra is trained through PyTorch: nntask has no tiles for it"
     assert "tiles               each tensor is one" in lines
     assert lines[-1] == "feasible            yes"
+    (outside,) = (line for line in lines if line.startswith("outside --ram       "))
+    assert outside.endswith(" of imports, and up to 64 MiB of recorded steps and kernels' working memory")
     module = hf.AutoModelForMaskedLM.from_config(hf.AutoConfig.from_pretrained("electra"))
     figures = planned("electra", "--devices=2x4MB@1TF", "--ram=1GB", capsys=capsys)
     assert figures["parameters"] == figures["trained_parameters"] == sum(p.numel() for p in module.parameters())
     assert set(figures["budget_bytes"]) == {"ram", "gpu:0", "gpu:1"}
     assert figures["seconds_per_step"] > 0
+    assert figures["outside_budget_bytes"]["beside"] == 64 << 20 < figures["outside_budget_bytes"]["imports"]
     assert main(["plan", "--init-from=electra", *FLAGS, "--ram=500KB"]) == 3
     assert "it would fit with --ram" in capsys.readouterr().err
     assert main(["plan", "--init-from=electra", *FLAGS, "--explain=gemm"]) == 2

@@ -304,6 +304,16 @@ def _masked_fill(results: Sequence[torch.Tensor], source: torch.Tensor, mask: to
     results[0].copy_(source).masked_fill_(mask, value)
 
 
+def _relu(results: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+    torch.clamp_min(source, 0, out=results[0])  # what PyTorch's own kernel calls
+
+
+def _safe_softmax(results: Sequence[torch.Tensor], source: torch.Tensor, axis: int, dtype: torch.dtype | None = None) -> None:
+    typed = source if dtype is None else source.to(dtype)
+    aten._softmax.out(typed, axis, False, out=results[0])
+    results[0].masked_fill_(source.isneginf().all(axis, keepdim=True), 0)  # rows without any allowed position
+
+
 def _slice_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, _: Any, axis: int, start: int, end: int, step: int) -> None:
     aten.slice.Tensor(results[0].zero_(), axis, start, end, step).copy_(gradient)
 
@@ -345,6 +355,8 @@ _INTO: Final[Mapping[Any, Into]] = {
     aten.div.Scalar: _with_scalar(torch.div),
     aten.add.Scalar: _with_scalar(torch.add),
     aten.sub.Scalar: _with_scalar(torch.sub),
+    aten.relu.default: _relu,
+    aten._safe_softmax.default: _safe_softmax,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
     aten.slice_backward.default: _slice_backward,

@@ -28,6 +28,7 @@ from .captures import Captures, PassUse, Purpose, Values
 from .dry import captured_step
 from .emission import StepTasks
 from .gpus import fallbacks_of
+from .memory import release_unused
 from .state import ModuleState
 from .step import Pass
 from .values import leaves_of
@@ -123,6 +124,7 @@ class StepRecorder:
             self._drop(purpose)
             with no_collections():  # which would go through all of torch
                 found = self._record(purpose, [each.tasks for each in uses], minibatches, divisor)
+            release_unused()
         self._steps[key] = found
         return found, uses
 

@@ -45,6 +45,7 @@ from .emission import check_ids, key_of, value_of, write_inputs
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
+from .memory import release_unused
 from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
@@ -233,6 +234,7 @@ class Session:
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()
+        release_unused()
 
     @property
     def fallbacks(self) -> Mapping[str, int]:

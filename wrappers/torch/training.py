@@ -29,6 +29,7 @@ from .dry import PassTerms, captured_step
 from .engine import TorchEngine
 from .flags import checked_settings
 from .language import TITLES, LanguageModelConfig, language_config
+from .memory import outside_budget
 from .objectives import loss_of, objective_of, scalar
 from .releases import check_packages
 from .segments import flops_of
@@ -91,9 +92,10 @@ def plan(
         check_disk(machine.disk)
         target = this_machine(machine)
     run, model = resolve_untiled(settings, config, resumed, machine), TorchModel(config, settings)
+    outside = outside_budget()
     with no_collections():
         figures = plan_step(model.capture(run), run, target, partial(model.changes, run, target))
-    return {**figures, "trained_parameters": config.num_parameters, "rows_of_tiles": model.rows_of_tiles}
+    return {**figures, "trained_parameters": config.num_parameters, "rows_of_tiles": model.rows_of_tiles, "outside_budget_bytes": outside}
 
 
 def on_cpus(resources: ResourceSettings) -> ResourceSettings:

@@ -192,6 +192,9 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
     yield from _budgets(figures)
+    if (outside := figures.get("outside_budget_bytes")) is not None:
+        beside = f"up to {format_size(outside['beside'])} of recorded steps and kernels' working memory"
+        yield f"outside --ram       {format_size(outside['imports'])} of imports, and {beside}"
     why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
     mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
