@@ -23,7 +23,6 @@ TileKey = tuple[str, int]
 aten: Final = torch.ops.aten
 
 
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Storage:
     """A piece of memory that tensors refer to.

@@ -292,7 +292,10 @@ class _Walk:
             self.found.leaves[path] = ("tensor", tuple(value.shape), strides, value.dtype, value.layout, value.requires_grad, hooks)
             self.found.tensors[path] = (value, slot)
             if not isinstance(value, FakeTensor):
-                self._watch(lambda: (value.requires_grad, value.shape, torch._C.TensorBase.data_ptr(value) if value.layout == torch.strided else 0), by_value=True)
+                self._watch(
+                    lambda: (value.requires_grad, value.shape, torch._C.TensorBase.data_ptr(value) if value.layout == torch.strided else 0),
+                    by_value=True,
+                )
 
     def _visit_dict(self, path: str, value: dict[Any, Any], place_of: Callable[[Any], str]) -> None:
         """Note a dictionary; `place_of` makes a path of a key."""
@@ -585,7 +588,9 @@ def _is_simple(value: Any, depth: int = 2) -> bool:
         return True
     if isinstance(value, dict):
         return depth > 0 and len(value) <= 1000 and all(_is_simple(each, depth - 1) for each in value.values())
-    return isinstance(value, list | tuple | set | frozenset) and depth > 0 and len(value) <= 1000 and all(_is_simple(each, depth - 1) for each in value)
+    return (
+        isinstance(value, list | tuple | set | frozenset) and depth > 0 and len(value) <= 1000 and all(_is_simple(each, depth - 1) for each in value)
+    )
 
 
 def _is_foreign(kind: type) -> bool:
