@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .world import Slot
+from .snapshots import Slot
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 

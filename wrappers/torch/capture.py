@@ -27,8 +27,9 @@ from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
 from .recorder import Recorder
 from .refusals import refusals
+from .snapshots import Snapshot
 from .values import HostValues
-from .world import Snapshot, World
+from .world import World
 
 Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
 """From a module and a batch to the result of a pass."""
