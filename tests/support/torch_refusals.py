@@ -19,8 +19,8 @@ from wrappers.torch import Session
 from wrappers.torch.gpus import check_gpus
 
 
-class Branch(torch.nn.Module):
-    """Decides by a value."""
+class Mean(torch.nn.Module):
+    """Has nothing wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,22 +28,10 @@ class Branch(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        y = self.layer(x)
-        if y.sum() > 0:
-            y = -y
-        return y.mean()
+        return self.layer(x).mean()
 
 
-class Picks(Branch):
-    """Has a shape that follows from values."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss."""
-        y = self.layer(x)
-        return y[y > 0].mean()
-
-
-class Vector(Branch):
+class Vector(Mean):
     """Has a result that is no loss."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,28 +39,55 @@ class Vector(Branch):
         return self.layer(x)
 
 
-class Mean(Branch):
-    """Has nothing wrong."""
+class Counts(Mean):
+    """Decides by a value that each minibatch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
+        self.count += 1
+        if self.count > 3:
+            x = -x
         return self.layer(x).mean()
 
 
-class Shuffles(Branch):
-    """Draws an order."""
+class Draws(Mean):
+    """Draws numbers by an operation that takes no generator."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        return (self.layer(x) * x[:, torch.randperm(4)]).mean()
+        return (self.layer(x) * torch.randint_like(x, torch.tensor(4))).mean()
 
 
-class Leaves(Branch):
-    """Leaves PyTorch."""
+class Addresses(Mean):
+    """Reads the address of a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        return self.layer(x).mean() + float(self.layer.weight.detach().numpy().sum())
+        y = self.layer(x)
+        return y.mean() if y.data_ptr() else y.sum()
+
+
+class Retains(Mean):
+    """Keeps the gradient of an activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        y = self.layer(x)
+        y.retain_grad()
+        return y.mean()
+
+
+class Grows(Mean):
+    """Gives its weight values of another shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        self.layer.weight.data = torch.zeros(2, 4)
+        return x.mean() + self.layer.weight.mean()
 
 
 class Looks(torch.nn.Module):
@@ -113,6 +128,25 @@ def _call_emptied(_: Path) -> None:
     module = Mean()
     with Session(module, ram="16MB"):
         module(torch.ones(2, 4))
+
+
+def _clip_emptied(_: Path) -> None:
+    module = Mean()
+    with Session(module, ram="16MB"):
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
+def _load_emptied(_: Path) -> None:
+    module = Mean()
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    with Session(module, ram="16MB"):
+        module.load_state_dict(values)
+
+
+def _with_gradient() -> torch.nn.Module:
+    module = Mean()
+    module(torch.ones(2, 4)).backward()
+    return module
 
 
 def _hooked(register: str) -> torch.nn.Module:
@@ -237,15 +271,20 @@ class Refusal:
 
 
 REFUSALS: Final = (
-    Refusal("a branch on a value", r"model\.py:\d+ \(if y\.sum\(\) > 0:\) needs a value .*torch\.where", _step(Branch)),
-    Refusal("a shape that depends on values", r"model\.py:\d+ .* needs a shape that depends on values", _step(Picks)),
-    Refusal("an array of NumPy inside", r"model\.py:\d+ .* cannot be captured: \.numpy\(\) .* run that part outside the model", _step(Leaves)),
-    Refusal("a random operation without a generator", r"aten\.randperm\.default cannot be given a seed of its own; use dropout", _step(Shuffles)),
+    Refusal("a branch on what each minibatch changes", r"model\.py:\d+ needs the value .*minibatches=1, .*torch\.where", _step(Counts, minibatches=2)),
+    Refusal("a random operation without a generator", r"aten\.randint_like\.Tensor cannot be given a seed of its own; use dropout", _step(Draws)),
+    Refusal("the address of a tensor", r"model\.py:\d+ reads the address of a tensor, .* compute without addresses", _step(Addresses)),
+    Refusal("the gradient of an activation", r"model\.py:\d+ keeps the gradient of an activation \(retain_grad\), .*autograd\.grad", _step(Retains)),
+    Refusal("values of another shape", r"a tensor of shape \(4, 4\) values of shape \(2, 4\); keep its shape", _step(Grows)),
     Refusal("a loss that is no scalar", r"must be a tensor with one element, got a tensor of shape \(2, 4\); give loss=", _step(Vector)),
     Refusal("a function", r"trains a torch\.nn\.Module of Python, got a builtin_function_or_method", _step(lambda: torch.relu)),
     Refusal("a scripted module", r"trains a torch\.nn\.Module of Python, got a TopLevelTracedModule", _step(_traced)),
     Refusal("a module whose weights a session has", r"layer\.weight has no values, since a session has them", _twice),
     Refusal("a call of one", r"the weights of the module are in a session", _call_emptied),
+    Refusal("another reading of its weights", r"so grad cannot use them: .* overwrite them with session\.load_state_dict\(\)", _clip_emptied),
+    Refusal("values loaded into one", r"use load_state_dict\(\) of the session, or load_into\(module\) before", _load_emptied),
+    Refusal("a gradient from before", r"layer\.weight has a gradient from before the session, .*zero_grad\(\)", _step(_with_gradient)),
+    Refusal("a lazy module", r"weight has no shape yet .* call the module once", _step(lambda: torch.nn.LazyLinear(1))),
     Refusal("nothing to learn", r"no parameter that is learnt; set requires_grad", _step(_frozen)),
     Refusal("sparse gradients", r"has sparse gradients, .* sparse=False", _step(lambda: torch.nn.EmbeddingBag(4, 4, sparse=True))),
     Refusal("complex parameters", r"weight is of type torch\.complex64, and parameters must be real", _step(_complex)),

@@ -18,7 +18,7 @@ from support.torch_families import eager, make
 from nntask import DataError, UsageError
 from wrappers.torch import Session, Trainer
 from wrappers.torch.calls import Capture, Storage
-from wrappers.torch.capture import capture
+from wrappers.torch.capture import CaptureTerms, capture
 from wrappers.torch.chains import Chain, ChainCompiler
 from wrappers.torch.inductor import Spec, check_compiler, compile_function
 from wrappers.torch.segments import segments_of
@@ -66,7 +66,7 @@ def _nbytes(storages: Iterable[Storage]) -> int:
 
 
 def _captured(function: Any, **inputs: torch.Tensor) -> Capture:
-    return capture(torch.nn.Module(), inputs, lambda _, batch: function(**batch), backward=False)
+    return capture(torch.nn.Module(), inputs, lambda _, batch: function(**batch), CaptureTerms(backward=False))
 
 
 def _scratch(captured: Capture) -> int:
@@ -145,7 +145,7 @@ def test_equal_chains_are_compiled_once_and_touch_no_more_than_a_call() -> None:
 def _pass(num_layers: int) -> Capture:
     layers = [layer for _ in range(num_layers) for layer in (torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.LayerNorm(32))]
     module = torch.nn.Sequential(*layers)
-    return capture(module, {"x": torch.randn(256, 32)}, lambda net, batch: net(batch["x"]).tanh().square().mean(), backward=True)
+    return capture(module, {"x": torch.randn(256, 32)}, lambda net, batch: net(batch["x"]).tanh().square().mean(), CaptureTerms(backward=True))
 
 
 def test_random_calls_and_calls_in_place_stay_themselves() -> None:
@@ -177,7 +177,7 @@ def test_the_loss_over_a_vocabulary_needs_no_log_probabilities(reduction: str) -
     module = Head()
     loss = module(target)
     loss.backward()
-    captured = capture(Head(), {"target": target}, lambda net, batch: net(batch["target"]), backward=True)
+    captured = capture(Head(), {"target": target}, lambda net, batch: net(batch["target"]), CaptureTerms(backward=True))
     (call,) = ChainCompiler().chained(captured).calls
     assert isinstance(call.func, Chain)
     assert call.func.compiled.nbytes <= 8 * 8 * 4

@@ -15,7 +15,7 @@ import wrappers.torch.rows as rows
 from nntask import DataError, DoesNotFit, UsageError
 from wrappers.torch import Session
 from wrappers.torch.calls import aten
-from wrappers.torch.capture import capture
+from wrappers.torch.capture import CaptureTerms, capture
 from wrappers.torch.cuts import cut_parameters, tiles_of
 from wrappers.torch.kernels import torch_nbytes
 from wrappers.torch.objectives import loss_of, objective_of
@@ -108,7 +108,7 @@ def test_a_gradient_divided_by_counts_is_eagers_and_its_memory_is_counted(larges
     def loss(result: torch.Tensor, _: Any) -> torch.Tensor:
         return result.square().sum()
 
-    captured = capture(module, {"input": ids}, objective_of(loss), backward=True)
+    captured = capture(module, {"input": ids}, objective_of(loss), CaptureTerms(backward=True))
     assert max(map(torch_nbytes, captured.calls)) == module.weight.nbytes
     with Session(module, "sgd", lr=1.0, loss=loss, ram="16MB", largest_tile=largest_tile) as session:
         session.step(input=ids)
@@ -182,7 +182,7 @@ def test_sums_of_gradients_make_no_temporary() -> None:
     """The gradient of a tied table is one storage: made by the product, added to by the lookup."""
     module = Tables(100)
     batch = {"ids": torch.zeros(1, 8, dtype=torch.int64)}
-    captured = capture(module, batch, objective_of(loss_of), backward=True)
+    captured = capture(module, batch, objective_of(loss_of), CaptureTerms(backward=True))
     summed = with_accumulated_sums(captured)
     assert sum(call.func is aten.add.Tensor for call in captured.calls) == 1
     assert not any(call.func is aten.add.Tensor for call in summed.calls)

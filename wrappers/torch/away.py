@@ -20,10 +20,53 @@ from torch.utils._pytree import tree_map_only
 from nntask import UsageError
 
 _GETTERS: Final = frozenset(
-    ["shape", "dtype", "device", "layout", "requires_grad", "is_meta", "is_leaf", "ndim", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_cuda", "is_cpu", "names", "grad_fn", "output_nr"]
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "requires_grad",
+        "is_meta",
+        "is_leaf",
+        "ndim",
+        "itemsize",
+        "nbytes",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_mkldnn",
+        "is_cuda",
+        "is_cpu",
+        "names",
+        "grad_fn",
+        "output_nr",
+    ]
 )
 _METHODS: Final = frozenset(
-    ["size", "dim", "stride", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous", "storage_offset", "get_device", "is_signed", "__len__", "ndimension", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned", "_has_compatible_shallow_copy_type"]
+    [
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "storage_offset",
+        "get_device",
+        "is_signed",
+        "__len__",
+        "ndimension",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+        "is_shared",
+        "is_pinned",
+        "_has_compatible_shallow_copy_type",
+    ]
 )
 _WITHOUT_GRADIENTS: Final = frozenset({"zero_grad", "_init_group", "_apply"})
 """Functions of PyTorch that have nothing to do where there are no gradients: clearing them, a step of an optimizer, moving a module to where it is."""

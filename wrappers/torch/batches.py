@@ -30,7 +30,9 @@ def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -
             raise UsageError(f"{name} of the batch has tensors inside a {type(value).__name__}; give each tensor as an argument of its own")
     if empty := [name for name, value in batch.items() if isinstance(value, torch.Tensor) and not value.numel()]:
         raise UsageError(f"{empty[0]} of the batch has no elements (shape {tuple(batch[empty[0]].shape)}); leave it out, or skip the batch")
-    if given := [name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and learns]:
+    if given := [
+        name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and learns
+    ]:
         raise UsageError(
             f"{given[0]} of the batch requires a gradient, which a session does not give back; make it a parameter of the module, or detach() it, and call "
             "requires_grad_() inside of the module"

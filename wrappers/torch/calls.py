@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .world import Slot
+from .snapshots import Slot
 
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
@@ -21,7 +21,6 @@ TileKey = tuple[str, int]
 """A parameter's name, and the number of one of its pieces: 0 of one that is not cut."""
 
 aten: Final = torch.ops.aten
-
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -27,8 +27,9 @@ from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
 from .recorder import Recorder
 from .refusals import refusals
+from .snapshots import Snapshot
 from .values import HostValues
-from .world import Snapshot, World
+from .world import World
 
 Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
 """From a module and a batch to the result of a pass."""
@@ -118,12 +119,26 @@ def _capture(
             after = before if terms.world is None or before.is_current() else terms.world.walked()
             carried, kept = _carried(before, after, recorder)
             run.check_gradients()
-            changed = {name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)}
+            changed = {
+                name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)
+            }
             outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), [*kept, *changed.values()]
-        moved = [p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]]
+        moved = [
+            p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]
+        ]
         effects = [*before.differences(after), *moved, *(name for name, state in _random_states().items() if state != numbers[name])]
         gradients = {(name, 0): recorder.ref(gradient) for name, gradient in run.gradients.items()}
-        return Capture(recorder.calls, outputs, gradients, recorder.named, carried, tuple(recorder.guards.values()), tuple(recorder.host), tuple(effects), changed)
+        return Capture(
+            recorder.calls,
+            outputs,
+            gradients,
+            recorder.named,
+            carried,
+            tuple(recorder.guards.values()),
+            tuple(recorder.host),
+            tuple(effects),
+            changed,
+        )
     except BaseException:
         before.restore()
         raise
@@ -165,7 +180,9 @@ class _Run:
             if copies:
                 inputs = self.copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
             recurrent = [
-                (child, list(child._flat_weights), list(child._flat_weight_refs)) for child in self._module.modules() if isinstance(child, torch.nn.RNNBase)
+                (child, list(child._flat_weights), list(child._flat_weight_refs))
+                for child in self._module.modules()
+                if isinstance(child, torch.nn.RNNBase)
             ]
             outputs = torch.func.functional_call(applied, {f"module.{name}": twin for name, twin in self.twins.by_name.items()}, (inputs,))
             for child, weights, references in recurrent:  # lists of twins would stay
@@ -192,7 +209,9 @@ class _Run:
         for twin, place in self.twins.places:
             if self._recorder.known(twin) is not self._recorder.known(place):
                 if twin.shape != place.shape or twin.dtype != place.dtype:
-                    raise UsageError(f"the module gives a tensor of shape {tuple(place.shape)} values of shape {tuple(twin.shape)}; keep its shape and type")
+                    raise UsageError(
+                        f"the module gives a tensor of shape {tuple(place.shape)} values of shape {tuple(twin.shape)}; keep its shape and type"
+                    )
                 with torch.no_grad():
                     place.copy_(twin.detach())
 

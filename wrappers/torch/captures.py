@@ -109,7 +109,9 @@ class Captures:
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
         for name in {s.name for call in made.captured.calls for s in call.writes if s.role == "buffer"}.intersection(self._shared):
-            raise UsageError(f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer")
+            raise UsageError(
+                f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer"
+            )
         host = {s.name: values.given(s) for each in made.captured.host for s in each.storages} if values is not None else {}
         if not made.captured.effects:
             self._passes.setdefault(key, []).append(made)
@@ -227,9 +229,7 @@ def form_of(captured: Capture) -> Hashable:
 
     def form(value: Any) -> Any:
         return repr(
-            tree_map_only(
-                Ref, lambda ref: (number(ref.storage), ref.dtype, ref.shape, ref.strides, ref.offset, ref.is_conj, ref.is_neg), value
-            )
+            tree_map_only(Ref, lambda ref: (number(ref.storage), ref.dtype, ref.shape, ref.strides, ref.offset, ref.is_conj, ref.is_neg), value)
         )
 
     calls = tuple(_form_of_call(each, form) for each in captured.calls)
@@ -239,5 +239,3 @@ def form_of(captured: Capture) -> Hashable:
 
 def _form_of_call(each: Call, form: Callable[[Any], Any]) -> Hashable:
     return each.func, form(each.args), form(dict(each.kwargs)), form(each.results), each.draw
-
-

@@ -57,7 +57,9 @@ def into_of(call: Call) -> Into | None:
     if draws(call):
         rule = _RANDOM.get(call.func)
         if rule is None and not _takes_generator(call.func):
-            raise UsageError(f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the model")
+            raise UsageError(
+                f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the model"
+            )
         return rule
     if isinstance(call.func, Chain):
         return call.func.into

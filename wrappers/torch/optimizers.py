@@ -192,7 +192,9 @@ class SessionOptimizer:
         for name, value in self._terms_now().items():
             first = self._terms.get(name)
             if name not in self._terms:
-                raise UsageError(f"{name.removeprefix('requires_grad of ')} is a parameter that the module did not have when its session was made; make a new session")
+                raise UsageError(
+                    f"{name.removeprefix('requires_grad of ')} is a parameter that the module did not have when its session was made; make a new session"
+                )
             if first != value:
                 raise UsageError(f"{name} must stay {first} while the session is open, got {value}; make a new session, and resume what save() wrote")
 

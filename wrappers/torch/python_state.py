@@ -48,7 +48,11 @@ def check_changed(captured: Capture, minibatch: Mapping[str, Any]) -> None:
     """
     for name in captured.changed:
         for other, value in minibatch.items():
-            if other != name and isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == minibatch[name].untyped_storage().data_ptr():
+            if (
+                other != name
+                and isinstance(value, torch.Tensor)
+                and value.untyped_storage().data_ptr() == minibatch[name].untyped_storage().data_ptr()
+            ):
                 raise UsageError(f"{name} and {other} of the batch share memory, and the module changes {name} in place; give a copy of one of them")
 
 

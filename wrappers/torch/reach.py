@@ -1,4 +1,4 @@
-"""What a Python function may read beside its arguments, from its bytecode: names of globals, attributes of modules, attributes of `self`.
+"""The reach of Python code: names that a function loads beside its arguments, read from its bytecode, and whose code a file, class or module is.
 
 Only loads that the bytecode names are found; what is reached by `getattr` with a computed name, or through C, is not.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dis
 import os
+import sys
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Final, Literal, NamedTuple
 
 import torch
 
 Origin = Literal["user", "library", "torch"]
-"""Whose code it is: the program's, an installed package's, or PyTorch's and ours, whose state is no part of a program's."""
+"""Author of some code: the program, an installed package, or PyTorch and ours, whose state is no part of a program's."""
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OWN: Final = str(Path(__file__).resolve().parents[2])
@@ -34,12 +35,32 @@ def origin_of(filename: str) -> Origin:
     return "user"
 
 
+def is_foreign(kind: type) -> bool:
+    """Return whether a class is not one of Python's standard library."""
+    return kind.__module__.partition(".")[0] not in sys.stdlib_module_names or kind.__module__ == "__main__"
+
+
+@lru_cache(maxsize=4096)
+def origin_of_class(kind: type) -> Origin:
+    """Return whose code a class has."""
+    module = sys.modules.get(kind.__module__)
+    return "user" if module is None else origin_of_module(module)
+
+
+def origin_of_module(module: ModuleType) -> Origin:
+    """Return whose code a Python module has."""
+    name = module.__name__.partition(".")[0]
+    if getattr(module, "__file__", None) is None:
+        return "library" if name in sys.stdlib_module_names and name != "__main__" else "user"
+    return origin_of(str(module.__file__))
+
+
 Chain = tuple[str, ...]
 """A name and the attributes that are loaded of it: ("settings", "RATE") for ``settings.RATE``."""
 
 
 class Loads(NamedTuple):
-    """What a function and those inside it load.
+    """Loads of a function and of those inside it.
 
     Attributes:
         of_globals: chains that begin with a global.
@@ -56,7 +77,7 @@ class Loads(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def loads_of(code: CodeType) -> Loads:
-    """Return what a function loads."""
+    """Return the loads of a function."""
     found: list[dict[Chain, None]] = [{}, {}, {}, {}]
     _scan(code, code.co_varnames[0] if code.co_argcount else "", found)
     return Loads(*map(tuple, found))

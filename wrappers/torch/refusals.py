@@ -43,7 +43,9 @@ def refusals() -> Iterator[None]:
     except NotImplementedError as error:
         if "HigherOrderOperator" not in str(error):
             raise UsageError(f"{_line_of(error)} cannot be captured: {error}; run this part outside of the model") from error
-        raise UsageError(f"{_line_of(error)} uses a control flow operator ({str(error).partition(' and mode')[0]}); write it as a loop of Python") from error
+        raise UsageError(
+            f"{_line_of(error)} uses a control flow operator ({str(error).partition(' and mode')[0]}); write it as a loop of Python"
+        ) from error
     except Exception as error:
         if _is_of_program(error):
             raise

@@ -317,7 +317,9 @@ class Session:
     def _first_values(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters and buffers, by their first names."""
         own, tensors = self._captures.own, self.state.tensors()
-        return {own[id(value)]: tensor_from(tensors[own[id(value)]].read(), value).clone() for _, value in named_tensors(self.module) if id(value) in own}
+        return {
+            own[id(value)]: tensor_from(tensors[own[id(value)]].read(), value).clone() for _, value in named_tensors(self.module) if id(value) in own
+        }
 
     def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> list[Leaving]:
         """Write the inputs of a step, and bring constants up to the values that the program's tensors have; returns what each pass will leave."""

@@ -41,7 +41,7 @@ from .inductor import check_compiler
 from .modules import check_module
 from .session import Session
 from .trainer_checks import check_arguments, check_trainer, check_trainer_packages, plain_optimizer
-from .world import Narrow
+from .walk import Narrow
 
 SCHEDULE: Final = "scheduler.json"
 RANDOM: Final = "rng_state.json"

@@ -162,7 +162,9 @@ def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int,
     expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in parts}
 
 
-def compare(number: int, every: int, expected: Expected, loss: float, tensors: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]) -> None:
+def compare(
+    number: int, every: int, expected: Expected, loss: float, tensors: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
+) -> None:
     """Compare a step of a session with that by eager PyTorch.
 
     Args:
@@ -180,7 +182,9 @@ def compare(number: int, every: int, expected: Expected, loss: float, tensors: M
     for name, want in expected.moments.items():
         kind, _, parameter = name.partition(".")
         if kind != "v" and not _near(moments[name], want, _tolerance(expected.tensors[parameter].dtype)):
-            found.append(f"the gradient of {parameter} (its {'momentum' if kind == 'momentum' else 'first moment'}), by {_away(moments[name], want):.1e}")
+            found.append(
+                f"the gradient of {parameter} (its {'momentum' if kind == 'momentum' else 'first moment'}), by {_away(moments[name], want):.1e}"
+            )
     for name, want in expected.tensors.items():
         gradient = expected.gradients.get(name)
         kind = "buffer" if not isinstance(want, torch.nn.Parameter) else "parameter"

@@ -49,7 +49,7 @@ def _renamed(ranges: Mapping[str, FileRange], module: torch.nn.Module) -> tuple[
     transforms = get_model_conversion_mapping(module)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    own = module.state_dict()
+    own = module.state_dict(keep_vars=True)
     found, converted = {}, []
     for stored in sorted(ranges):
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, own)

@@ -1,0 +1,164 @@
+"""Readers and writers of the state of single objects: arrays, generators of random numbers, iterators, caches, and entries of dictionaries."""
+
+from __future__ import annotations
+
+import array
+import enum
+import itertools
+import random
+import re
+import types
+import zlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from pathlib import PurePath
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from .snapshots import MISSING, Same, State
+
+PLAIN: Final = (
+    bool, int, str, bytes, complex, type(None), type(Ellipsis), type(NotImplemented), range, PurePath, re.Pattern,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Types whose objects are compared by value."""
+_ITERATORS: Final[tuple[type, ...]] = (
+    itertools.count, itertools.cycle, itertools.repeat, type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")),
+)  # fmt: skip
+
+
+class StateAccess(NamedTuple):
+    """How the state of an object is read and written.
+
+    Attributes:
+        read: returns the state, which is compared by value.
+        write: gives the object a state that `read` has returned; None where Python cannot.
+    """
+
+    read: Callable[[], State]
+    write: Callable[[State], None] | None
+
+
+def access_to(value: Any) -> StateAccess | None:
+    """Return the access to the state of an object of Python, NumPy or PyTorch; None for objects of other types."""
+    for kinds, read, write in _ACCESS:
+        if isinstance(value, kinds):
+            if isinstance(value, np.ndarray) and value.dtype == object:
+                return None
+            return StateAccess(partial(read, value), None if write is None else partial(write, value))
+    return None
+
+
+def _state_of_array(value: np.ndarray[Any, Any]) -> State:
+    return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
+
+
+def _state_of_torch_generator(value: torch.Generator) -> State:
+    return (bytes(value.get_state().numpy()),)
+
+
+def _set_torch_generator(value: torch.Generator, state: State) -> None:
+    value.set_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8))
+
+
+def _state_of_random(value: random.Random) -> State:
+    return (value.getstate(),)
+
+
+def _set_random(value: random.Random, state: State) -> None:
+    value.setstate(state[0])
+
+
+def _state_of_numpy_generator(value: np.random.Generator | np.random.RandomState) -> State:
+    bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
+    return (repr(bits.state),)
+
+
+def _state_of_bytes(value: bytearray | array.array[Any]) -> State:
+    return (bytes(value),)
+
+
+def _set_bytes(value: bytearray | array.array[Any], state: State) -> None:
+    if isinstance(value, bytearray):
+        value[:] = state[0]
+    else:
+        value[:] = array.array(value.typecode, state[0])
+
+
+def _state_of_iterator(value: Any) -> State:
+    return (repr(value.__reduce__()),)
+
+
+def _state_of_running_generator(value: types.GeneratorType[Any, Any, Any]) -> State:
+    """Return the instruction at which a generator of Python stands, and its plain variables."""
+    frame = value.gi_frame
+    if frame is None:
+        return ("ended",)
+    return (frame.f_lasti, *((name, each) for name, each in frame.f_locals.items() if isinstance(each, (*PLAIN, float))))
+
+
+def _state_of_context(value: ContextVar[Any]) -> State:
+    return (Same(value.get(None)),)
+
+
+def state_of_cache(value: Any) -> State:
+    """Return the state of a function's cache that a call which finds its result leaves alone."""
+    return value.cache_info().misses, value.cache_info().currsize
+
+
+def entry_of(content: Mapping[str, Any], name: str) -> State:
+    """Return an entry of a dictionary."""
+    return (content.get(name, MISSING),)
+
+
+def set_entry(content: dict[str, Any], name: str, state: State) -> None:
+    """Write an entry of a dictionary."""
+    content[name] = state[0]
+
+
+def entries_of(content: Mapping[str, Any]) -> State:
+    """Return the keys and the values of a dictionary."""
+    return (*content, *content.values())
+
+
+def options_of(group: Mapping[str, Any]) -> State:
+    """Return the options of a parameter group of an optimizer."""
+    return tuple(each for name, each in group.items() if name != "params")
+
+
+def content_of(cell: types.CellType) -> State:
+    """Return the content of a cell; None for one that is not filled yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return (None,)
+
+
+def fill(cell: types.CellType, state: State) -> None:
+    """Write the content of a cell."""
+    cell.cell_contents = state[0]
+
+
+_ACCESS: Final[tuple[tuple[Any, Callable[[Any], State], Callable[[Any, State], None] | None], ...]] = (
+    (np.ndarray, _state_of_array, None),
+    (torch.Generator, _state_of_torch_generator, _set_torch_generator),
+    (random.Random, _state_of_random, _set_random),
+    (np.random.Generator | np.random.RandomState, _state_of_numpy_generator, None),
+    (bytearray | array.array, _state_of_bytes, _set_bytes),
+    (_ITERATORS, _state_of_iterator, None),
+    (types.GeneratorType, _state_of_running_generator, None),
+    (ContextVar, _state_of_context, None),
+)
+"""By types: how to read the state of their objects, and how to write it."""
+
+
+def is_simple(value: Any, depth: int = 2) -> bool:
+    """Return whether a value is plain, or a small container of such."""
+    if isinstance(value, (*PLAIN, float, np.generic, enum.Enum)):
+        return True
+    if not isinstance(value, dict | list | tuple | set | frozenset) or depth == 0 or len(value) > 1000:
+        return False
+    return all(is_simple(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))

@@ -1,0 +1,123 @@
+"""The state of Python at one moment, as `World` has found it: comparable leaves, tensors with the slots that hold them, and watched objects."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+State = tuple[Any, ...]
+"""The content of an object, which is compared item by item."""
+MISSING: Final = object()
+"""The content of a slot that is not there."""
+
+
+class Same:
+    """An object as a value: equal to itself alone, and alive as long as this is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+
+class Slot(NamedTuple):
+    """A place that holds a value: an entry of a container, an attribute, a cell.
+
+    Attributes:
+        write: overwrites it, given `key` and a value; None where Python cannot.
+        key: of the place.
+        value: its content, of which a tensor may be a part (a tuple of them).
+    """
+
+    write: Callable[[Any, Any], None] | None
+    key: Any
+    value: Any
+
+
+NOWHERE: Final = Slot(None, None, None)
+"""The slot of a value that cannot be replaced."""
+
+
+class WatchedObject(NamedTuple):
+    """A container or object that a walk has met.
+
+    Attributes:
+        state: reads its content.
+        held: its content when the walk met it.
+        restore: gives it that content; None where Python cannot.
+        by_value: whether the state is compared by value, not by identity.
+    """
+
+    state: Callable[[], State]
+    held: State
+    restore: Callable[[State], None] | None
+    by_value: bool
+
+    def is_current(self) -> bool:
+        """Return whether the content is what it was."""
+        now = self.state()
+        return now == self.held if self.by_value else len(now) == len(self.held) and all(map(operator.is_, now, self.held))
+
+
+class Snapshot:
+    """The result of a walk.
+
+    Attributes:
+        leaves: path -> value that is compared.
+        tensors: path -> a tensor that is not the module's own, and its slot.
+        nodes: containers and objects.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Hashable] = {}
+        self.tensors: dict[str, tuple[torch.Tensor, Slot]] = {}
+        self.nodes: list[WatchedObject] = []
+
+    def is_current(self) -> bool:
+        """Return whether nothing has been replaced since the walk."""
+        with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+            return all(node.is_current() for node in self.nodes)
+
+    def restore(self) -> None:
+        """Give containers and objects the content that they had."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for node in self.nodes:
+                if node.restore is not None and not node.is_current():
+                    node.restore(node.held)
+
+    def differences(self, later: Snapshot) -> list[str]:
+        """Return the paths at which a later walk has found something else."""
+        paths = dict.fromkeys((*self.leaves, *later.leaves))
+        return [path for path in paths if self.leaves.get(path, MISSING) != later.leaves.get(path, MISSING)]
+
+    @cached_property
+    def key(self) -> WorldKey:
+        """The leaves as one value."""
+        return WorldKey(self.leaves)
+
+
+class WorldKey:
+    """The leaves of a snapshot as a key of dictionaries."""
+
+    __slots__ = ("_hash", "leaves")
+
+    def __init__(self, leaves: Mapping[str, Hashable]) -> None:
+        self.leaves = leaves
+        self._hash = hash(tuple(leaves.items()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, WorldKey) and self._hash == other._hash and self.leaves == other.leaves)

@@ -1,0 +1,385 @@
+"""The walk over everything that is reachable from a module and a loss, which makes a `Snapshot`."""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import enum
+import functools
+import os
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from nntask import UsageError
+
+from .away import is_away
+from .reach import is_foreign, loads_of, origin_of, origin_of_class, origin_of_module
+from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, set_entry, state_of_cache
+from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
+
+MOST_NODES: Final = 500_000
+"""Containers and objects of a world at most."""
+_PLAIN_TYPES: Final = frozenset(PLAIN)
+_KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of keys that are compared by value."""
+_TABLES: Final = ("_parameters", "_buffers", "_modules")
+_OPAQUE: Final = (
+    torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset, types.ModuleType,
+    torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
+"""Their attributes are not looked at, unless the program's code loads one by name."""
+_ATTRIBUTES_COUNT: Final = (types.SimpleNamespace, threading.local, collections.UserDict)
+"""Classes of the standard library whose objects are noted by their attributes."""
+
+
+class Narrow(NamedTuple):
+    """An object that changes all the time, such as a trainer: of its attributes those count that the program's own methods load by name.
+
+    Attributes:
+        value: the object.
+        names: attributes that count in any case, with all that they reach.
+    """
+
+    value: Any
+    names: tuple[str, ...] = ()
+
+
+class Walk:
+    """One walk.
+
+    Args:
+        own: id -> name of the module's tensors that the session has.
+
+    Attributes:
+        found: what it has met so far.
+    """
+
+    def __init__(self, own: Mapping[int, str]) -> None:
+        self.found, self._own = Snapshot(), own
+        self._seen: dict[int, str] = {}
+        self._classes: set[type] = set()
+        self._codes: set[types.CodeType] = set()
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._reads_options = False
+        self._keep: list[Any] = []  # bound methods and the like are made for the asking: alive, or another object would get their id
+
+    def visit(self, path: str, value: Any, slot: Slot) -> None:
+        """Note a value, and what is reachable from it."""
+        kind = type(value)
+        if kind is float:
+            self.found.leaves[path] = (kind, value.hex())
+        elif kind in _PLAIN_TYPES or isinstance(value, PLAIN):
+            self.found.leaves[path] = (kind, value)
+        elif isinstance(value, np.generic | slice):
+            self.found.leaves[path] = (kind, repr(value))
+        elif isinstance(value, enum.Enum):
+            self.found.leaves[path] = Same(value)
+        elif kind is not Narrow and (kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))):
+            self.found.leaves[path] = (kind, len(value))
+            for number, each in enumerate(value):
+                self.visit(f"{path}[{number}]", each, slot)
+        else:
+            self._visit_object(path, value, slot)
+
+    def visit_options(self) -> None:
+        """Note the options of optimizers, if the program's code reads some."""
+        for path, optimizer in self._optimizers.items() if self._reads_options else ():
+            for number, group in enumerate(optimizer.param_groups):
+                self._watch(partial(options_of, group))
+                for name, each in group.items():
+                    if name != "params":
+                        self.visit(f"{path}.param_groups[{number}][{name!r}]", each, Slot(group.__setitem__, name, each))
+
+    def _visit_object(self, path: str, value: Any, slot: Slot) -> None:
+        known = self._seen.get(id(value))
+        if known is not None:
+            self.found.leaves[path] = ("same as", known)
+            return
+        self._seen[id(value)] = path
+        self._keep.append(value)
+        if len(self._keep) > MOST_NODES:
+            raise UsageError(
+                f"the module and the loss reach more than {MOST_NODES:,} Python objects, the last one at {path}, and a session looks at each before "
+                "a step; keep large data (datasets, tables, logs) outside of the module"
+            )
+        if isinstance(value, torch.Tensor):
+            self._visit_tensor(path, value, slot)
+            return
+        for kinds, visit in _VISITS:
+            if isinstance(value, kinds):
+                visit(self, path, value)
+                return
+        self._visit_other(path, value)
+
+    def _visit_tensor(self, path: str, value: torch.Tensor, slot: Slot) -> None:
+        """Note a tensor: of the module, of another session, or of the program."""
+        hooks = len(value._backward_hooks or ()) + len(getattr(value, "_post_accumulate_grad_hooks", None) or ())
+        if (name := self._own.get(id(value))) is not None:
+            self.found.leaves[path] = ("own", name, value.requires_grad, hooks)
+            self._watch(lambda: (value.requires_grad,), by_value=True)
+        elif is_away(value):
+            self.found.leaves[path] = ("away", Same(value))
+        else:
+            strides = tuple(value.stride()) if value.layout == torch.strided else ()
+            self.found.leaves[path] = ("tensor", tuple(value.shape), strides, value.dtype, value.layout, value.requires_grad, hooks)
+            self.found.tensors[path] = (value, slot)
+            if not isinstance(value, FakeTensor):
+                self._watch(
+                    lambda: (value.requires_grad, value.shape, torch._C.TensorBase.data_ptr(value) if value.layout == torch.strided else 0),
+                    by_value=True,
+                )
+
+    def _visit_dict(self, path: str, value: dict[Any, Any]) -> None:
+        self._visit_entries(path, value, lambda key: f"{path}[{key!r}]" if isinstance(key, _KEYS) else f"{path}[{type(key).__name__} {id(key)}]")
+
+    def _visit_entries(self, path: str, value: dict[Any, Any], path_of: Callable[[Any], str]) -> None:
+        """Note a dictionary; `path_of` makes a path of a key."""
+        self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in value))
+
+        def restore(held: tuple[Any, ...]) -> None:
+            half = len(held) // 2
+            value.clear()
+            value.update(zip(held[:half], held[half:], strict=True))
+
+        self._watch(lambda: (*value, *value.values()), restore)
+        write = value.__setitem__
+        for key, each in list(value.items()):
+            self.visit(path_of(key), each, Slot(write, key, each))
+
+    def _visit_attributes(self, path: str, value: Any) -> None:
+        """Note the attributes of an object; parameters, buffers and parts of a module under its own path."""
+        is_module = isinstance(value, torch.nn.Module)
+        for name in _TABLES if is_module else ():
+            table = value.__dict__[name]
+            self._seen[id(table)] = f"{path}.{name}"
+            self._keep.append(table)
+            self._visit_entries(f"{path}.{name}", table, lambda key: f"{path}.{key}")
+        self._visit_entries(f"{path}.", value.__dict__, lambda key: f"{path}.{key}" if not (is_module and key in _TABLES) else f"{path}.{key}.")
+
+    def _visit_list(self, path: str, value: Any) -> None:
+        self.found.leaves[path] = (type(value), len(value))
+
+        def restore(held: tuple[Any, ...]) -> None:
+            value.clear()
+            value.extend(held)
+
+        self._watch(lambda: tuple(value), restore)
+        write = value.__setitem__
+        for number, each in enumerate(list(value)):
+            self.visit(f"{path}[{number}]", each, Slot(write, number, each))
+
+    def _visit_set(self, path: str, value: set[Any] | frozenset[Any]) -> None:
+        self.found.leaves[path] = (type(value), frozenset(each if isinstance(each, _KEYS) else Same(each) for each in value))
+        if isinstance(value, set):
+
+            def restore(held: tuple[Any, ...]) -> None:
+                value.clear()
+                value.update(held[0])
+
+            self._watch(lambda: (frozenset(value),), restore, by_value=True)
+
+    def _visit_class(self, path: str, value: type) -> None:
+        self.found.leaves[path] = Same(value)
+        self._visit_code_of(value)
+
+    def _visit_code_of(self, kind: type) -> None:
+        """Note the attributes of a class and its bases, and what the functions among them reach."""
+        for base in kind.__mro__[:-1]:
+            if base in self._classes:
+                continue
+            self._classes.add(base)
+            origin = origin_of_class(base)
+            if origin == "torch":
+                continue
+            content = vars(base)
+            if origin == "user":
+                self._watch(partial(entries_of, content))
+            for name, each in list(content.items()):
+                if name.startswith("__") and not isinstance(each, types.FunctionType):
+                    continue
+                path = f"{base.__qualname__}.{name}"
+                each = getattr(each, "__func__", getattr(each, "fget", getattr(each, "func", each)))
+                if isinstance(each, types.FunctionType):
+                    self._visit_function(path, each)
+                elif origin == "user" or is_simple(each):
+                    self.visit(path, each, Slot(partial(setattr, base), name, each))
+
+    def _visit_method(self, path: str, value: types.MethodType) -> None:
+        self.found.leaves[path] = ("method", value.__func__.__qualname__)
+        self.visit(f"{path}.__self__", value.__self__, NOWHERE)
+        if isinstance(value.__func__, types.FunctionType):
+            self._visit_function(f"{path}.{value.__name__}", value.__func__)
+
+    def _visit_partial(self, path: str, value: functools.partial[Any]) -> None:
+        self.found.leaves[path] = ("partial", len(value.args))
+        for name in ("func", "args", "keywords"):
+            self.visit(f"{path}.{name}", getattr(value, name), NOWHERE)
+
+    def _visit_cached_function(self, path: str, value: functools._lru_cache_wrapper[Any]) -> None:
+        self.found.leaves[path] = (Same(value), *state_of_cache(value))
+        self._watch(lambda: state_of_cache(value), by_value=True)
+        self.visit(f"{path}.__wrapped__", value.__wrapped__, NOWHERE)
+
+    def _visit_function(self, path: str, value: types.FunctionType) -> None:
+        """Note what a function is, its closure and defaults, and what it loads of globals."""
+        self.found.leaves[path] = Same(value.__code__)
+        self._watch(lambda: (value.__code__, value.__defaults__, value.__kwdefaults__))
+        if value.__code__ in self._codes and not value.__closure__:
+            return
+        self._codes.add(value.__code__)
+        origin = origin_of(value.__code__.co_filename)
+        if origin == "torch":
+            return
+        self._reads_options = self._reads_options or (origin == "user" and "param_groups" in value.__code__.co_names)
+        wrapped = vars(value).get("__wrapped__")
+        if wrapped is not None:
+            self.visit(f"{path}.__wrapped__", wrapped, NOWHERE)
+        for name, content in vars(value).items():
+            if name != "__wrapped__" and origin == "user":
+                self.visit(f"{path}.{name}", content, Slot(vars(value).__setitem__, name, content))
+        for name in ("__defaults__", "__kwdefaults__"):
+            self.visit(f"{path}.{name}", getattr(value, name), NOWHERE)
+        self._visit_cells(path, value)
+        self._visit_globals(path, value, origin)
+
+    def _visit_cells(self, path: str, value: types.FunctionType) -> None:
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            content = content_of(cell)[0]
+            if isinstance(content, types.ModuleType):
+                for chain in loads_of(value.__code__).of_cells:
+                    if chain[0] == name:
+                        self._visit_module(name, content, chain[1:])
+            self._watch(partial(content_of, cell), partial(fill, cell))
+            self.visit(f"{path}.{name}", content, Slot(partial(setattr, cell), "cell_contents", content))
+
+    def _visit_globals(self, path: str, value: types.FunctionType, origin: str) -> None:
+        content = value.__globals__
+        loads = loads_of(value.__code__)
+        for chain in loads.imports:
+            if (module := sys.modules.get(chain[0])) is not None:
+                self._visit_module(chain[0], module, chain[1:])
+        for chain in loads.of_globals:
+            name, each = chain[0], content.get(chain[0], MISSING)
+            where = f"{content.get('__name__', '')}.{name}"
+            if each is MISSING:
+                continue
+            if isinstance(each, types.ModuleType):
+                self._visit_module(where, each, chain[1:])
+            elif origin == "user" or is_simple(each):
+                self._watch(partial(entry_of, content, name), partial(set_entry, content, name))
+                if where not in self.found.leaves:
+                    self.visit(where, each, Slot(content.__setitem__, name, each))
+
+    def _visit_module(self, path: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
+        """Note what is loaded of a Python module by name."""
+        if module is os and names[:1] in (("environ",), ("getenv",)):
+            self.found.leaves["os.environ"] = frozenset(os.environ.items())
+            self._watch(lambda: (frozenset(os.environ.items()),), by_value=True)
+            return
+        origin = origin_of_module(module)
+        if not names or origin == "torch" or not hasattr(module, names[0]):
+            return
+        each = getattr(module, names[0])
+        if isinstance(each, types.ModuleType):
+            self._visit_module(f"{path}.{names[0]}", each, names[1:])
+        elif (origin == "user" or is_simple(each)) and f"{path}.{names[0]}" not in self.found.leaves:
+            content = vars(module)
+            self._watch(partial(entry_of, content, names[0]), partial(set_entry, content, names[0]))
+            self.visit(f"{path}.{names[0]}", each, Slot(content.__setitem__, names[0], each))
+
+    def _visit_narrow(self, path: str, narrow: Narrow) -> None:
+        """Note the attributes of an object that the functions of its class load, and what they load of those."""
+        self.found.leaves[path] = Same(narrow.value)
+        value, kind = narrow.value, type(narrow.value)
+        chains: dict[tuple[str, ...], None] = {(name,): None for name in narrow.names}
+        for base in kind.__mro__[:-1]:
+            if origin_of_class(base) == "user":
+                for each in vars(base).values():
+                    each = getattr(each, "__func__", getattr(each, "fget", each))
+                    if isinstance(each, types.FunctionType):
+                        chains.update(dict.fromkeys(loads_of(each.__code__).of_self))
+        self._visit_code_of(kind)
+        for chain in chains:
+            owner, where = value, path
+            for number, name in enumerate(chain):
+                content = getattr(owner, "__dict__", {})
+                if name not in content:
+                    break
+                owner, where = content[name], f"{where}.{name}"
+                self._watch(partial(entry_of, content, name))
+                is_last = number == len(chain) - 1
+                if is_last and (chain[0] in narrow.names or is_simple(owner) or isinstance(owner, torch.Tensor)):
+                    self.visit(where, owner, Slot(content.__setitem__, name, owner))
+
+    def _visit_identity(self, path: str, value: Any) -> None:
+        """Note an object that is compared by identity alone."""
+        self.found.leaves[path] = Same(value)
+
+    def _visit_optimizer(self, path: str, value: torch.optim.Optimizer) -> None:
+        self.found.leaves[path] = Same(value)
+        self._optimizers[path] = value
+
+    def _visit_weak_reference(self, path: str, value: weakref.ReferenceType[Any]) -> None:
+        self.found.leaves[path] = Same(value)
+        self._watch(lambda: (value(),))
+        self.visit(f"{path}()", value(), NOWHERE)
+
+    def _visit_weak_dict(self, path: str, value: Mapping[Any, Any]) -> None:
+        self.found.leaves[path] = Same(value)
+        self._watch(lambda: (*value.keys(), *value.values()))
+        for key, each in list(value.items()):
+            self.visit(f"{path}[{key!r}]" if isinstance(key, _KEYS) else f"{path}[{type(key).__name__}]", each, NOWHERE)
+
+    def _visit_other(self, path: str, value: Any) -> None:
+        """Note an object by its state, its attributes or its slots; one that hides all of them by its identity."""
+        kind = type(value)
+        is_of_torch = origin_of_class(kind) == "torch" and not isinstance(value, torch.nn.Module)
+        has_attributes = hasattr(value, "__dict__") and (is_foreign(kind) or isinstance(value, _ATTRIBUTES_COUNT))
+        if (access := access_to(value)) is not None:
+            self.found.leaves[path] = (kind, *access.read())
+            self._watch(access.read, access.write, by_value=True)
+        elif is_of_torch:
+            self._visit_identity(path, value)
+        elif has_attributes:
+            self.found.leaves[path] = Same(kind)
+            self._visit_code_of(kind)
+            self._visit_attributes(path, value)
+        elif names := [name for name in copyreg._slotnames(kind) if hasattr(value, name)]:  # type: ignore[attr-defined]
+            self.found.leaves[path] = Same(kind)
+            self._watch(lambda: tuple(getattr(value, name, MISSING) for name in names))
+            for name in names:
+                each = getattr(value, name)
+                self.visit(f"{path}.{name}", each, Slot(partial(setattr, value), name, each))
+        else:
+            self._visit_identity(path, value)
+
+    def _watch(self, state: Callable[[], State], restore: Callable[[State], None] | None = None, *, by_value: bool = False) -> None:
+        self.found.nodes.append(WatchedObject(state, state(), restore, by_value))
+
+
+_VISITS: Final[tuple[tuple[Any, Callable[[Walk, str, Any], None]], ...]] = (
+    (dict, Walk._visit_dict),
+    (list | collections.deque, Walk._visit_list),
+    (set | frozenset, Walk._visit_set),
+    (type, Walk._visit_class),
+    (types.MethodType, Walk._visit_method),
+    (functools.partial, Walk._visit_partial),
+    (functools._lru_cache_wrapper, Walk._visit_cached_function),
+    (types.FunctionType, Walk._visit_function),
+    (types.BuiltinFunctionType, Walk._visit_identity),
+    (Narrow, Walk._visit_narrow),
+    (torch.optim.Optimizer, Walk._visit_optimizer),
+    (_OPAQUE, Walk._visit_identity),
+    (weakref.ReferenceType, Walk._visit_weak_reference),
+    (weakref.WeakKeyDictionary | weakref.WeakValueDictionary, Walk._visit_weak_dict),
+)
+"""By types: how their objects are noted; the first entry that fits counts."""
