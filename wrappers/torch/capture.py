@@ -107,7 +107,7 @@ def _capture(
                 f"{path} holds a tensor that an earlier minibatch of this step has made, whose values are not known yet; give it an initial tensor of the "
                 "same shape, or use minibatches=1"
             )
-    recorder = Recorder(terms.values, {id(tensor): path for path, (tensor, _) in before.tensors.items()})
+    recorder = Recorder(terms.values, {id(tensor): path for path, (tensor, _) in before.tensors.items()}, on_gpus=terms.on_gpus)
     numbers = _random_states()
     try:
         with ExitStack() as stack:

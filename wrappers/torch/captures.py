@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -26,6 +26,7 @@ from .capture import CaptureTerms, Function
 from .dry import PassTerms, pass_of
 from .modules import evaluating, named_tensors
 from .objectives import call
+from .snapshots import Snapshot
 from .step import Pass
 from .values import HostValues
 from .world import World
@@ -88,9 +89,10 @@ class Captures:
             own.setdefault(id(value), name)
         self.own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
         self.world = World({"module": module, **(roots or {}), "hooks of all modules": _hooks_of_all()}, own)
-        self._passes: dict[Hashable, list[Pass]] = {}
+        self._passes: dict[Hashable, list[tuple[Pass, Capture]]] = {}  # tasks, and the capture that they are used for, of the same form
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
+        self._seen: Snapshot | None = None  # the state of Python at the last capture
 
     def pass_over(
         self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None = None, taken: Collection[Pass] = ()
@@ -102,10 +104,11 @@ class Captures:
             taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
-        for each in self._passes.get(key, ()):
-            if (host := _host_inputs(each.captured, values)) is not None:
+        for tasks, captured in self._passes.get(key, ()):
+            if (host := _host_inputs(captured, values)) is not None:
                 self._num_anew = 0
-                return _use(each, each.captured, host)
+                return _use(tasks, captured, host)
+        before = self.world.now()
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
         for name in {s.name for call in made.captured.calls for s in call.writes if s.role == "buffer"}.intersection(self._shared):
@@ -113,20 +116,20 @@ class Captures:
                 f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer"
             )
         host = {s.name: values.given(s) for each in made.captured.host for s in each.storages} if values is not None else {}
-        if not made.captured.effects:
-            self._passes.setdefault(key, []).append(made)
-            return _use(made, made.captured, host, ran=True)
-        self._tell(made.captured)
-        form = (purpose, divisor, surroundings(), form_of(made.captured))
-        known = self._forms.setdefault(form, [])
-        same = next((each for each in known if each not in taken), None)  # a pass has one set of constants, and each minibatch may have its own
-        if same is None:
+        changed = made.captured.effects or ([] if self._seen is None else self._seen.differences(before))
+        self._seen = before
+        self._tell(changed)
+        known = self._forms.setdefault((purpose, divisor, surroundings(), form_of(made.captured)), [])
+        same = next((each for each in known if each not in taken), made)  # a pass has one set of constants, and each minibatch may have its own
+        if same is made:
             known.append(made)
-        return _use(same or made, made.captured, host, ran=True)
+        if not made.captured.effects:
+            self._passes.setdefault(key, []).append((same, made.captured))
+        return _use(same, made.captured, host, ran=True)
 
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
-        self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each in passes])}
+        self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each[0] in passes])}
         self._forms = {key: kept for key, known in self._forms.items() if (kept := [each for each in known if each in passes])}
 
     def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
@@ -146,14 +149,18 @@ class Captures:
                 random.setstate(before[1])
                 np.random.set_state(before[2])
 
-    def _tell(self, captured: Capture) -> None:
-        """Say once that the program makes each step run anew."""
-        self._num_anew += 1
+    def _tell(self, changed: Sequence[str]) -> None:
+        """Say once that the program makes each step run anew.
+
+        Args:
+            changed: places of Python that the pass has changed itself, or that are other than at the capture before.
+        """
+        self._num_anew = self._num_anew + 1 if changed else 0
         if self._num_anew == MANY:
+            more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             warnings.warn(
-                f"each step is captured anew, because the module or the loss changes {captured.effects[0]} in each step"
-                f"{f' (and {len(captured.effects) - 1} more)' if len(captured.effects) > 1 else ''}; results are eager PyTorch's, but a step takes longer: "
-                "keep such state in tensors (buffers), or outside of the module and the loss",
+                f"each step is captured anew, because {changed[0]}{more} changes in each step; results are eager PyTorch's, but a step takes longer: keep "
+                "such state in tensors, which may change, or where neither the module nor the loss reads it",
                 stacklevel=6,
             )
 

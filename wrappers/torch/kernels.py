@@ -63,7 +63,7 @@ def into_of(call: Call) -> Into | None:
         return rule
     if isinstance(call.func, Chain):
         return call.func.into
-    if _divides_by_count(call):
+    if _divides_by_count(call) or _normalises_strided(call):
         return None
     return _INTO.get(call.func) or _out_overload(call.func)
 
@@ -85,6 +85,19 @@ def torch_nbytes(call: Call) -> int:
 def _divides_by_count(call: Call) -> bool:
     """Whether a call is the gradient of a table whose rows are divided by how often their ids occur."""
     return call.func is aten.embedding_dense_backward.default and bool(call.args[4])
+
+
+def _normalises_strided(call: Call) -> bool:
+    """Whether a call is a batch normalisation of an input for which PyTorch has a kernel of any layout: with ``out=`` that one never fills the mean."""
+    if call.func is not aten.native_batch_norm.default:
+        return False
+    ref = call.args[0]
+    like = torch.empty(ref.shape, device="meta")
+    layouts = [tuple(like.stride())]
+    if len(ref.shape) in (4, 5):
+        kind = torch.channels_last if len(ref.shape) == 4 else torch.channels_last_3d
+        layouts.append(tuple(like.to(memory_format=kind).stride()))
+    return ref.strides not in layouts
 
 
 def buffer_nbytes(call: Call) -> int:

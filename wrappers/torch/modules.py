@@ -29,7 +29,7 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise UsageError(f"{name} is scripted, and a session captures modules of Python; give the module that it was scripted from")
-    saved = module.state_dict(keep_vars=True).keys()
+    saved = saved_tensors(module).keys()
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in named_tensors(module):
         _check_tensor(name, value, has_values=not (has_weights and name in saved))
@@ -115,6 +115,15 @@ def first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def saved_tensors(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the content of a module's `state_dict`, with the tensors themselves, also of one that overrides it without PyTorch's arguments."""
+    try:
+        found: dict[str, Any] = module.state_dict(keep_vars=True)
+    except TypeError:
+        found = torch.nn.Module.state_dict(module, keep_vars=True)
+    return found
+
+
 def let_go(module: torch.nn.Module) -> ExitStack:
     """Let go of a module's values, as `send_away` does, and refuse to load others until the result is closed."""
     for _, value in named_tensors(module):
@@ -141,7 +150,7 @@ def saved_names(module: torch.nn.Module) -> dict[str, str]:
     for name, value in named_tensors(module):
         first.setdefault(id(value), name)
     found: dict[str, str] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in saved_tensors(module).items():
         if id(value) in first:
             found.setdefault(first[id(value)], name)
     return found

@@ -27,6 +27,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     Args:
         values: of tensors, for decisions that need them; None where there are none.
+        on_gpus: whether GPUs compute the pass.
         paths: id of a tensor that is not the module's own -> the path to it.
 
     Attributes:
@@ -36,8 +37,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         is_seeded: whether the program has seeded PyTorch's generator, so that its numbers are the same in each pass.
     """
 
-    def __init__(self, values: HostValues | None = None, paths: Mapping[int, str] | None = None) -> None:
+    def __init__(self, values: HostValues | None = None, paths: Mapping[int, str] | None = None, *, on_gpus: bool = False) -> None:
         super().__init__()
+        self._on_gpus = on_gpus
         self.calls: list[Call] = []
         self.named: list[Storage] = []
         self.guards: dict[tuple[Ref, bytes], Guard] = {}
@@ -106,8 +108,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def _guard(self, ref: Ref, expected: bytes, where: str) -> None:
         leaves, is_random = leaves_of(self.calls, ref.storage)
+        self._check_random(is_random, where)
         if leaves or is_random:
             self.guards.setdefault((ref, expected), Guard(tuple(self.calls), ref, expected, where))
+
+    def _check_random(self, is_random: bool, where: str) -> None:
+        """Refuse decisions by random numbers where the host would draw others.
+
+        Raises:
+            UsageError: GPUs compute the pass.
+        """
+        if is_random and self._on_gpus:
+            raise UsageError(f"{where} decides by random numbers, and GPUs draw others than the host; decide by Python's random, or use ngpu=0")
 
     def _enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
         untyped = tensor.untyped_storage()
@@ -211,6 +223,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             results = [each.contiguous().clone() for each in results]
         refs = [ref for ref in tree_leaves((given, named)) if isinstance(ref, Ref)]
         origins = [leaves_of(self.calls, ref.storage) for ref in refs]
+        self._check_random(any(is_random for _, is_random in origins), line_of_program())
         if any(leaves or is_random for leaves, is_random in origins):
             storages = tuple(self.enter(each, "input", f"{HOST_INPUT}{len(self.host)}.{number}") for number, each in enumerate(results))
             shapes = tuple(tuple(each.shape) for each in results)

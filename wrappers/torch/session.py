@@ -46,7 +46,7 @@ from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
 from .inductor import check_compiler
 from .memory import release_unused
-from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names, shared_buffers
+from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names, saved_tensors, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
 from .python_state import Leaving, bring_into_python, check_changed
@@ -182,6 +182,8 @@ class Session:
         _check_numbers(seed, threads, minibatches, verify)
         check_module(module, has_weights=weights is not None)
         shared = shared_buffers(module)
+        if verify and ngpu != 0:
+            raise UsageError(f"verify= compares with PyTorch on CPUs, whose random numbers are others than those of GPUs, got ngpu={ngpu}; use ngpu=0")
         if compiled:
             check_compiler()
             if ngpu != 0:
@@ -424,7 +426,7 @@ class Session:
         tensors, seen = self.state.tensors(), dict[int, torch.Tensor]()
         first = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
         found: dict[str, torch.Tensor] = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in saved_tensors(self.module).items():
             if not isinstance(value, torch.Tensor) or (not frozen and is_frozen(value)):
                 continue
             if first.get(id(value)) not in tensors:  # one without elements, or that the session has not taken
@@ -448,7 +450,7 @@ class Session:
         self._check_whole()
         tensors, names = self.state.tensors(), {name: first for first, name in saved_names(self.module).items()}
         aliases = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
-        known = {name: aliases[id(value)] for name, value in self.module.state_dict(keep_vars=True).items() if id(value) in aliases} | names
+        known = {name: aliases[id(value)] for name, value in saved_tensors(self.module).items() if id(value) in aliases} | names
         if unknown := sorted(values.keys() - known.keys()):
             raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
         shapes = {name: tuple(value.shape) for name, value in named_tensors(self.module)}
@@ -572,6 +574,11 @@ class Session:
     def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
         values, tensors = dict(named_tensors(self.module)), self.state.tensors()
+        own = {id(value) for value in values.values()}
+        for name, value in saved_tensors(self.module).items():
+            is_there = isinstance(value, torch.Tensor) and (id(value) in own or not value.numel() or value.layout != torch.strided)
+            if not is_there and value is not None:
+                raise UsageError(f"{name} of the module's state_dict() is neither a parameter nor a buffer, and cannot be saved; take its hook away")
         for first, name in saved_names(self.module).items():
             if first not in tensors:
                 raise UsageError(f"{name} was registered after the session was made, and cannot be saved with it; register it before")
