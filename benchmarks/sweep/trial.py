@@ -1,7 +1,7 @@
 """Training of one module by eager PyTorch and through `wrappers.torch.Session`, and the verdict on how the two compare.
 
 A `Trial` makes equal modules from a seed as often as it is asked. Eager PyTorch trains one of them, a session another. Where their losses or final
-tensors differ, eager PyTorch trains two more whose weights were moved by 1e-7: what moves these, no two ways of rounding agree on.
+tensors differ, eager PyTorch trains two more whose weights were moved by 1e-7, and a difference that is rounding shrinks in double precision.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class Verdict:
         state_difference: largest relative difference of a parameter or buffer at the end.
         twin_loss_difference: the same of the moved eager twins.
         twin_state_difference: the same of the moved eager twins.
+        double_difference: largest relative difference of a loss or tensor in double precision, where it had to be tried.
         worst: name of the tensor with the largest difference.
         parameters: number of elements of the parameters.
         inputs: what the batches hold.
@@ -87,6 +88,7 @@ class Verdict:
     state_difference: float | None = None
     twin_loss_difference: float | None = None
     twin_state_difference: float | None = None
+    double_difference: float | None = None
     worst: str = ""
     parameters: int = 0
     inputs: str = ""
@@ -262,8 +264,36 @@ def compared(trial: Trial, theirs: Trained, *, is_random: bool) -> Verdict:
         return Verdict(EQUAL, loss_difference=losses, state_difference=state)
     twins = [difference(eager(trial, moved=number), theirs) for number in (1, 2)]
     twin_losses, twin_state = (max(twin[place] for twin in twins) for place in (0, 1))
-    is_rounding = losses <= FACTOR * max(twin_losses, NEAR) and state <= FACTOR * max(twin_state, NEAR)
-    return Verdict(ROUNDING if is_rounding else DIFFERENT, "", "", losses, state, twin_losses, twin_state, worst)
+    double = in_double(trial)
+    verdict = judged((losses, state), (twin_losses, twin_state), double)
+    return Verdict(verdict, "", "", losses, state, twin_losses, twin_state, double, worst)
+
+
+def judged(apart: tuple[float, float], twins: tuple[float, float], double: float | None) -> str:
+    """The verdict on differences that are not equal.
+
+    Args:
+        apart: difference of the losses, and of the tensors.
+        twins: the same of eager twins that were moved.
+        double: larger one of the two in double precision; None if the module does not train in it.
+    """
+    is_small = all(ours <= FACTOR * max(twin, NEAR) for ours, twin in zip(apart, twins, strict=True))
+    shrinks = double is None or double <= max(NEAR, max(apart) / FACTOR)
+    return ROUNDING if is_small and shrinks else DIFFERENT
+
+
+def in_double(trial: Trial) -> float | None:
+    """Largest relative difference when both ways train the module in double precision; None if one of them does not."""
+    batches = [{name: _doubled(value) for name, value in batch.items()} for batch in trial.batches]
+    wide = Trial(lambda: trial.make().double(), batches, trial.loss)
+    try:
+        return max(difference(through_session(wide), eager(wide))[:2])
+    except Exception:  # the module fixes a type somewhere
+        return None
+
+
+def _doubled(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def sentence(error: BaseException, *, with_type: bool = False) -> str:

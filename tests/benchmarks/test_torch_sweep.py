@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,17 +67,29 @@ def test_what_eager_does_not_train_is_not_counted(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("change", "twin", "verdict"),
-    [(0.0, 0.0, "equal"), (3e-5, 1e-6, "rounding"), (2e-3, 1e-3, "rounding"), (2e-3, 1e-5, "different"), (float("nan"), 1e-3, "different")],
+    ("apart", "twin", "double", "verdict"),
+    [
+        (3e-5, 1e-6, None, "rounding"),
+        (2e-3, 1e-3, 1e-12, "rounding"),
+        (2e-3, 1e-3, 2e-3, "different"),
+        (2e-3, 1e-5, 1e-12, "different"),
+        (float("inf"), 1e-3, None, "different"),
+    ],
 )
-def test_differences_are_held_against_twins(monkeypatch: pytest.MonkeyPatch, change: float, twin: float, verdict: str) -> None:
-    """A difference is rounding up to ten times that of eager twins; more, or NaN, is another result."""
+def test_differences_are_held_against_twins(monkeypatch: pytest.MonkeyPatch, apart: float, twin: float, double: float | None, verdict: str) -> None:
+    """A difference up to ten times that of eager twins is rounding if it shrinks in double precision, and another result otherwise."""
     trial = script("trial", monkeypatch)
-    theirs, ours, moved = (trial.Trained([1.0 + by], {"weight": torch.tensor([1.0 + by], dtype=torch.float64)}) for by in (0.0, change, twin))
-    monkeypatch.setattr(trial, "through_session", lambda _: ours)
-    monkeypatch.setattr(trial, "eager", lambda _, moved=0, draws=1: moved and SimpleNamespace(losses=twins.losses, state=twins.state))
-    twins = moved
-    assert trial.compared(trial.Trial(Plain, ()), theirs, is_random=False).verdict == verdict
+    assert trial.judged((apart, 0.0), (twin, 0.0), double) == trial.judged((0.0, apart), (0.0, twin), double) == verdict
+
+
+def test_one_tensor_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference is relative to the largest magnitude of the tensor, NaN counts as infinite, and equal infinities as none."""
+    trial = script("trial", monkeypatch)
+    one, nan, inf = torch.tensor([1.0, 2.0]), torch.tensor([float("nan"), 1.0]), torch.tensor([float("inf"), 1.0])
+    theirs = trial.Trained([2.0], {"a": one, "b": inf})
+    assert trial.difference(trial.Trained([2.0], {"a": one + 0.5, "b": inf}), theirs) == (0.0, 0.25, "a")
+    assert trial.difference(trial.Trained([3.0], {"a": one, "b": inf}), theirs) == (0.5, 0.0, "")
+    assert trial.difference(trial.Trained([2.0], {"a": nan, "b": inf}), theirs)[1:] == (float("inf"), "a")
 
 
 def test_dropout_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
