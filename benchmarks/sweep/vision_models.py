@@ -45,11 +45,11 @@ def _smaller() -> dict[str, Callable[[], nn.Module]]:
 
     return {
         "convnext": lambda: models.ConvNeXt(blocks, num_classes=CLASSES),
-        "maxvit": lambda: models.MaxVit((64, 64), 16, 2, (16, 32), (1, 1), 16, 0.0, num_classes=CLASSES),
+        "maxvit": lambda: models.MaxVit((64, 64), 16, 2, [16, 32], [1, 1], 16, 0.0, num_classes=CLASSES),
         "vision_transformer": lambda: models.VisionTransformer(64, 16, 2, 2, 48, 96, num_classes=CLASSES),
         "swin_transformer": lambda: models.SwinTransformer(**swin),
         "swin_transformer_v2": lambda: models.SwinTransformer(**swin, **second),
-        "vgg": lambda: models.VGG(models.vgg.make_layers([16, "M", 32, "M", 32, "M"], batch_norm=True), num_classes=CLASSES),
+        "vgg": lambda: nn.Sequential(models.vgg.make_layers([16, "M", 32, "M", 32, "M"], batch_norm=True), mean()),
         "fpn": lambda: nn.Sequential(nn.Conv2d(3, 16, 3), _Pyramid(ops.FeaturePyramidNetwork([16, 16], 16))),
         "mlp": lambda: nn.Sequential(nn.Flatten(), ops.MLP(3 * 64 * 64, [32, CLASSES], norm_layer=nn.LayerNorm)),
         "squeeze_excitation": lambda: nn.Sequential(nn.Conv2d(3, 16, 3), ops.SqueezeExcitation(16, 4), mean()),
