@@ -225,8 +225,8 @@ def plans(model_class: Any) -> Iterator[Plan]:
     seen: set[tuple[str, ...]] = set()
     unique: list[list[str]] = []
     for each in sets:
-        chosen = tuple(name for name in each if name in present)
-        if chosen and chosen not in seen and set(chosen) != {"attention_mask"}:
+        chosen = tuple(name for name in each if name in present and (name != "attention_mask" or "input_ids" in each))  # a mask of tokens
+        if chosen and chosen not in seen:
             seen.add(chosen)
             unique.append(list(chosen))
     labelled = [
