@@ -14,6 +14,8 @@
 # make test-browser   the report and the dashboard's page in a headless Chromium (apt-get install chromium chromium-driver)
 # make test-docker build the container and train in it (root, buildah, debootstrap)
 # make bench   measurements beside peers; writes benchmarks/results, docs/results and the headlines of README.md
+# make sweep   modules of transformers, PEFT, torchvision and timm, in sessions and in eager PyTorch, before a release: an hour (ARGS="--only Bert",
+#              ARGS=--resume); writes benchmarks/results and docs/results
 # make docs    the site, with every warning as an error: build/docs/index.html
 # make clean   remove .venv and caches; runs/ stays
 #
@@ -34,7 +36,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench docs clean
+.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench sweep docs clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -109,6 +111,16 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/trace_cost.py
 	$(BIN)/python benchmarks/gpu/host.py
 	$(BIN)/python benchmarks/table.py
+
+# An environment of its own, since transformers imports torchvision wherever it is installed.
+sweep: build/sweep/installed
+	build/sweep/bin/python benchmarks/sweep/run.py $(ARGS)
+	build/sweep/bin/python benchmarks/table.py
+
+build/sweep/installed: pyproject.toml
+	$(PYTHON) -m venv --clear build/sweep
+	build/sweep/bin/python -m pip install --quiet --disable-pip-version-check -e ".[sweep]"
+	@touch $@
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -n -E -b html docs build/docs

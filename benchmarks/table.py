@@ -183,7 +183,14 @@ def _section(section: Mapping[str, str], result: Result) -> str:
         f"`benchmarks/results/{section['benchmark']}.json`."
     )
     lines = ["| measured | nntask | beside | ratio | bar |", "|---|---|---|---|---|", *(_row(row) for row in result["comparisons"])]
-    return "\n\n".join([f"## {section['title']}", section["method"], "\n".join(lines), *result.get("notes", ()), stamp])
+    tables = map(_table, result.get("tables", ()))
+    return "\n\n".join([f"## {section['title']}", section["method"], "\n".join(lines), *tables, *result.get("notes", ()), stamp])
+
+
+def _table(table: Mapping[str, Any]) -> str:
+    """A table of a result's own: `head` and `rows` of cells in Markdown."""
+    head, *rows = ("| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |" for row in (table["head"], *table["rows"]))
+    return "\n".join([head, "|---" * len(table["head"]) + "|", *rows])
 
 
 def _row(row: Row, name: str = "", other: str = "") -> str:
