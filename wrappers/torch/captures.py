@@ -37,7 +37,7 @@ Values = Callable[[Mapping[str, Any], int], HostValues]
 """From a minibatch and its number within the step to values of tensors."""
 
 MANY: Final = 8
-"""Passes in a row that run anew because they change the state of Python, before a program is told so."""
+"""Number of passes in a row that are captured anew because they change the state of Python, before a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Captures:
         module: the module, whose values are not used.
         objective: from the module and a batch to the loss.
         terms: what the passes are for.
-        roots: beside the module, what the state of Python is reachable from, by name.
-        keeps_effects: whether what a pass changes of Python's state stays changed, as after a call of the module.
+        roots: further objects from which state of Python is reachable, by name.
+        keeps_effects: whether state of Python that a pass changes stays changed, as after a call of the module.
         quiet: waits until nothing computes, before a pass is captured.
         shared: names of buffers that share memory in the module, and that no pass may change, because they are apart in a session.
     """
@@ -108,7 +108,7 @@ class Captures:
                 return _use(each, each.captured, host)
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
-        for name in {s.name for call in made.captured.calls for s in call.writes if s.role == "buffer"}.intersection(self._shared):
+        for name in {s.name for each in made.captured.calls for s in each.writes if s.role == "buffer"}.intersection(self._shared):
             raise UsageError(
                 f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer"
             )
@@ -116,7 +116,7 @@ class Captures:
         if not made.captured.effects:
             self._passes.setdefault(key, []).append(made)
             return _use(made, made.captured, host, ran=True)
-        self._tell(made.captured)
+        self._note_anew(made.captured)
         form = (purpose, divisor, surroundings(), form_of(made.captured))
         known = self._forms.setdefault(form, [])
         same = next((each for each in known if each not in taken), None)  # a pass has one set of constants, and each minibatch may have its own
@@ -146,13 +146,14 @@ class Captures:
                 random.setstate(before[1])
                 np.random.set_state(before[2])
 
-    def _tell(self, captured: Capture) -> None:
-        """Say once that the program makes each step run anew."""
+    def _note_anew(self, captured: Capture) -> None:
+        """Count a pass that is captured anew because of its effects, and warn once of many in a row."""
         self._num_anew += 1
         if self._num_anew == MANY:
+            more = f" (and {len(captured.effects) - 1} more)" if len(captured.effects) > 1 else ""
             warnings.warn(
                 f"each step is captured anew, because the module or the loss changes {captured.effects[0]} in each step"
-                f"{f' (and {len(captured.effects) - 1} more)' if len(captured.effects) > 1 else ''}; results are eager PyTorch's, but a step takes longer: "
+                f"{more}; results are eager PyTorch's, but a step takes longer: "
                 "keep such state in tensors (buffers), or outside of the module and the loss",
                 stacklevel=6,
             )
@@ -160,8 +161,7 @@ class Captures:
 
 def _hooks_of_all() -> dict[str, Any]:
     """The tables of hooks that PyTorch calls for every module."""
-    place = torch.nn.modules.module
-    return {name: getattr(place, name) for name in vars(place) if name.startswith("_global_") and isinstance(getattr(place, name), dict)}
+    return {name: each for name, each in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(each, dict)}
 
 
 def surroundings() -> Hashable:
@@ -205,7 +205,7 @@ def _constants_in(captured: Capture) -> list[Storage]:
 
 
 def _host_inputs(captured: Capture, values: HostValues | None) -> dict[str, torch.Tensor] | None:
-    """What the host computes for a pass; None if a guard does not hold, or a shape has changed."""
+    """Values that the host computes for a pass, by name; None if a guard does not hold, or a shape has changed."""
     found: dict[str, torch.Tensor] = {}
     if not captured.guards and not captured.host:
         return found
@@ -220,7 +220,7 @@ def _host_inputs(captured: Capture, values: HostValues | None) -> dict[str, torc
 
 
 def form_of(captured: Capture) -> Hashable:
-    """What two captures share if the same tasks do for both: calls, results and gradients, with storages by number."""
+    """The form of a capture, which is equal for two captures if the same tasks do for both: calls, results and gradients, with storages by number."""
     numbers: dict[Storage, int] = {}
 
     def number(storage: Storage) -> Hashable:

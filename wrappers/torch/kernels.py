@@ -58,7 +58,8 @@ def into_of(call: Call) -> Into | None:
         rule = _RANDOM.get(call.func)
         if rule is None and not _takes_generator(call.func):
             raise UsageError(
-                f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the model"
+                f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the "
+                "model"
             )
         return rule
     if isinstance(call.func, Chain):

@@ -22,11 +22,11 @@ HOST_INPUT: Final = "on the host "
 """Beginning of the names of inputs that the host computes."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     """Notes the calls that make or change memory.
 
     Args:
-        values: of tensors, for decisions that need them; None where there are none.
+        values: of tensors, for decisions that need them; None if there are none.
         paths: id of a tensor that is not the module's own -> the path to it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """The storage of a tensor that the pass has met."""
         return self._storages.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor in the memory of one of the program."""
         return self._faked(tensor)
 
@@ -96,8 +96,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         ref, where = self.ref(tensor), line_of_program()
         if self._values is None:
             raise UsageError(
-                f"{where} needs a value of a tensor while the step is captured, and here no values are known; compute with tensors there (torch.where, "
-                "masks), or move it out of the model"
+                f"{where} needs a value of a tensor while the step is captured, and here no values are known; compute with tensors there "
+                "(torch.where, masks), or move it out of the model"
             )
         with _disable_current_modes():
             value = self._values.tensor(self.calls, ref)
@@ -173,11 +173,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             UsageError: a strided tensor went into the result.
         """
         maker = next((call for call in self.calls if ref.storage in call.made), None)
-        parts = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
-        if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in parts):
+        refs = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
+        if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in refs):
             raise UsageError(
-                f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is not known "
-                "beforehand; call contiguous() on what went into it"
+                f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is "
+                "not known beforehand; call contiguous() on what went into it"
             )
 
     def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:

@@ -341,7 +341,7 @@ class Walk:
 
     def _visit_other(self, path: str, value: Any) -> None:
         """Note an object by its state, its attributes or its slots; one that hides all of them by its identity."""
-        kind = type(value)
+        kind: type = type(value)
         is_of_torch = origin_of_class(kind) == "torch" and not isinstance(value, torch.nn.Module)
         has_attributes = hasattr(value, "__dict__") and (is_foreign(kind) or isinstance(value, _ATTRIBUTES_COUNT))
         if (access := access_to(value)) is not None:
