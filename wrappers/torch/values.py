@@ -1,7 +1,7 @@
 """Values of tensors that a capture needs: computed on the host by the calls that lead to them.
 
-A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), follows the tensors at hand. The value that was read is a `Guard`:
-it is computed anew before each replay, and if it differs the pass is captured again.
+A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), follows the tensors at hand. The value that was read is
+a `Guard`: it is computed anew before each replay, and if it differs the pass is captured again.
 """
 
 from __future__ import annotations
