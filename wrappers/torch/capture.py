@@ -39,14 +39,14 @@ _OF_ONEDNN: Final = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_la
 
 @dataclass(frozen=True)
 class CaptureTerms:
-    """How a pass is captured.
+    """Options of a capture.
 
     Args:
         backward: whether there is a backward pass.
         divisor: the gradient is that of the loss divided by this number of minibatches.
         on_gpus: whether GPUs are to compute it: attention is then captured as products and a softmax, since PyTorch's fused one is of the CPU alone.
-        world: the state of Python that the pass may read and change; None where that is not looked at.
-        values: of tensors, for decisions that need them; None where there are none.
+        world: the state of Python that the pass may read and change; None to ignore it.
+        values: values of tensors, for decisions that need them; None if there are none.
         own: id -> name of the module's tensors that the session has; None for all.
     """
 
@@ -69,9 +69,9 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
 
     Args:
         module: the module, in training or evaluation mode, on the CPU or on the meta device.
-        batch: what the function is given; tensors count as inputs, other values are fixed.
+        batch: arguments of the function; tensors count as inputs, other values are fixed.
         function: from the module and the batch to what is kept; a scalar, the loss, with a backward pass.
-        terms: how.
+        terms: options of the capture.
 
     Raises:
         UsageError: the pass cannot be captured; the message names the line of the model.
@@ -149,7 +149,7 @@ class _Twins(NamedTuple):
 
     Attributes:
         by_name: by every name.
-        parameters: those of parameters, by first names.
+        parameters: twins of parameters, by first names.
         by_id: by the id of the tensor that they replace.
         aliases: each with another tensor in its memory.
     """
@@ -164,7 +164,8 @@ class _Run:
     """One run of a function of a module over fake tensors.
 
     Attributes:
-        gradients: of parameters, by their first names.
+        gradients: gradients of parameters, by their first names.
+        copies: copies of the inputs, if the function is given such.
     """
 
     def __init__(self, module: torch.nn.Module, recorder: CallRecorder, twins: _Twins) -> None:

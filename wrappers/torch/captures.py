@@ -31,7 +31,7 @@ from .values import HostValues
 from .world import World
 
 Purpose = Literal["train", "evaluate", "predict"]
-"""What a step is for: an update, a loss, or the module's result."""
+"""Purpose of a step: an update, a loss, or the module's result."""
 
 Values = Callable[[Mapping[str, Any], int], HostValues]
 """From a minibatch and its number within the step to values of tensors."""
@@ -63,7 +63,7 @@ class Captures:
     Args:
         module: the module, whose values are not used.
         objective: from the module and a batch to the loss.
-        terms: what the passes are for.
+        terms: tiles, compiler and devices for which passes are made.
         roots: further objects from which state of Python is reachable, by name.
         keeps_effects: whether state of Python that a pass changes stays changed, as after a call of the module.
         quiet: waits until nothing computes, before a pass is captured.
@@ -98,7 +98,7 @@ class Captures:
         """The pass over a minibatch; nothing else may compute while it is captured.
 
         Args:
-            values: of tensors, now; None where there are none.
+            values: values of tensors, now; None if there are none.
             taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)

@@ -202,7 +202,7 @@ class SessionOptimizer:
         """Write the numbers of a step, before its replay.
 
         Args:
-            number: of the step, from 1.
+            number: number of the step, from 1.
             updated: names of the parameters that it updates.
 
         Raises:
@@ -247,7 +247,7 @@ class SessionOptimizer:
         self._skipped = dict.fromkeys(self._skipped, 0)
 
     def counters(self) -> dict[str, Any]:
-        """What a session saves besides tensors: the options of each group, and the steps that a parameter has skipped, if any."""
+        """Return the state that a session saves besides tensors: the options of each group, and the steps that a parameter has skipped, if any."""
         groups = [
             {name: list(map(float, group[name])) if name == "betas" else float(group[name]) for name in _OPTIONS if name in group}
             for group in self.options.param_groups
@@ -275,7 +275,7 @@ class SessionOptimizer:
         self._skipped = {**dict.fromkeys(self._skipped, 0), **skipped}
 
     def _terms_now(self) -> dict[str, Any]:
-        """What must stay while the session is open, by name."""
+        """Return the values that must stay while the session is open, by name."""
         found: dict[str, Any] = {}
         for name, parameter in self._module.named_parameters():
             if name not in self._skipped:  # frozen when the session was made, so without state; a parameter that is learnt may rest for a while

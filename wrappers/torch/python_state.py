@@ -45,7 +45,7 @@ class Leaving:
 
     @property
     def is_any(self) -> bool:
-        """Whether there is anything."""
+        """Whether the pass leaves anything."""
         captured = self.use.tasks.captured
         return bool(self.use.carried or captured.written or captured.changed)
 
@@ -60,10 +60,10 @@ def write_step(
         uses: its passes.
         minibatches: the arguments of each one by name.
         world: where constants are found by their paths.
-        state: has the constants.
+        state: owner of the constants.
 
     Returns:
-        What each pass will leave.
+        The tensors that each pass will leave in Python.
 
     Raises:
         UsageError: tensors of a minibatch share memory that its pass changes.
@@ -125,13 +125,13 @@ def check_changed(captured: Capture, minibatch: Mapping[str, Any]) -> None:
 
 
 def bring_into_python(leavings: Sequence[Leaving], kept: Sequence[Mapping[Storage, Handle]], ticket: Ticket, state: ModuleState) -> None:
-    """Write what the passes of a step have left to where the program finds it.
+    """Write the tensors that the passes of a step have left to where the program finds them.
 
     Args:
-        leavings: of the step's passes, which have ended.
-        kept: handles of what each pass has returned.
-        ticket: of the step.
-        state: has the constants.
+        leavings: tensors that each pass has left.
+        kept: handles of the results of each pass.
+        ticket: ticket of the step, which has ended.
+        state: owner of the constants.
     """
     for leaving, handles in zip(leavings, kept, strict=True):
         captured = leaving.use.tasks.captured
@@ -148,7 +148,7 @@ def bring_into_python(leavings: Sequence[Leaving], kept: Sequence[Mapping[Storag
 
 
 def _replace(carried: Sequence[Carried], handles: Mapping[Storage, Handle], ticket: Ticket, state: ModuleState) -> None:
-    """Put values where fake tensors stand; several may be parts of one tuple."""
+    """Replace fake tensors by values; several may be in one tuple."""
     slots: dict[int, tuple[Carried, dict[int, torch.Tensor]]] = {}
     for each in carried:
         if each.ref.storage.role == "constant":

@@ -26,7 +26,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     """Notes the calls that make or change memory.
 
     Args:
-        values: of tensors, for decisions that need them; None if there are none.
+        values: values of tensors, for decisions that need them; None if there are none.
         paths: id of a tensor that is not the module's own -> the path to it.
 
     Attributes:
@@ -63,11 +63,11 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return self._faked(tensor)
 
     def is_watched(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
+        """Return whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
         return id(tensor) in self._paths or self.known(tensor) is not None
 
     def is_changed(self, copy: torch.Tensor) -> bool:
-        """Whether the pass has changed a copy of an input after making it."""
+        """Return whether the pass has changed a copy of an input after making it."""
         storage = self.known(copy)
         return any(storage in call.writes and storage not in call.made for call in self.calls)
 

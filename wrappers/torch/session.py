@@ -39,14 +39,13 @@ from .dry import PassTerms
 from .emission import check_ids, key_of, value_of
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
-from .inductor import check_compiler
 from .modules import first_values, give, let_go, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
 from .python_state import bring_into_python, host_values, write_step
 from .recording import StepRecorder
 from .releases import check_torch
-from .session_checks import check_module, check_numbers
+from .session_checks import check_compiled, check_module, check_numbers
 from .session_values import SessionValues
 from .started import StartedStep
 from .state import ModuleState
@@ -131,11 +130,9 @@ class Session:
         check_torch(Session)
         check_numbers(seed, threads, minibatches, verify)
         check_module(module, has_weights=weights is not None)
-        shared = shared_buffers(module)
+        shared = shared_buffers(module)  # while the module has its values
         if compiled:
-            check_compiler()
-            if ngpu != 0:
-                raise UsageError(f"compiled chains are of CPUs, got compiled=True with ngpu={ngpu}; leave one of them out")
+            check_compiled(ngpu)
         self._is_compiled = compiled
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
@@ -154,8 +151,8 @@ class Session:
             raise
         self._guards.enter_context(let_go(module))
         self._guards.enter_context(guarded(self.optimizer))
-        function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
-        terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), read_by(objective or loss)
+        terms = PassTerms(self.state.tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
+        function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
         self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
         self._steps = StepRecorder(
             self._captures,

@@ -8,6 +8,7 @@ from torch.nn.parameter import is_lazy
 from nntask import UsageError
 
 from .away import is_away
+from .inductor import check_compiler
 from .modules import named_tensors
 
 
@@ -25,6 +26,17 @@ def check_numbers(seed: int, threads: int, minibatches: int, verify: int) -> Non
         raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
     if not isinstance(minibatches, int) or minibatches < 1:
         raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
+
+
+def check_compiled(ngpu: int | None) -> None:
+    """Refuse compiled chains where they cannot be had.
+
+    Raises:
+        UsageError: there is no compiler, or GPUs are to compute.
+    """
+    check_compiler()
+    if ngpu != 0:
+        raise UsageError(f"compiled chains are of CPUs, got compiled=True with ngpu={ngpu}; leave one of them out")
 
 
 def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:

@@ -25,10 +25,10 @@ class StartedStep:
 
     Args:
         recorded: the step.
-        leavings: of its passes.
-        ticket: of its replay.
-        number: of the step, from 1.
-        host, state: of the session.
+        leavings: tensors that its passes will leave in Python.
+        ticket: ticket of its replay.
+        number: number of the step, from 1.
+        host, state: runtime and tensors of the session.
         on_failure: called once if a task fails.
     """
 

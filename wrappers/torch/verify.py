@@ -43,8 +43,8 @@ class Expected:
     """A step by eager PyTorch.
 
     Attributes:
-        loss: of the step.
-        gradients: by first names of the parameters.
+        loss: loss of the step.
+        gradients: gradients by first names of the parameters.
         tensors: parameters after the update and buffers, by first names.
         moments: names in the session's optimizer -> values.
         rates: learning rate of each parameter.
@@ -62,9 +62,9 @@ class Verifier:
 
     Args:
         every: number of steps from one comparison to the next; 0 for none.
-        captures: of the session.
+        captures: passes of the session.
         objective: from the module and a batch to the loss.
-        optimizer, values: of the session.
+        optimizer, values: optimizer and values of the session.
         max_norm: norm to which the gradient is clipped; 0 is off.
     """
 
@@ -101,9 +101,9 @@ class Verifier:
         """Compare a step that the session has taken.
 
         Args:
-            number: of the step.
+            number: number of the step.
             expected: the same step by eager PyTorch.
-            loss: of the session.
+            loss: loss of the session.
 
         Raises:
             NntaskError: they differ by more than rounding; says in what.
@@ -226,9 +226,9 @@ def compare(
     """Compare a step of a session with that by eager PyTorch.
 
     Args:
-        number: of the step.
-        every: what `verify` is.
-        loss, tensors, moments: of the session.
+        number: number of the step.
+        every: the session's `verify`.
+        loss, tensors, moments: values of the session.
 
     Raises:
         NntaskError: they differ by more than rounding; says in what.

@@ -27,7 +27,7 @@ from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, i
 from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
 
 MOST_NODES: Final = 500_000
-"""Containers and objects of a world at most."""
+"""Largest number of containers and objects of a world."""
 _PLAIN_TYPES: Final = frozenset(PLAIN)
 _KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types of keys that are compared by value."""
@@ -36,7 +36,7 @@ _OPAQUE: Final = (
     torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset, types.ModuleType,
     torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
-"""Their attributes are not looked at, unless the program's code loads one by name."""
+"""Types whose attributes are ignored, unless the program's code loads one by name."""
 _ATTRIBUTES_COUNT: Final = (types.SimpleNamespace, threading.local, collections.UserDict)
 """Classes of the standard library whose objects are noted by their attributes."""
 
@@ -46,7 +46,7 @@ class Narrow(NamedTuple):
 
     Attributes:
         value: the object.
-        names: attributes that count in any case, with all that they reach.
+        names: attributes that count in any case, with everything that they reach.
     """
 
     value: Any
