@@ -23,7 +23,7 @@ from nntask import UsageError
 
 from .away import is_away
 from .reach import is_foreign, loads_of, origin_of, origin_of_class, origin_of_module
-from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, set_entry, state_of_cache
+from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, replace_item, set_entry, state_of_cache
 from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
 
 MOST_NODES: Final = 500_000
@@ -186,6 +186,9 @@ class Walk:
                 value.update(held[0])
 
             self._watch(lambda: (frozenset(value),), restore, by_value=True)
+        write = partial(replace_item, value) if isinstance(value, set) else None
+        for number, each in enumerate([each for each in value if not isinstance(each, _KEYS)]):
+            self.visit(f"{path}{{{number}}}", each, Slot(write, each, each))
 
     def _visit_class(self, path: str, value: type) -> None:
         self.found.leaves[path] = Same(value)
