@@ -110,7 +110,7 @@ def test_what_only_a_chain_uses_has_no_memory() -> None:
     assert len(made) == 6
     assert _scratch(captured) > 0
     assert _scratch(chained) == 0
-    assert [call.made for call in chained.calls] == [frozenset({chained.outputs.storage})]
+    assert [call.made for call in chained.calls] == [frozenset({chained.result.storage})]
 
 
 def test_buffers_of_a_chain_are_scratch() -> None:

@@ -149,7 +149,9 @@ def test_random_numbers_depend_on_seed_step_and_place_alone() -> None:
 
 def _drawn(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What the rule of the one random call of a function computes from 100,000 elements' numbers of the reference  # -> (100000,)."""
-    pass_ = capture(torch.nn.Linear(1, 1), {"x": torch.zeros(100_000, dtype=dtype)}, lambda _, batch: function(batch["x"]), CaptureTerms(backward=False))
+    pass_ = capture(
+        torch.nn.Linear(1, 1), {"x": torch.zeros(100_000, dtype=dtype)}, lambda _, batch: function(batch["x"]), CaptureTerms(backward=False)
+    )
     (call,) = [each for each in pass_.calls if draws(each)]
     uniforms = np.empty(num_uniforms(call), np.float32)
     kernel("keyed_uniform", "reference")(np.array([3, 4], np.uint64), uniforms, stream=5)
@@ -221,7 +223,10 @@ def test_attention_of_the_cpu_alone_is_captured_as_products() -> None:
     """PyTorch's fused attention for CPUs is no call of a pass that GPUs compute; the setting is the program's again afterwards."""
     module, batches = make("bert", 1)
     objective = objective_of(loss_of)
-    names = [{call.func.name() for call in capture(module, batches[0], objective, CaptureTerms(backward=True, on_gpus=on_gpus)).calls} for on_gpus in (True, False)]
+    names = [
+        {call.func.name() for call in capture(module, batches[0], objective, CaptureTerms(backward=True, on_gpus=on_gpus)).calls}
+        for on_gpus in (True, False)
+    ]
     fused = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert [fused in each for each in names] == [False, True]
     assert torch.backends.cuda.flash_sdp_enabled()

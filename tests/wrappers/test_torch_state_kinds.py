@@ -74,6 +74,33 @@ class Holder:
         return self.value
 
 
+@dataclass(eq=False)
+class Rate:
+    """A number that the script changes."""
+
+    value: float
+
+
+@add(before=[lambda run: setattr(next(iter(run.module.rates)), "value", 0.5**run.number)])
+def object_in_a_set() -> Program:
+    """A set whose one item keeps a number."""
+    return _times(lambda self: next(iter(self.rates)).value, rates={Rate(1.0)})
+
+
+@add()
+def tensor_in_a_set() -> Program:
+    """A set that keeps the activations of the last step."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = Net.forward(self, x)
+        total = y + sum((each.mean() for each in self.seen), torch.zeros(()))
+        self.seen.clear()
+        self.seen.add(y.detach())
+        return total
+
+    return program_of(forward, seen=set())
+
+
 @add(before=[lambda run: setattr(run.outer.holder, "value", 0.5**run.number)])
 def weak_reference() -> Program:
     """A weak reference to an object of the script."""

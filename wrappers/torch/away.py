@@ -1,9 +1,9 @@
-"""Tensors whose values are in a session: any use of them outside a capture is refused, and inside a capture stands for the module's own tensor.
+"""Tensors whose values are in a session: outside a capture any use of them is refused, inside a capture each is replaced by its fake twin.
 
 A session takes the values of parameters and buffers. What the program still holds are the tensor objects, and PyTorch would compute with whatever
 bytes they have. So their class is exchanged, in place, for one whose `__torch_function__` lets metadata through (shape, type, `requires_grad`) and
-refuses the rest: reading, writing, copying, averaging, clipping, saving. While a module is captured, each of them means its fake twin, by whatever
-name the program reaches it.
+refuses the rest: reading, writing, copying, averaging, clipping, saving. The twin is found by the identity of the tensor, so the name by which the
+program reaches it does not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -69,7 +69,7 @@ _METHODS: Final = frozenset(
     ]
 )
 _WITHOUT_GRADIENTS: Final = frozenset({"zero_grad", "_init_group", "_apply"})
-"""Functions of PyTorch that have nothing to do where there are no gradients: clearing them, a step of an optimizer, moving a module to where it is."""
+"""Functions of PyTorch that do nothing if there are no gradients: they clear them, step an optimizer, or move a module to where it is."""
 _TWINS: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("twins", default=None)
 """While a module is captured: id of a tensor that is away -> its fake twin."""
 
@@ -111,7 +111,7 @@ def _changes_nothing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
 class AwayTensor(torch.Tensor):  # type: ignore[misc]
     """A buffer whose values are in a session."""
 
-    __torch_function__ = classmethod(_function)
+    __torch_function__: ClassVar[Any] = classmethod(_function)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"<{tuple(self.shape)} {self.dtype}, in a session>"
@@ -120,7 +120,7 @@ class AwayTensor(torch.Tensor):  # type: ignore[misc]
 class AwayParameter(torch.nn.Parameter):  # type: ignore[misc]
     """A parameter whose values are in a session."""
 
-    __torch_function__ = classmethod(_function)
+    __torch_function__: ClassVar[Any] = classmethod(_function)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"<parameter {tuple(self.shape)} {self.dtype}, in a session>"
@@ -140,10 +140,10 @@ def _twin_of(tensor: torch.Tensor, twins: Mapping[int, torch.Tensor]) -> torch.T
 
 @contextmanager
 def standing_for(twins: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Let tensors that are away mean others.
+    """Replace tensors that are away by others inside the block.
 
     Args:
-        twins: id of a tensor that is away -> the tensor that it means.
+        twins: id of a tensor that is away -> the tensor that is used in its place.
     """
     token = _TWINS.set(twins)
     try:
@@ -158,7 +158,7 @@ def is_away(value: torch.Tensor) -> bool:
 
 
 def send_away(value: torch.Tensor) -> None:
-    """Let go of a tensor's values: it keeps its shape and type, over one element; no effect on one that is away."""
+    """Free the values of a tensor, which keeps its shape and type, over one element; a tensor that is away stays as it is."""
     if is_away(value):
         return
     if not value.is_meta:

@@ -34,8 +34,8 @@ def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -
         name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled() and learns
     ]:
         raise UsageError(
-            f"{given[0]} of the batch requires a gradient, which a session does not give back; make it a parameter of the module, or detach() it, and call "
-            "requires_grad_() inside of the module"
+            f"{given[0]} of the batch requires a gradient, which a session does not give back; make it a parameter of the module, or detach() it, "
+            "and call requires_grad_() inside of the module"
         )
     lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
     if not lengths:

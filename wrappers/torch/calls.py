@@ -1,4 +1,4 @@
-"""What a capture consists of: calls of aten operations on references to storages.
+"""The parts of a capture: calls of aten operations on references to storages.
 
 Memory is modelled by storages. A tensor is a reference: a storage with element type, shape, strides and offset. Views make references and no calls.
 In-place operations write a storage. A storage that some call makes is temporary; parameters, buffers, inputs and constants exist before.
@@ -29,11 +29,12 @@ class Storage:
 
     Attributes:
         nbytes: its size.
-        role: what it holds; a temporary one is made by a call.
+        role: kind of its content; a temporary one is made by a call.
         name: name of the parameter, buffer or input; of a constant the path to it, "" if there is none.
-        constant: the values that a constant had when it was met, and `tensor`, whose memory that is.
-        piece: of a parameter that is cut along its first axis (`cuts`), the number of this piece.
-        is_again: whether what is made there was made before, in a forward pass that a backward pass repeats.
+        constant: values that a constant had when the capture met it.
+        tensor: the tensor in whose memory a constant lies.
+        piece: number of this piece of a parameter that is cut along its first axis (`cuts`).
+        is_again: whether its content was computed before, in a forward pass that a backward pass repeats.
     """
 
     nbytes: int
@@ -82,8 +83,8 @@ class Call:
         results: a reference for each tensor among its results, None for anything else, flattened.
         reads: storages of its arguments.
         writes: storages that it makes or changes.
-        made: those that it makes.
-        draw: of a random call, the number of its draw: a recomputation that has set the generator back draws the same numbers again.
+        made: storages that it makes.
+        draw: number of the draw of a random call: a recomputation that has set the generator back draws the same numbers again.
     """
 
     func: Any
@@ -121,7 +122,7 @@ class Guard:
     """A value that was read while a pass was captured, and must be the same in each step that replays it.
 
     Attributes:
-        calls: those of the pass before it.
+        calls: calls of the pass before the value was read.
         ref: the tensor.
         expected: its bytes.
         where: the line of the program that has read it.
@@ -138,10 +139,11 @@ class HostTensors:
     """The results of an operation whose shapes depend on values: computed on the host before each step, and constants of the pass.
 
     Attributes:
-        calls: those of the pass before it.
+        calls: calls of the pass before the operation.
         func, args, kwargs: the operation, with references in place of tensors.
-        storages: of the results.
-        shapes: of the results, which must be the same in each step that replays the pass.
+        storages: storages of the results.
+        shapes: shapes of the results, which must be the same in each step that replays the pass.
+        where: the line of the program.
     """
 
     calls: Sequence[Call]
@@ -158,10 +160,10 @@ class Carried:
     """A tensor that a pass leaves in an attribute, a container or a variable of the program.
 
     Attributes:
-        slot: the place.
+        slot: the slot that holds it.
         fake: the tensor that stands for it, a part of `slot.value` or the whole.
         ref: its reference, a constant of the pass that is overwritten or one of the outputs.
-        path: of the place, for messages.
+        path: path of the slot, for messages.
     """
 
     slot: Slot
@@ -178,12 +180,12 @@ class Capture:
         calls: in the order of eager PyTorch.
         outputs: the result of the pass, and the references of `carried`.
         gradients: the gradient of each parameter that has one.
-        storages: those that exist before the pass; constants are not among them.
+        storages: storages that exist before the pass, without constants.
         carried: tensors that the pass leaves in Python, for the next one or for the program.
-        guards: values that decisions of the pass were made by.
+        guards: values by which the pass has decided.
         host: tensors whose shape depends on values, computed on the host before each step.
         changed: inputs that the pass changes in place -> their values afterwards, which are among the outputs.
-        effects: places of Python that the pass has changed, other than by tensors of the same shape: it must run again in each step.
+        effects: paths of Python's state that the pass has changed, other than by tensors of the same shape: it must run again in each step.
     """
 
     calls: Sequence[Call]

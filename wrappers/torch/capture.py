@@ -1,4 +1,4 @@
-"""From a module and a batch to the calls of aten operations that its forward and backward pass make.
+"""The capture of a pass: from a module and a batch to the calls of aten operations that its forward and backward pass make.
 
 The module runs once under a fake tensor mode (shapes only: no arithmetic, no memory), autograd included, and every operation that reaches the
 dispatcher below autograd is noted. So the calls are the ones that eager PyTorch makes, in their order, and computing them again gives eager's bits.
@@ -25,7 +25,7 @@ from .away import standing_for
 from .batches import layout_of
 from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
-from .recorder import Recorder
+from .recorder import CallRecorder
 from .refusals import refusals
 from .snapshots import Snapshot
 from .values import HostValues
@@ -39,14 +39,14 @@ _OF_ONEDNN: Final = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_la
 
 @dataclass(frozen=True)
 class CaptureTerms:
-    """How a pass is captured.
+    """Options of a capture.
 
     Args:
         backward: whether there is a backward pass.
         divisor: the gradient is that of the loss divided by this number of minibatches.
         on_gpus: whether GPUs are to compute it: attention is then captured as products and a softmax, since PyTorch's fused one is of the CPU alone.
-        world: the state of Python that the pass may read and change; None where that is not looked at.
-        values: of tensors, for decisions that need them; None where there are none.
+        world: the state of Python that the pass may read and change; None to ignore it.
+        values: values of tensors, for decisions that need them; None if there are none.
         own: id -> name of the module's tensors that the session has; None for all.
     """
 
@@ -61,17 +61,17 @@ class CaptureTerms:
 def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, terms: CaptureTerms) -> Capture:
     """Capture a forward pass, and the backward pass too if it is wanted. Values of the module are not used.
 
-    What the pass changes of Python's state stays changed, as after a call of the module; where capturing fails it is as before. Tensors that it leaves
-    there are fake, until their values are known (`Capture.carried`).
+    State of Python that the pass changes stays changed, as after a call of the module; if capturing fails it is as before. Tensors that the pass
+    leaves there are fake until their values are known (`Capture.carried`).
 
     Recurrent layers of oneDNN are captured once more with oneDNN switched off, for the whole process, so that they are products: the workspace of its
     own ones has a size that only oneDNN knows. Nothing else should compute meanwhile.
 
     Args:
         module: the module, in training or evaluation mode, on the CPU or on the meta device.
-        batch: what the function is given; tensors count as inputs, other values are fixed.
+        batch: arguments of the function; tensors count as inputs, other values are fixed.
         function: from the module and the batch to what is kept; a scalar, the loss, with a backward pass.
-        terms: how.
+        terms: options of the capture.
 
     Raises:
         UsageError: the pass cannot be captured; the message names the line of the model.
@@ -100,14 +100,14 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
 def _capture(
     module: torch.nn.Module, batch: Mapping[str, Any], function: Function, terms: CaptureTerms, before: Snapshot, *, copies: bool
 ) -> Capture:
-    """`capture` from a state of Python; with `copies` the function is given copies of the inputs."""
+    """Capture a pass from a state of Python; with `copies` the function is given copies of the inputs."""
     for path, (tensor, _) in before.tensors.items():
         if isinstance(tensor, FakeTensor):
             raise UsageError(
-                f"{path} holds a tensor that an earlier minibatch of this step has made, whose values are not known yet; give it an initial tensor of the "
-                "same shape, or use minibatches=1"
+                f"{path} holds a tensor that an earlier minibatch of this step has made, whose values are not known yet; give it an initial tensor "
+                "of the same shape, or use minibatches=1"
             )
-    recorder = Recorder(terms.values, {id(tensor): path for path, (tensor, _) in before.tensors.items()}, on_gpus=terms.on_gpus)
+    recorder = CallRecorder(terms.values, {id(tensor): path for path, (tensor, _) in before.tensors.items()}, on_gpus=terms.on_gpus)
     numbers = _random_states()
     try:
         with ExitStack() as stack:
@@ -145,30 +145,37 @@ def _capture(
 
 
 class _Twins(NamedTuple):
-    """Fake tensors for the parameters and buffers of a module: by every name, the parameters by first names, by id of the tensor;
-    and each with another tensor in its memory."""
+    """Fake tensors for the parameters and buffers of a module.
+
+    Attributes:
+        by_name: by every name.
+        parameters: twins of parameters, by first names.
+        by_id: by the id of the tensor that they replace.
+        aliases: each with another tensor in its memory.
+    """
 
     by_name: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
     by_id: dict[int, torch.Tensor]
-    places: list[tuple[torch.Tensor, torch.Tensor]]
+    aliases: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Run:
     """One run of a function of a module over fake tensors.
 
     Attributes:
-        gradients: of parameters, by their first names.
+        gradients: gradients of parameters, by their first names.
+        copies: copies of the inputs, if the function is given such.
     """
 
-    def __init__(self, module: torch.nn.Module, recorder: Recorder, twins: _Twins) -> None:
+    def __init__(self, module: torch.nn.Module, recorder: CallRecorder, twins: _Twins) -> None:
         self._module, self._recorder, self.twins = module, recorder, twins
         self._learnt = {name: twin for name, twin in twins.parameters.items() if twin.requires_grad}
         self.gradients: dict[str, torch.Tensor] = {}
         self.copies: dict[str, Any] = {}
 
     def result(self, batch: Mapping[str, Any], function: Function, terms: CaptureTerms, *, copies: bool) -> Any:
-        """Run it, backward pass and all."""
+        """Run the function, and the backward pass if there is one."""
         recorder = self._recorder
         inputs = {name: _input(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         for name, value in inputs.items():
@@ -206,14 +213,14 @@ class _Run:
 
     def _write_moved(self) -> None:
         """Write the values of tensors that the module has given other memory (``weight.data = ...``) to where they belong."""
-        for twin, place in self.twins.places:
-            if self._recorder.known(twin) is not self._recorder.known(place):
-                if twin.shape != place.shape or twin.dtype != place.dtype:
+        for twin, alias in self.twins.aliases:
+            if self._recorder.known(twin) is not self._recorder.known(alias):
+                if twin.shape != alias.shape or twin.dtype != alias.dtype:
                     raise UsageError(
-                        f"the module gives a tensor of shape {tuple(place.shape)} values of shape {tuple(twin.shape)}; keep its shape and type"
+                        f"the module gives a tensor of shape {tuple(alias.shape)} values of shape {tuple(twin.shape)}; keep its shape and type"
                     )
                 with torch.no_grad():
-                    place.copy_(twin.detach())
+                    alias.copy_(twin.detach())
 
     def check_gradients(self) -> None:
         """Refuse gradients that are not dense.
@@ -226,8 +233,8 @@ class _Run:
                 raise UsageError(f"the gradient of {name} is sparse, and gradients must be dense; make its embedding with sparse=False")
 
 
-def _carried(before: Snapshot, after: Snapshot, recorder: Recorder) -> tuple[list[Carried], list[Ref]]:
-    """Tensors that a pass has left in Python: written to the constant whose place they take, or kept as outputs."""
+def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple[list[Carried], list[Ref]]:
+    """Tensors that a pass has left in Python: written to the constant that they replace, or kept as outputs."""
     carried, kept = list[Carried](), list[Ref]()
     with recorder, torch.no_grad():
         for path, (tensor, slot) in after.tensors.items():
@@ -238,7 +245,7 @@ def _carried(before: Snapshot, after: Snapshot, recorder: Recorder) -> tuple[lis
             old = before.tensors.get(path)
             if old is not None and before.leaves[path] == after.leaves[path] and (storage := recorder.known(old[0])) is not None:
                 if recorder.known(tensor) is not storage:
-                    recorder.place_of(old[0]).copy_(tensor.detach())
+                    recorder.fake_of(old[0]).copy_(tensor.detach())
                 carried.append(Carried(slot, tensor, recorder.ref(old[0]), path))
             else:
                 kept.append(recorder.ref(recorder.own(tensor.detach())))
@@ -248,12 +255,12 @@ def _carried(before: Snapshot, after: Snapshot, recorder: Recorder) -> tuple[lis
 
 def _random_states() -> dict[str, Any]:
     """The states of the generators of Python and NumPy, by words for messages."""
-    kind, words, *rest = np.random.get_state()
-    return {"random numbers of Python": random.getstate(), "random numbers of NumPy": (kind, bytes(words), *rest)}
+    kind, words, *rest = np.random.get_state(legacy=True)
+    return {"random numbers of Python": random.getstate(), "random numbers of NumPy": (kind, np.asarray(words).tobytes(), *rest)}
 
 
-def _kept(leaf: Any, recorder: Recorder) -> Any:
-    """What of a pass's result is kept: references of tensors and plain values, but no objects, which may hold tensors without memory."""
+def _kept(leaf: Any, recorder: CallRecorder) -> Any:
+    """The reference of a tensor, or a plain value; None for other objects, which may hold tensors without memory."""
     if isinstance(leaf, torch.Tensor):
         return recorder.ref(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else None
@@ -270,7 +277,7 @@ def _input(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
 
 
-def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str] | None) -> _Twins:
+def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int, str] | None) -> _Twins:
     """Fake tensors for the parameters and buffers of a module.
 
     Args:
@@ -292,7 +299,7 @@ def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str
             if is_parameter:
                 twins.parameters[first] = twin.requires_grad_(value.requires_grad)
             recorder.enter(twin, "parameter" if is_parameter else "buffer", first)
-            twins.places.append((twin, twin.detach()))
+            twins.aliases.append((twin, twin.detach()))
         twins.by_name[name] = twins.by_id[id(value)]
     return twins
 
@@ -306,6 +313,7 @@ class Applied(torch.nn.Module):  # type: ignore[misc]
         self.replaced: dict[str, tuple[torch.Tensor, Any]] = {}  # buffers that the function has replaced by new tensors: old and new
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
+        """The result of the function, after `then`."""
         before = dict(self.module.named_buffers(remove_duplicate=False))
         found = self.function(self.module, batch)
         after = dict(self.module.named_buffers(remove_duplicate=False))

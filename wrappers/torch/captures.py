@@ -32,13 +32,13 @@ from .values import HostValues
 from .world import World
 
 Purpose = Literal["train", "evaluate", "predict"]
-"""What a step is for: an update, a loss, or the module's result."""
+"""Purpose of a step: an update, a loss, or the module's result."""
 
 Values = Callable[[Mapping[str, Any], int], HostValues]
 """From a minibatch and its number within the step to values of tensors."""
 
 MANY: Final = 8
-"""Passes in a row that run anew because they change the state of Python, before a program is told so."""
+"""Number of passes in a row that are captured anew because they change the state of Python, before a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Captures:
     Args:
         module: the module, whose values are not used.
         objective: from the module and a batch to the loss.
-        terms: what the passes are for.
-        roots: beside the module, what the state of Python is reachable from, by name.
-        keeps_effects: whether what a pass changes of Python's state stays changed, as after a call of the module.
+        terms: tiles, compiler and devices for which passes are made.
+        roots: further objects from which state of Python is reachable, by name.
+        keeps_effects: whether state of Python that a pass changes stays changed, as after a call of the module.
         quiet: waits until nothing computes, before a pass is captured.
         shared: names of buffers that share memory in the module, and that no pass may change, because they are apart in a session.
     """
@@ -100,7 +100,7 @@ class Captures:
         """The pass over a minibatch; nothing else may compute while it is captured.
 
         Args:
-            values: of tensors, now; None where there are none.
+            values: values of tensors, now; None if there are none.
             taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
@@ -111,14 +111,14 @@ class Captures:
         before = self.world.now()
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
-        for name in {s.name for call in made.captured.calls for s in call.writes if s.role == "buffer"}.intersection(self._shared):
+        for name in {s.name for each in made.captured.calls for s in each.writes if s.role == "buffer"}.intersection(self._shared):
             raise UsageError(
                 f"the module changes {name}, which shares its memory with another buffer, and they are apart in a session; use one buffer"
             )
         host = {s.name: values.given(s) for each in made.captured.host for s in each.storages} if values is not None else {}
         changed = made.captured.effects or ([] if self._seen is None else self._seen.differences(before))
         self._seen = before
-        self._tell(changed)
+        self._note_anew(changed)
         known = self._forms.setdefault((purpose, divisor, surroundings(), form_of(made.captured)), [])
         same = next((each for each in known if each not in taken), made)  # a pass has one set of constants, and each minibatch may have its own
         if same is made:
@@ -149,8 +149,8 @@ class Captures:
                 random.setstate(before[1])
                 np.random.set_state(before[2])
 
-    def _tell(self, changed: Sequence[str]) -> None:
-        """Say once that the program makes each step run anew.
+    def _note_anew(self, changed: Sequence[str]) -> None:
+        """Count captures in a row, and warn once of many.
 
         Args:
             changed: places of Python that the pass has changed itself, or that are other than at the capture before.
@@ -167,8 +167,7 @@ class Captures:
 
 def _hooks_of_all() -> dict[str, Any]:
     """The tables of hooks that PyTorch calls for every module."""
-    place = torch.nn.modules.module
-    return {name: getattr(place, name) for name in vars(place) if name.startswith("_global_") and isinstance(getattr(place, name), dict)}
+    return {name: each for name, each in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(each, dict)}
 
 
 def surroundings() -> Hashable:
@@ -212,7 +211,7 @@ def _constants_in(captured: Capture) -> list[Storage]:
 
 
 def _host_inputs(captured: Capture, values: HostValues | None) -> dict[str, torch.Tensor] | None:
-    """What the host computes for a pass; None if a guard does not hold, or a shape has changed."""
+    """Values that the host computes for a pass, by name; None if a guard does not hold, or a shape has changed."""
     found: dict[str, torch.Tensor] = {}
     if not captured.guards and not captured.host:
         return found
@@ -227,7 +226,7 @@ def _host_inputs(captured: Capture, values: HostValues | None) -> dict[str, torc
 
 
 def form_of(captured: Capture) -> Hashable:
-    """What two captures share if the same tasks do for both: calls, results and gradients, with storages by number."""
+    """The form of a capture, which is equal for two captures if the same tasks do for both: calls, results and gradients, with storages by number."""
     numbers: dict[Storage, int] = {}
 
     def number(storage: Storage) -> Hashable:

@@ -1,4 +1,4 @@
-"""What stands for parts of PyTorch that cannot run over fake tensors, or that compute by another way than the operations they are made of."""
+"""Replacements for parts of PyTorch that cannot run over fake tensors, or that compute otherwise than by the operations they are made of."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils._pytree import register_pytree_node
 
 from nntask import UsageError
 
-from .recorder import Recorder
+from .recorder import CallRecorder
 from .refusals import line_of_program
 
 
 @contextmanager
-def plain_python(recorder: Recorder) -> Iterator[None]:
+def plain_python(recorder: CallRecorder) -> Iterator[None]:
     """While a module is captured: control flow operators and re-entrant checkpoints run as plain Python, and reading values makes guards."""
     with ExitStack() as stack:
 
@@ -58,7 +58,7 @@ def _run_plainly(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return run(*args)
 
 
-def _seeding(recorder: Recorder, seed: Callable[[int], Any]) -> Callable[[int], Any]:
+def _seeding(recorder: CallRecorder, seed: Callable[[int], Any]) -> Callable[[int], Any]:
     def manual_seed(number: int) -> Any:
         recorder.is_seeded = True
         return seed(number)
@@ -73,12 +73,12 @@ def _refuse_address(tensor: torch.Tensor) -> int:
 def _refuse_kept_gradient(tensor: torch.Tensor) -> None:
     if not tensor.is_leaf:
         raise UsageError(
-            f"{line_of_program()} keeps the gradient of an activation (retain_grad), which a session does not give back; compute with it in the backward "
-            "pass, by torch.autograd.grad or a Function"
+            f"{line_of_program()} keeps the gradient of an activation (retain_grad), which a session does not give back; compute with it in "
+            "the backward pass, by torch.autograd.grad or a Function"
         )
 
 
-def _with_values(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_values(recorder: CallRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of PyTorch that reads the lengths or indices it is given, a vector of integers, without an operation."""
 
     def real(value: Any) -> Any:
@@ -94,7 +94,7 @@ def _with_values(recorder: Recorder, function: Callable[..., Any]) -> Callable[.
 def _pad_packed_sequence(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What PyTorch's function of this name does in C++, which writes the lengths to memory that a fake tensor has not."""
+    """Pad a packed sequence as PyTorch's function of this name does, which writes the lengths to memory that a fake tensor does not have."""
     sizes = batch_sizes.tolist()
     output = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), padding_value)  # (T, B, ...)
     begin = 0
@@ -105,7 +105,7 @@ def _pad_packed_sequence(
     return output.transpose(0, 1) if batch_first else output, lengths
 
 
-def _reading(recorder: Recorder, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(recorder: CallRecorder, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     """A method of tensors that reads values without an operation."""
 
     def reading(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class Fields:
 
     def made(self) -> Any:
         """An object of the dataclass with these fields."""
-        found = object.__new__(self.kind)
+        found: Any = object.__new__(self.kind)
         for name, value in self.values.items():
             object.__setattr__(found, name, value.made() if isinstance(value, Fields) else value)
         return found

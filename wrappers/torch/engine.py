@@ -15,7 +15,8 @@ from tiles import TileTensor
 
 from .collation import Collator
 from .sampling import sample
-from .session import Session, StartedStep
+from .session import Session
+from .started import StartedStep
 
 
 class TorchEngine:

@@ -1,4 +1,4 @@
-"""The insides of PyTorch that this package uses: whether a release has all of their names, and whether a tiny module trains as eager PyTorch does.
+"""Checks of the insides of PyTorch that this package uses: all of their names are there, and a tiny module trains as eager PyTorch does.
 
 Both are asked of releases outside the tested range (`releases`). The names are read from the sources of this package, so there is no list to keep.
 Those of Inductor are looked for only when chains are to be compiled, since importing it takes seconds.
@@ -29,7 +29,7 @@ Step = Callable[[torch.nn.Module, torch.Tensor], tuple[float, Mapping[str, torch
 
 
 def find_fault(session: type[Any]) -> str | None:
-    """What keeps this PyTorch from training here: names that it lacks, or a step that differs from eager's; None without a fault.
+    """Return the reason why this PyTorch cannot train here: names that it lacks, or a step that differs from eager's; None without a fault.
 
     Args:
         session: the class of sessions, which imports this module.
@@ -77,7 +77,7 @@ def names_in(source: str) -> set[str]:
 
 
 def missing_names(names: Iterable[str]) -> list[str]:
-    """Those of some names of PyTorch that this one lacks, in order; of a missing name none that begins with it."""
+    """Return the names that this PyTorch lacks, in order; without those that begin with another missing name."""
     has_cuda = torch.backends.cuda.is_built()
     missing: list[str] = []
     for name in sorted(set(names)):
@@ -88,7 +88,7 @@ def missing_names(names: Iterable[str]) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    """Whether a dotted name of PyTorch is there, as an attribute or as a module to import."""
+    """Return whether a dotted name of PyTorch is there, as an attribute or as a module to import."""
     value: Any = torch
     path = "torch"
     for attribute in name.split(".")[1:]:

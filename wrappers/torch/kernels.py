@@ -58,7 +58,8 @@ def into_of(call: Call) -> Into | None:
         rule = _RANDOM.get(call.func)
         if rule is None and not _takes_generator(call.func):
             raise UsageError(
-                f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the model"
+                f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the "
+                "model"
             )
         return rule
     if isinstance(call.func, Chain):
@@ -88,7 +89,7 @@ def _divides_by_count(call: Call) -> bool:
 
 
 def _normalises_strided(call: Call) -> bool:
-    """Whether a call is a batch normalisation of an input for which PyTorch has a kernel of any layout: with ``out=`` that one never fills the mean."""
+    """Whether a call is a batch normalisation of a strided input, for which PyTorch has a kernel that leaves the mean out if given ``out=``."""
     if call.func is not aten.native_batch_norm.default:
         return False
     ref = call.args[0]

@@ -1,4 +1,4 @@
-"""Modules of PyTorch around a session: what it can train, and how their values leave them and come back."""
+"""Modules of PyTorch around a session: their tensors by name, and how values leave them and come back."""
 
 from __future__ import annotations
 
@@ -12,64 +12,6 @@ from torch.nn.parameter import is_lazy
 from nntask import UsageError
 
 from .away import bring_back, is_away, send_away
-
-
-def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
-    """Refuse a module that no session can train.
-
-    Args:
-        has_weights: whether the values of its `state_dict` come from files, so that it needs none.
-
-    Raises:
-        UsageError: it is no module, or a scripted one; a tensor is on another device, complex or hooked; a session has or had the values; an
-            embedding has sparse gradients.
-    """
-    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
-        raise UsageError(f"a session trains a torch.nn.Module of Python, got a {type(module).__name__}; give the module itself, not scripted")
-    for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule):
-            raise UsageError(f"{name} is scripted, and a session captures modules of Python; give the module that it was scripted from")
-    saved = saved_tensors(module).keys()
-    owners: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, value in named_tensors(module):
-        _check_tensor(name, value, has_values=not (has_weights and name in saved))
-        if not value.is_meta and not is_away(value):
-            first_name, first = owners.setdefault(value.untyped_storage().data_ptr(), (name, value))
-            if first is not value and (isinstance(value, torch.nn.Parameter) or isinstance(first, torch.nn.Parameter)):
-                raise UsageError(
-                    f"{name} and {first_name} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy"
-                )
-    for name, child in module.named_modules():
-        if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:
-            raise UsageError(f"{name or 'the module'} has sparse gradients, and gradients must be dense; make it with sparse=False")
-
-
-def _check_tensor(name: str, value: torch.Tensor, *, has_values: bool) -> None:
-    """Refuse a parameter or buffer that no session can have.
-
-    Args:
-        has_values: whether it must have values, because no file has them.
-
-    Raises:
-        UsageError: see `check_module`.
-    """
-    if is_lazy(value):
-        raise UsageError(f"{name} has no shape yet (it is of a lazy module); call the module once, with a batch, before")
-    if has_values and value.is_meta:
-        raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
-    if has_values and is_away(value):
-        raise UsageError(
-            f"{name} has no values, since a session has them, or had them when it was closed; bring them back first with load_into(module) of "
-            "that session, or close() of its trainer, or give weights=DIR of what was saved"
-        )
-    if value.device.type not in ("cpu", "meta"):
-        raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
-    if not is_away(value) and value.grad is not None:
-        raise UsageError(f"{name} has a gradient from before the session, to which eager PyTorch would add; call module.zero_grad() first")
-    if getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None):
-        raise UsageError(f"{name} has hooks of its gradient, which a session does not call; remove them, or hook the module around it")
-    if value.is_complex() and isinstance(value, torch.nn.Parameter):
-        raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")
 
 
 @contextmanager
@@ -136,8 +78,8 @@ def let_go(module: torch.nn.Module) -> ExitStack:
 
 def _refuse_loading(*_: Any) -> None:
     raise UsageError(
-        "load_state_dict() of a module whose weights are in a session has no place for them; use load_state_dict() of the session, or load_into(module) "
-        "before"
+        "load_state_dict() of a module whose weights are in a session has no memory for them; use load_state_dict() of the session, or "
+        "load_into(module) before"
     )
 
 

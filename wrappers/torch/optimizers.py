@@ -154,6 +154,7 @@ class SessionOptimizer:
         max_norm: norm to which the gradient is clipped; 0 is off.
 
     Attributes:
+        options: the instance of torch.optim.
         updates: emits the updates, and has the state.
 
     Raises:
@@ -161,7 +162,7 @@ class SessionOptimizer:
     """
 
     def __init__(self, options: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> None:
-        self._options, self._module = options, module
+        self.options, self._module = options, module
         self.updates = optimizer_on(options, module, parameters, max_norm)
         group_of = {name: number for number, names in enumerate(_names_in_groups(options, module)) for name in names}
         self._rows = {p.name: group_of[p.name] for group in self.updates.groups for p in group.parameters}  # name -> number of its group there
@@ -178,10 +179,10 @@ class SessionOptimizer:
         Raises:
             UsageError: says what has changed.
         """
-        state = self._options.state
+        state = self.options.state
         if not isinstance(state, _StateElsewhere):
             raise UsageError(f"optimizer.state must stay as it is while a session is open, got another {type(state).__name__}; {_STATE_REMEDY}")
-        _check_hooks(self._options)
+        _check_hooks(self.options)
         members = self._members_now()
         if members != self._members:
             before, now = ([len(each) for each in groups] for groups in (self._members, members))
@@ -192,9 +193,8 @@ class SessionOptimizer:
         for name, value in self._terms_now().items():
             first = self._terms.get(name)
             if name not in self._terms:
-                raise UsageError(
-                    f"{name.removeprefix('requires_grad of ')} is a parameter that the module did not have when its session was made; make a new session"
-                )
+                name = name.removeprefix("requires_grad of ")
+                raise UsageError(f"{name} is a parameter that the module did not have when its session was made; make a new session")
             if first != value:
                 raise UsageError(f"{name} must stay {first} while the session is open, got {value}; make a new session, and resume what save() wrote")
 
@@ -202,20 +202,20 @@ class SessionOptimizer:
         """Write the numbers of a step, before its replay.
 
         Args:
-            number: of the step, from 1.
+            number: number of the step, from 1.
             updated: names of the parameters that it updates.
 
         Raises:
             UsageError: an option is out of range.
         """
-        options = _all_options(self._options)
+        options = _all_options(self.options)
         steps = [number - skipped if name in updated else 1 for name, skipped in self._skipped.items()]
         self.updates.prepare_groups(steps, [options[group] for group in self._rows.values()])
 
     def note_step(self, updated: Collection[str]) -> None:
         """Count a step that has begun; PyTorch's schedulers see it as they see a step of the optimizer itself."""
         self._skip(1, [name for name in self._skipped if name not in updated])
-        self._options._opt_called = True
+        self.options._opt_called = True
 
     def note_left_out(self, updated: Collection[str], *, keeps_number: bool) -> None:
         """Note that a step that had begun has failed and was left out.
@@ -247,10 +247,10 @@ class SessionOptimizer:
         self._skipped = dict.fromkeys(self._skipped, 0)
 
     def counters(self) -> dict[str, Any]:
-        """What a session saves besides tensors: the options of each group, and the steps that a parameter has skipped, if any."""
+        """Return the state that a session saves besides tensors: the options of each group, and the steps that a parameter has skipped, if any."""
         groups = [
             {name: list(map(float, group[name])) if name == "betas" else float(group[name]) for name in _OPTIONS if name in group}
-            for group in self._options.param_groups
+            for group in self.options.param_groups
         ]
         return {"groups": groups, "skipped": {name: count for name, count in self._skipped.items() if count}}
 
@@ -264,7 +264,7 @@ class SessionOptimizer:
         Raises:
             DataError: the groups or the parameters are others.
         """
-        own, skipped = self._options.param_groups, state.get("skipped", {})
+        own, skipped = self.options.param_groups, state.get("skipped", {})
         groups = state.get("groups", [{"lr": state["lr"]}] * len(own))
         if "groups" in state and [set(saved) for saved in groups] != [{name for name in _OPTIONS if name in group} for group in own]:
             raise DataError(f"{source} has {len(groups)} parameter groups, which differ from the optimizer's {len(own)}; make it as it was then")
@@ -275,12 +275,12 @@ class SessionOptimizer:
         self._skipped = {**dict.fromkeys(self._skipped, 0), **skipped}
 
     def _terms_now(self) -> dict[str, Any]:
-        """What must stay while the session is open, by name."""
+        """Return the values that must stay while the session is open, by name."""
         found: dict[str, Any] = {}
         for name, parameter in self._module.named_parameters():
             if name not in self._skipped:  # frozen when the session was made, so without state; a parameter that is learnt may rest for a while
                 found[f"requires_grad of {name}"] = parameter.requires_grad
-        for number, group in enumerate(self._options.param_groups):
+        for number, group in enumerate(self.options.param_groups):
             found.update({f"{option} of group {number}": value for option, value in group.items() if option in _ZERO})
             if "momentum" in group:
                 found[f"whether group {number} has momentum"] = bool(group["momentum"])
@@ -288,7 +288,7 @@ class SessionOptimizer:
 
     def _members_now(self) -> list[list[int]]:
         """Identities of the parameters in each group."""
-        return [list(map(id, group["params"])) for group in self._options.param_groups]
+        return [list(map(id, group["params"])) for group in self.options.param_groups]
 
 
 _STATE_REMEDY: Final = "save() and resume() of the session keep the state, and its reset_optimizer() clears it"

@@ -129,6 +129,12 @@ def options_of(group: Mapping[str, Any]) -> State:
     return tuple(each for name, each in group.items() if name != "params")
 
 
+def replace_item(content: set[Any], item: Any, other: Any) -> None:
+    """Replace an item of a set by another one."""
+    content.discard(item)
+    content.add(other)
+
+
 def content_of(cell: types.CellType) -> State:
     """Return the content of a cell; None for one that is not filled yet."""
     try:

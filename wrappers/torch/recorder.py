@@ -22,11 +22,11 @@ HOST_INPUT: Final = "on the host "
 """Beginning of the names of inputs that the host computes."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[misc]
+class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     """Notes the calls that make or change memory.
 
     Args:
-        values: of tensors, for decisions that need them; None where there are none.
+        values: values of tensors, for decisions that need them; None if there are none.
         on_gpus: whether GPUs compute the pass.
         paths: id of a tensor that is not the module's own -> the path to it.
 
@@ -60,16 +60,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         """The storage of a tensor that the pass has met."""
         return self._storages.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
-    def place_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor in the memory of one of the program."""
         return self._faked(tensor)
 
     def is_watched(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
+        """Return whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
         return id(tensor) in self._paths or self.known(tensor) is not None
 
     def is_changed(self, copy: torch.Tensor) -> bool:
-        """Whether the pass has changed a copy of an input after making it."""
+        """Return whether the pass has changed a copy of an input after making it."""
         storage = self.known(copy)
         return any(storage in call.writes and storage not in call.made for call in self.calls)
 
@@ -98,8 +98,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         ref, where = self.ref(tensor), line_of_program()
         if self._values is None:
             raise UsageError(
-                f"{where} needs a value of a tensor while the step is captured, and here no values are known; compute with tensors there (torch.where, "
-                "masks), or move it out of the model"
+                f"{where} needs a value of a tensor while the step is captured, and here no values are known; compute with tensors there "
+                "(torch.where, masks), or move it out of the model"
             )
         with _disable_current_modes():
             value = self._values.tensor(self.calls, ref)
@@ -185,11 +185,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             UsageError: a strided tensor went into the result.
         """
         maker = next((call for call in self.calls if ref.storage in call.made), None)
-        parts = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
-        if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in parts):
+        refs = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
+        if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in refs):
             raise UsageError(
-                f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is not known "
-                "beforehand; call contiguous() on what went into it"
+                f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is "
+                "not known beforehand; call contiguous() on what went into it"
             )
 
     def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:

@@ -7,7 +7,7 @@ budgets hold it. Of many shapes the steps that were used last are kept.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -192,8 +192,9 @@ def check_uses(uses: Sequence[PassUse]) -> None:
         return
     changed = {s.name for use in uses for call in use.tasks.captured.calls for s in call.writes if s.role in ("buffer", "parameter", "constant")}
     for use in uses:
-        for read in (*use.tasks.captured.guards, *use.tasks.captured.host):
-            storages = {read.ref.storage} if isinstance(read, Guard) else {s for s in tree_refs(read)}
+        reads: list[Guard | HostTensors] = [*use.tasks.captured.guards, *use.tasks.captured.host]
+        for read in reads:
+            storages = {read.ref.storage} if isinstance(read, Guard) else set(tree_refs(read))
             if any(leaf.name in changed and leaf.role != "input" for storage in storages for leaf in leaves_of(read.calls, storage)[0]):
                 raise UsageError(
                     f"{read.where} needs the value of a tensor that each minibatch changes, and the minibatches of a step are computed together; use "

@@ -1,4 +1,4 @@
-"""What a capture cannot do, as one sentence with the line of the program."""
+"""Errors of a capture as sentences of one line, with the line of the program."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def refusals() -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         kind = "a value" if isinstance(error, DataDependentOutputException) else "a shape that depends on values"
         raise UsageError(
-            f"{_line_of(error)} needs {kind} of a tensor while the step is captured ({error.func}), and here no values are known; compute with tensors "
-            "there (torch.where, masks), or move it out of the model"
+            f"{_line_of(error)} needs {kind} of a tensor while the step is captured ({error.func}), and here no values are known; compute with "
+            "tensors there (torch.where, masks), or move it out of the model"
         ) from error
     except UnsupportedOperatorException as error:
         raise UsageError(f"{_line_of(error)} calls {error.func}, whose shapes PyTorch cannot work out beforehand; register a fake for it") from error

@@ -1,4 +1,4 @@
-"""Which releases of PyTorch, transformers and accelerate a session works with: a tested range, older ones refused, newer ones checked and warned of.
+"""Releases of PyTorch, transformers and accelerate that a session works with: older ones are refused, newer ones checked, with a warning.
 
 A version is judged when the first session or trainer is made, not on import. Within the range nothing more is done. A newer release of PyTorch, or a
 pre-release, must have every name that this package uses and must pass a self-check (`insides`), once in a process; then one line is printed. This
@@ -47,7 +47,7 @@ class Supported:
         return f"pip install '{self.package}>={low}.{first},<{high}.{last + 1}'"
 
     def holds(self, version: str) -> bool:
-        """Whether a version is of the range; it is not if it is newer or a pre-release.
+        """Return whether a version is of the range; it is not if it is newer or a pre-release.
 
         Args:
             version: as the package states it, such as "2.13.0+cpu".
@@ -179,7 +179,7 @@ def explain(error: Exception, *, of_trainer: bool = False) -> None:
 
 
 def _installed(packages: Sequence[Supported]) -> Iterator[tuple[Supported, str]]:
-    """Those of some packages that are installed, with their versions."""
+    """Yield the packages that are installed, with their versions."""
     for tested in packages:
         with suppress(PackageNotFoundError):
             yield tested, version(tested.package)

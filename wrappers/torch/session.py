@@ -22,87 +22,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from nntask import UsageError
 from nntask.config import parse_size
-from nntask.engine import Outcome
 from nntask.hardware import MachineSpec
 from nntask.io import load_tensors
-from nntask.optim import norm_of
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
-from .away import is_away
-from .batches import check_batch, cut, memory_of
-from .calls import Storage
+from .batches import check_batch, cut
 from .capture import Function
-from .captures import Captures, PassUse, Purpose
+from .captures import Captures, Purpose
 from .chains import ChainCompiler
 from .cuts import LARGEST_TILE, tiles_of
 from .dry import PassTerms
-from .emission import check_ids, key_of, value_of, write_inputs
+from .emission import check_ids, key_of, value_of
 from .files import MODEL, load_session, save_session, write_model, write_session
 from .hosting import Host
-from .inductor import check_compiler
 from .memory import release_unused
-from .modules import check_module, first_values, give, is_frozen, let_go, named_tensors, saved_names, saved_tensors, shared_buffers
+from .modules import first_values, give, let_go, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
-from .python_state import Leaving, bring_into_python, check_changed
-from .recorder import whole
-from .recording import RecordedStep, StepRecorder
+from .python_state import bring_into_python, host_values, write_step
+from .recording import StepRecorder
 from .releases import check_torch
-from .state import ModuleState, array_of, tensor_from
+from .session_checks import check_compiled, check_module, check_numbers
+from .session_values import SessionValues
+from .started import StartedStep
+from .state import ModuleState
 from .values import HostValues
-from .verify import Expected, compare, eager_step, set_back, update
+from .verify import Verifier
 from .weights import attach_files
-
-
-class StartedStep:
-    """A step under way."""
-
-    def __init__(self, session: Session, recorded: RecordedStep, leavings: Sequence[Leaving], ticket: Ticket, number: int) -> None:
-        self._session, self._recorded, self._ticket, self._number = session, recorded, ticket, number
-        self._leavings = leavings
-        self._outcome: Outcome | Exception | None = None
-
-    @property
-    def loss_dtype(self) -> torch.dtype:
-        """Element type of the loss."""
-        dtype: torch.dtype = self._recorded.outputs[0].dtype
-        return dtype
-
-    def result(self) -> Outcome:
-        """Wait until the step is over; the outcome may be asked for again, and later.
-
-        Raises:
-            NntaskError: a task failed, or a memory was too small.
-        """
-        self.wait()
-        assert self._outcome is not None  # wait() has set it
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
-
-    def wait(self) -> None:
-        """Wait until the step is over, and keep its outcome, which later steps overwrite in the runtime."""
-        if self._outcome is None:
-            try:
-                self._outcome = self._read()
-            except Exception as error:
-                failed = self._ticket.failure is not None
-                updated = self._recorded.updated
-                self._outcome = self._session.note_failure(error, self._ticket, self._number, updated) if failed else error
-
-    def _read(self) -> Outcome:
-        recorded = self._recorded
-        with self._session.user_errors():
-            self._ticket.wait()
-            bring_into_python(self._leavings, recorded.kept, self._ticket, self._session.state)
-            losses = [float(value_of(outputs, kept, self._ticket).reshape(())) for outputs, kept in zip(recorded.outputs, recorded.kept, strict=True)]
-            assert recorded.squares is not None  # a training step has an update
-            return Outcome(sum(losses) / recorded.divisor, norm_of(self._ticket.read(recorded.squares)))
 
 
 class Session:
@@ -137,8 +87,8 @@ class Session:
             `empty_parameters`. None for those that the module has.
         compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
             of a session without it by rounding, so a saved session is resumed with the same choice.
-        verify: every so many steps, the first one included, are compared with the same step by eager PyTorch: loss, gradients, parameters and buffers. For
-            the first run of a new program; it takes the time and the memory of eager PyTorch, beside the budget. 0 is never.
+        verify: number of steps from one comparison with eager PyTorch to the next, the first step included; 0 for none. Loss, gradients, parameters
+            and buffers are compared. For the first run of a new program; it takes the time and the memory of eager PyTorch, outside the budget.
         options: further options of an optimizer that is named, such as ``weight_decay``.
 
     Raises:
@@ -179,15 +129,13 @@ class Session:
         **options: Any,
     ) -> None:
         check_torch(Session)
-        _check_numbers(seed, threads, minibatches, verify)
+        check_numbers(seed, threads, minibatches, verify)
         check_module(module, has_weights=weights is not None)
-        shared = shared_buffers(module)
+        shared = shared_buffers(module)  # while the module has its values
         if verify and ngpu != 0:
-            raise UsageError(f"verify= compares with PyTorch on CPUs, whose random numbers are others than those of GPUs, got ngpu={ngpu}; use ngpu=0")
+            raise UsageError(f"verify= compares with PyTorch on CPUs, which draws other random numbers than GPUs, got ngpu={ngpu}; use ngpu=0")
         if compiled:
-            check_compiler()
-            if ngpu != 0:
-                raise UsageError(f"compiled chains are of CPUs, got compiled=True with ngpu={ngpu}; leave one of them out")
+            check_compiled(ngpu)
         self._is_compiled = compiled
         self.optimizer = torch_optimizer(optimizer, module, lr, options)
         self.module, self._num_minibatches = module, minibatches
@@ -206,8 +154,8 @@ class Session:
             raise
         self._guards.enter_context(let_go(module))
         self._guards.enter_context(guarded(self.optimizer))
-        function, compiler = scalar(objective or objective_of(loss or loss_of)), ChainCompiler() if compiled else None
-        terms, roots = PassTerms(self.state.tiles, compiler, self._host.machine.has_gpus), read_by(objective or loss)
+        terms = PassTerms(self.state.tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
+        function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
         self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
         self._steps = StepRecorder(
             self._captures,
@@ -221,7 +169,8 @@ class Session:
             recompute=recompute,
         )
         self.num_steps, self._half_done = 0, ""
-        self._verify, self._max_norm, self._objective = verify, max_grad_norm, function
+        self._module_values = SessionValues(module, self.state, self._captures.own)
+        self._verifier = Verifier(verify, self._captures, function, self._optimizer, self._module_values, max_grad_norm)
 
     def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
         """Make the state of the module and of its optimizer on the runtime, with the first values."""
@@ -279,84 +228,37 @@ class Session:
             DoesNotFit: a budget is too small for the step.
         """
         self._optimizer.check()
-        expected = self._expected(minibatches, divisor or len(minibatches)) if self._verify and self.num_steps % self._verify == 0 else None
+        divisor = divisor or len(minibatches)
+        expected = None
+        if self._verifier.wants(self.num_steps):
+            self._wait_for_started()
+            expected = self._verifier.expected(minibatches, divisor, (self._seed, self.num_steps + 1))
         with self.user_errors():
-            recorded, uses = self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)
+            recorded, uses = self._steps.step_for("train", minibatches, divisor, self._values)
         check_ids(recorded.passes, minibatches)
         while len(self._started) > 1:
             self._started.popleft().wait()
         self._check_whole()
         with self.user_errors():
-            leavings = self._write(recorded, uses, minibatches)
+            leavings = write_step(recorded, uses, minibatches, self._captures.world, self.state)
             self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
             self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
             ticket = recorded.step.replay()
         self.num_steps += 1
         self._optimizer.note_step(recorded.updated)
-        started = StartedStep(self, recorded, leavings, ticket, self.num_steps)
+        started = StartedStep(recorded, leavings, ticket, self.num_steps, self._host, self.state, self._note_failure)
         self._started.append(started)
         if any(leaving.is_any for leaving in leavings):
             started.wait()  # what it leaves in Python is there when this returns
         if expected is not None:
-            moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self.optimizer_tensors().items() if name in expected.moments}
-            compare(self.num_steps, self._verify, expected, started.result().loss, self._first_values(), moments)
+            self._verifier.compare(self.num_steps, expected, started.result().loss)
         return started
-
-    def _expected(self, minibatches: Sequence[Mapping[str, Any]], divisor: int) -> Expected:
-        """The step that eager PyTorch would take now."""
-        self._wait_for_started()
-        own = self._captures.own
-        with set_back(self._captures.world):
-            found = eager_step(self.module, self._objective, own, self._first_values(), minibatches, divisor, (self._seed, self.num_steps + 1))
-        if not any(name.startswith("master.") for name in self.optimizer_tensors()):
-            state = {name: torch.from_numpy(tensor.read()) for name, tensor in self.optimizer_tensors().items()}
-            steps = {name: self._optimizer.num_steps_of(name, self.num_steps) for name in found.tensors}
-            update(found, self.optimizer, own, state, steps, self._max_norm)
-        else:  # masters have no twin in PyTorch: loss and buffers alone
-            found.tensors = {name: value for name, value in found.tensors.items() if not isinstance(value, torch.nn.Parameter)}
-        return found
-
-    def _first_values(self) -> dict[str, torch.Tensor]:
-        """Copies of all parameters and buffers, by their first names."""
-        own, tensors = self._captures.own, self.state.tensors()
-        return {
-            own[id(value)]: tensor_from(tensors[own[id(value)]].read(), value).clone() for _, value in named_tensors(self.module) if id(value) in own
-        }
-
-    def _write(self, recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]]) -> list[Leaving]:
-        """Write the inputs of a step, and bring constants up to the values that the program's tensors have; returns what each pass will leave."""
-        write_inputs(recorded.inputs, minibatches, [use.host for use in uses])
-        tensors, found = self._captures.world.now().tensors, list[Leaving]()
-        for use, minibatch in zip(uses, minibatches, strict=True):
-            held, targets = dict(use.constants), dict[Storage, torch.Tensor]()
-            for storage in use.tasks.constants:
-                now = held.get(storage)
-                if now is None:
-                    now = tensors[storage.name][0] if storage.name in tensors else storage.tensor
-                if now is not None and not isinstance(now, FakeTensor):
-                    self.state.refresh(storage, now)
-                    targets[storage] = now
-            check_changed(use.tasks.captured, minibatch)
-            found.append(Leaving(use, targets, minibatch))
-        return found
 
     def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
         """Values of tensors as the next step finds them."""
-        tensors = self.state.tensors()
+        return host_values(minibatch, (self._seed, self.num_steps + 1, number), self._captures.world, self.state)
 
-        def value_of(storage: Storage) -> torch.Tensor:
-            if storage.role == "constant":
-                found = self._captures.world.now().tensors.get(storage.name)
-                now = storage.tensor if found is None else found[0]
-                assert now is not None
-                return whole(now)
-            if storage.role == "input":
-                return torch.from_numpy(array_of(memory_of(minibatch[storage.name])).reshape(-1).view(np.uint8))
-            return torch.from_numpy(tensors[storage.name].read().reshape(-1).view(np.uint8))
-
-        return HostValues(value_of, (self._seed, self.num_steps + 1, number))
-
-    def note_failure(self, error: Exception, ticket: Ticket, number: int, updated: Collection[str]) -> Exception:
+    def _note_failure(self, error: Exception, ticket: Ticket, number: int, updated: Collection[str]) -> Exception:
         """Note that a step has failed: it is as if it had not been tried, or, if it has changed anything, the session cannot go on.
 
         Args:
@@ -368,14 +270,14 @@ class Session:
         Returns:
             The error, which says what has become of the step if an operation of PyTorch has failed.
         """
-        what = "the step was left out, and parameters, buffers and optimizer are as before it"
+        outcome = "the step was left out, and parameters, buffers and optimizer are as before it"
         if not ticket.changed_nothing:
-            what = self._half_done = f"step {number} has updated some parameters and not all; go on with resume() from what save() wrote"
+            outcome = self._half_done = f"step {number} has updated some parameters and not all; go on with resume() from what save() wrote"
         else:
             is_last = number == self.num_steps  # no step was started after it
             self.num_steps -= is_last
             self._optimizer.note_left_out(updated, keeps_number=not is_last)
-        return UsageError(f"{error}; {what}") if isinstance(error, UsageError) else error
+        return UsageError(f"{error}; {outcome}") if isinstance(error, UsageError) else error
 
     def _wait_for_started(self) -> None:
         """Wait until all steps are over; one that fails is not counted, and says so to whoever asks for its result."""
@@ -411,7 +313,7 @@ class Session:
             recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
         check_ids(recorded.passes, [batch])
         with self.user_errors():
-            leavings = self._write(recorded, uses, [batch])
+            leavings = write_step(recorded, uses, [batch], self._captures.world, self.state)
             ticket = recorded.step.replay()
             ticket.wait()
             bring_into_python(leavings, recorded.kept, ticket, self.state)
@@ -423,18 +325,7 @@ class Session:
         Args:
             frozen: whether frozen parameters are among them.
         """
-        tensors, seen = self.state.tensors(), dict[int, torch.Tensor]()
-        first = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
-        found: dict[str, torch.Tensor] = {}
-        for name, value in saved_tensors(self.module).items():
-            if not isinstance(value, torch.Tensor) or (not frozen and is_frozen(value)):
-                continue
-            if first.get(id(value)) not in tensors:  # one without elements, or that the session has not taken
-                seen[id(value)] = value.detach().clone()
-            elif id(value) not in seen:
-                seen[id(value)] = tensor_from(tensors[first[id(value)]].read(), value)
-            found[name] = seen[id(value)]
-        return found
+        return self._module_values.state_dict(frozen=frozen)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Overwrite parameters and buffers between steps; the optimizer's state stays, as when a module's tensors are written by eager PyTorch.
@@ -448,30 +339,19 @@ class Session:
         """
         self._wait_for_started()
         self._check_whole()
-        tensors, names = self.state.tensors(), {name: first for first, name in saved_names(self.module).items()}
-        aliases = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
-        known = {name: aliases[id(value)] for name, value in saved_tensors(self.module).items() if id(value) in aliases} | names
-        if unknown := sorted(values.keys() - known.keys()):
-            raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
-        shapes = {name: tuple(value.shape) for name, value in named_tensors(self.module)}
-        for name, value in values.items():
-            if tuple(value.shape) != shapes[known[name]]:
-                raise UsageError(f"{name} has shape {shapes[known[name]]}, got values of shape {tuple(value.shape)}; give values of its shape")
-        if strict and (missing := sorted(known.keys() - values.keys())):
-            raise UsageError(f"{missing[0]} is missing among the values; give all of session.state_dict(), or strict=False")
-        dtypes = dict(named_tensors(self.module))
+        checked = self._module_values.checked(values, strict=strict)
         with self.user_errors():
-            self.state.write({known[name]: value.to(dtypes[known[name]].dtype) for name, value in values.items()})
-            self._optimizer.follow([known[name] for name in values])
+            self.state.write(checked)
+            self._optimizer.follow(list(checked))
             self.runtime.wait()
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
-        give(module, self._current())
+        give(module, self._module_values.by_every_name())
 
     def model_tensors(self) -> dict[str, TileTensor]:
         """The tensors of the module's `state_dict` by name, tied ones once."""
-        return self._saved(frozen=True)
+        return self._module_values.saved(frozen=True)
 
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """The optimizer's state by name, such as "m.layer.weight"."""
@@ -513,7 +393,7 @@ class Session:
         self._check_whole()
         rate = float(self.optimizer.param_groups[0]["lr"])
         state = {"step": self.num_steps, "lr": rate, **self._optimizer.counters(), "numerics": self._numerics}
-        return self._saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
+        return self._module_values.saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Go on from a directory that `save` has written, for the same module and optimizer.
@@ -526,7 +406,7 @@ class Session:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
         self._wait_for_started()
-        state = load_session(Path(directory), self._saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
+        state = load_session(Path(directory), self._module_values.saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
         self.num_steps, self._half_done = state["step"], ""
         self._optimizer.restore(state, Path(directory))
 
@@ -544,7 +424,7 @@ class Session:
         """
         self._wait_for_started()
         self._check_whole()
-        write_model(Path(directory), self._saved(frozen=frozen), self.module if frozen else None)
+        write_model(Path(directory), self._module_values.saved(frozen=frozen), self.module if frozen else None)
 
     def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Take weights and buffers from the model.safetensors of a directory; the optimizer begins anew.
@@ -556,7 +436,7 @@ class Session:
         Raises:
             DataError: the file is missing, corrupt, or of another module.
         """
-        load_tensors(Path(directory) / MODEL, self._saved(frozen=frozen))
+        load_tensors(Path(directory) / MODEL, self._module_values.saved(frozen=frozen))
         self.reset_optimizer()
 
     @property
@@ -569,31 +449,6 @@ class Session:
             "threads": self._host.threads,
             "compiled": self._is_compiled,
             "rows_of_tiles": {name: rows for name, (_, rows) in self.state.tiles.items()},
-        }
-
-    def _saved(self, *, frozen: bool) -> dict[str, TileTensor]:
-        """The tensors of the module's `state_dict` by the names that these have there, tied ones once."""
-        values, tensors = dict(named_tensors(self.module)), self.state.tensors()
-        own = {id(value) for value in values.values()}
-        for name, value in saved_tensors(self.module).items():
-            is_there = isinstance(value, torch.Tensor) and (id(value) in own or not value.numel() or value.layout != torch.strided)
-            if not is_there and value is not None:
-                raise UsageError(f"{name} of the module's state_dict() is neither a parameter nor a buffer, and cannot be saved; take its hook away")
-        for first, name in saved_names(self.module).items():
-            if first not in tensors:
-                raise UsageError(f"{name} was registered after the session was made, and cannot be saved with it; register it before")
-            if values[first].is_complex():
-                raise UsageError(f"{name} is complex, and files of weights hold real numbers; register the buffer with persistent=False")
-        return {name: tensors[first] for first, name in saved_names(self.module).items() if frozen or not is_frozen(values[first])}
-
-    def _current(self) -> dict[str, torch.Tensor]:
-        """Copies of all parameters and buffers, by every name."""
-        tensors = self.state.tensors()
-        aliases = {id(value): name for name, value in reversed(list(named_tensors(self.module)))}
-        return {
-            name: tensor_from(tensors[aliases[id(value)]].read(), value)
-            for name, value in named_tensors(self.module)
-            if name in tensors and is_away(value)
         }
 
     def close(self) -> None:
@@ -610,19 +465,3 @@ class Session:
     def user_errors(self) -> AbstractContextManager[None]:
         """See `Host.user_errors`."""
         return self._host.user_errors()
-
-
-def _check_numbers(seed: int, threads: int, minibatches: int, verify: int) -> None:
-    """Refuse numbers of a session that are out of range.
-
-    Raises:
-        UsageError: one is.
-    """
-    if not 0 <= seed < 1 << 63:
-        raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
-    if not isinstance(verify, int) or verify < 0:
-        raise UsageError(f"verify must be an integer of at least 0, got {verify}; 1 compares each step with eager PyTorch, 0 none")
-    if not isinstance(threads, int) or not 1 <= threads <= 1024:
-        raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
-    if not isinstance(minibatches, int) or minibatches < 1:
-        raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")

@@ -38,8 +38,8 @@ from nntask.io import read_object, written_aside
 from .cuts import LARGEST_TILE
 from .files import MODEL, STATE, storage_errors
 from .inductor import check_compiler
-from .modules import check_module
 from .session import Session
+from .session_checks import check_module
 from .trainer_checks import check_arguments, check_trainer, check_trainer_packages, plain_optimizer
 from .walk import Narrow
 

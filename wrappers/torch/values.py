@@ -1,7 +1,7 @@
 """Values of tensors that a capture needs: computed on the host by the calls that lead to them.
 
-A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), is taken as the tensors at hand have it. What was read is a
-`Guard`: before each replay it is computed anew, and where it differs the pass is captured again.
+A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), follows the tensors at hand. The value that was read is
+a `Guard`: it is computed anew before each replay, and if it differs the pass is captured again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class HostValues:
     """Values of one pass at one moment.
 
     Args:
-        value_of: values of what exists before the pass.
+        value_of: values of storages that exist before the pass.
         seed: seed, number of the step and of the minibatch, from which random numbers follow.
     """
 
@@ -89,7 +89,7 @@ class HostValues:
 
 
 def leaves_of(calls: Sequence[Call], storage: Storage) -> tuple[set[Storage], bool]:
-    """Return what exists before a pass and leads to a storage, and whether random numbers do."""
+    """Return the storages that exist before a pass and lead to one, and whether random numbers do."""
     needed, is_random, made = {storage}, False, set[Storage]()
     for call in reversed(calls):
         if not needed.isdisjoint(call.writes):

@@ -1,4 +1,4 @@
-"""A step by eager PyTorch beside the same step of a session: what `verify=` compares.
+"""The comparison that `verify=` makes: a step by eager PyTorch, and the same step of a session.
 
 The module itself runs, with copies of the session's values in place of its emptied tensors. Random operations draw the numbers that the session
 draws, and the state of Python is set back, so that the session's step begins where the twin has begun.
@@ -23,8 +23,11 @@ from nntask import NntaskError, UsageError
 from .away import standing_for
 from .calls import Call
 from .capture import Applied, Function
+from .captures import Captures
 from .kernels import draws, generator_of, into_of
+from .optimizers import SessionOptimizer
 from .recorder import whole
+from .session_values import SessionValues
 from .world import World
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -40,8 +43,8 @@ class Expected:
     """A step by eager PyTorch.
 
     Attributes:
-        loss: of the step.
-        gradients: by first names of the parameters.
+        loss: loss of the step.
+        gradients: gradients by first names of the parameters.
         tensors: parameters after the update and buffers, by first names.
         moments: names in the session's optimizer -> values.
         rates: learning rate of each parameter.
@@ -52,6 +55,61 @@ class Expected:
     tensors: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
+
+
+class Verifier:
+    """Compares steps of a session with eager PyTorch.
+
+    Args:
+        every: number of steps from one comparison to the next; 0 for none.
+        captures: passes of the session.
+        objective: from the module and a batch to the loss.
+        optimizer, values: optimizer and values of the session.
+        max_norm: norm to which the gradient is clipped; 0 is off.
+    """
+
+    def __init__(
+        self, every: int, captures: Captures, objective: Function, optimizer: SessionOptimizer, values: SessionValues, max_norm: float
+    ) -> None:
+        self._every, self._captures, self._objective, self._optimizer = every, captures, objective, optimizer
+        self._values, self._max_norm = values, max_norm
+
+    def wants(self, num_steps: int) -> bool:
+        """Return whether the step after `num_steps` steps is compared."""
+        return self._every > 0 and num_steps % self._every == 0
+
+    def expected(self, minibatches: Sequence[Mapping[str, Any]], divisor: int, seed: tuple[int, int]) -> Expected:
+        """Take a step by eager PyTorch, from the state that the session has.
+
+        Args:
+            minibatches: the arguments of each one by name.
+            divisor: the gradient is that of the sum of losses divided by this.
+            seed: seed and number of the step.
+        """
+        own, optimizer = self._captures.own, self._optimizer
+        with set_back(self._captures.world):
+            found = eager_step(self._captures.module, self._objective, own, self._values.by_first_name(), minibatches, divisor, seed)
+        state = {name: torch.from_numpy(tensor.read()) for name, tensor in optimizer.tensors().items()}
+        if any(name.startswith("master.") for name in state):  # masters have no twin in PyTorch: loss and buffers alone
+            found.tensors = {name: value for name, value in found.tensors.items() if not isinstance(value, torch.nn.Parameter)}
+        else:
+            steps = {name: optimizer.num_steps_of(name, seed[1] - 1) for name in found.tensors}
+            update(found, optimizer.options, own, state, steps, self._max_norm)
+        return found
+
+    def compare(self, number: int, expected: Expected, loss: float) -> None:
+        """Compare a step that the session has taken.
+
+        Args:
+            number: number of the step.
+            expected: the same step by eager PyTorch.
+            loss: loss of the session.
+
+        Raises:
+            NntaskError: they differ by more than rounding; says in what.
+        """
+        moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self._optimizer.tensors().items() if name in expected.moments}
+        compare(number, self._every, expected, loss, self._values.by_first_name(), moments)
 
 
 class _SameDraws(TorchDispatchMode):  # type: ignore[misc]
@@ -145,7 +203,7 @@ def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int,
     twin = type(options)(groups)
     is_adam = not isinstance(options, torch.optim.SGD)
     names = {"exp_avg": "m", "exp_avg_sq": "v"} if is_adam else {"momentum_buffer": "momentum"}
-    parts: list[tuple[str, str, torch.Tensor]] = []
+    entries: list[tuple[str, str, torch.Tensor]] = []
     for group in twin.param_groups:
         for parameter in group["params"]:
             name = next(name for name, each in expected.tensors.items() if each is parameter)
@@ -155,11 +213,11 @@ def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int,
             for of_torch, ours in names.items():
                 if (value := state.get(f"{ours}.{name}")) is not None:
                     twin.state[parameter][of_torch] = value.to(parameter.dtype)
-                    parts.append((f"{ours}.{name}", of_torch, parameter))
+                    entries.append((f"{ours}.{name}", of_torch, parameter))
     if max_norm > 0:
         torch.nn.utils.clip_grad_norm_([each for each in expected.tensors.values() if each.grad is not None], max_norm)
     twin.step()
-    expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in parts}
+    expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in entries}
 
 
 def compare(
@@ -168,9 +226,9 @@ def compare(
     """Compare a step of a session with that by eager PyTorch.
 
     Args:
-        number: of the step.
-        every: what `verify` is.
-        loss, tensors, moments: of the session.
+        number: number of the step.
+        every: the session's `verify`.
+        loss, tensors, moments: values of the session.
 
     Raises:
         NntaskError: they differ by more than rounding; says in what.
@@ -197,8 +255,8 @@ def compare(
     if found:
         more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
         raise NntaskError(
-            f"step {number} differs from the same step by eager PyTorch (verify={every}): {'; '.join(found[:4])}{more}; something that the step reads is out "
-            "of sight (C code, files, the clock, state of an installed package): move it into a buffer or an attribute of the module"
+            f"step {number} differs from the same step by eager PyTorch (verify={every}): {'; '.join(found[:4])}{more}; something that the step "
+            "reads is out of sight (C code, files, the clock, state of an installed package): move it into a buffer or an attribute of the module"
         )
 
 
@@ -212,11 +270,11 @@ def _away(have: torch.Tensor, want: torch.Tensor) -> float:
 
 def _near(have: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
     if not want.is_floating_point():
-        return torch.equal(have, want)
+        return bool(torch.equal(have, want))
     if not want.numel():
         return True
     if not bool(want.isfinite().all()):
-        return torch.equal(have.isfinite(), want.isfinite())
+        return bool(torch.equal(have.isfinite(), want.isfinite()))
     return float((have.double() - want.double()).abs().max()) <= tolerance * max(float(want.double().abs().max()), 1e-3)
 
 
@@ -240,6 +298,6 @@ def set_back(world: World) -> Iterator[None]:
             whole(tensor).copy_(memory)
     if left := before.differences(world.walked()):
         raise UsageError(
-            f"verify= runs the module by eager PyTorch and by the session, and {left[0]} cannot be set back in between; leave verify= out, or keep that "
-            "state in an attribute of plain Python"
+            f"verify= runs the module by eager PyTorch and by the session, and {left[0]} cannot be set back; leave verify= out, or "
+            "keep that state in an attribute of plain Python"
         )

@@ -23,11 +23,11 @@ from nntask import UsageError
 
 from .away import is_away
 from .reach import is_foreign, loads_of, origin_of, origin_of_class, origin_of_module
-from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, set_entry, state_of_cache
+from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, replace_item, set_entry, state_of_cache
 from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
 
 MOST_NODES: Final = 500_000
-"""Containers and objects of a world at most."""
+"""Largest number of containers and objects of a world."""
 _PLAIN_TYPES: Final = frozenset(PLAIN)
 _KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types of keys that are compared by value."""
@@ -36,7 +36,7 @@ _OPAQUE: Final = (
     torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset, types.ModuleType,
     torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
 )  # fmt: skip
-"""Their attributes are not looked at, unless the program's code loads one by name."""
+"""Types whose attributes are ignored, unless the program's code loads one by name."""
 _ATTRIBUTES_COUNT: Final = (types.SimpleNamespace, threading.local, collections.UserDict)
 """Classes of the standard library whose objects are noted by their attributes."""
 
@@ -46,7 +46,7 @@ class Narrow(NamedTuple):
 
     Attributes:
         value: the object.
-        names: attributes that count in any case, with all that they reach.
+        names: attributes that count in any case, with everything that they reach.
     """
 
     value: Any
@@ -186,6 +186,9 @@ class Walk:
                 value.update(held[0])
 
             self._watch(lambda: (frozenset(value),), restore, by_value=True)
+        write = partial(replace_item, value) if isinstance(value, set) else None
+        for number, each in enumerate([each for each in value if not isinstance(each, _KEYS)]):
+            self.visit(f"{path}{{{number}}}", each, Slot(write, each, each))
 
     def _visit_class(self, path: str, value: type) -> None:
         self.found.leaves[path] = Same(value)
@@ -341,7 +344,7 @@ class Walk:
 
     def _visit_other(self, path: str, value: Any) -> None:
         """Note an object by its state, its attributes or its slots; one that hides all of them by its identity."""
-        kind = type(value)
+        kind: type = type(value)
         is_of_torch = origin_of_class(kind) == "torch" and not isinstance(value, torch.nn.Module)
         has_attributes = hasattr(value, "__dict__") and (is_foreign(kind) or isinstance(value, _ATTRIBUTES_COUNT))
         if (access := access_to(value)) is not None:

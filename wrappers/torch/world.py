@@ -1,12 +1,13 @@
-"""The Python state that a capture could read, as a value that can be compared: the module's tree, the loss, and what their code reaches.
+"""The Python state that a capture could read, as a value that can be compared: the module's tree, the loss, and objects that their code reaches.
 
-A step is captured once and replayed, so whatever the capture read must be as it was. `World.now` walks everything that is reachable from the module
+A step is captured once and replayed, so everything that the capture read must be as it was. `World.now` walks all that is reachable from the module
 and the loss: attributes, containers, hooks, closures, globals that the program's own functions load, class attributes, generators, iterators. Leaves
 are compared by value where Python can, else by identity. The walk takes milliseconds; while nothing has changed, which is checked by identity alone,
 its last result is good.
 
-Values of tensors are no part of it: those of the module live in the session, those of others are compared when a step begins (`constants`).
-Not seen: what C code hides, what code of installed packages keeps in globals that are neither plain values nor containers of such, and the clock.
+Values of tensors are no part of it: those of the module live in the session, those of others are compared when a step begins (`write_step` of
+`python_state`).
+Not seen: state in C code, globals of installed packages that are neither plain values nor containers of such, and the clock.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .walk import Walk
 
 
 class World:
-    """What is reachable from a module and a loss.
+    """The objects that are reachable from a module and a loss.
 
     Args:
         roots: name -> module or function.
