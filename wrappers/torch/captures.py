@@ -130,7 +130,7 @@ class Captures:
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
         self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each[0] in passes])}
-        self._forms = {key: kept for key, known in self._forms.items() if (kept := [each for each in known if each in passes])}
+        self._forms = {key: alive for key, tasks in self._forms.items() if (alive := [each for each in tasks if each in passes])}
 
     def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
         if self._quiet is not None:
@@ -159,8 +159,8 @@ class Captures:
         if self._num_anew == MANY:
             more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             warnings.warn(
-                f"each step is captured anew, because {changed[0]}{more} changes in each step; results are eager PyTorch's, but a step takes longer: keep "
-                "such state in tensors, which may change, or where neither the module nor the loss reads it",
+                f"each step is captured anew, because {changed[0]}{more} changes in each step; results are eager PyTorch's, but a step takes longer: "
+                "keep such state in tensors, which may change, or where neither the module nor the loss reads it",
                 stacklevel=6,
             )
 
