@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -37,6 +37,8 @@ Purpose = Literal["train", "evaluate", "predict"]
 Values = Callable[[Mapping[str, Any], int], HostValues]
 """From a minibatch and its number within the step to values of tensors."""
 
+MOST_STATES: Final = 32
+"""States of Python and shapes whose passes are known; one that comes back later is captured again, and finds its tasks by their form."""
 MANY: Final = 8
 """Number of passes in a row that are captured anew because they change the state of Python, before a warning."""
 
@@ -89,7 +91,7 @@ class Captures:
             own.setdefault(id(value), name)
         self.own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
         self.world = World({"module": module, **(roots or {}), "hooks of all modules": _hooks_of_all()}, own)
-        self._passes: dict[Hashable, list[tuple[Pass, Capture]]] = {}  # tasks, and the capture that they are used for, of the same form
+        self._passes: dict[Hashable, list[tuple[PassUse, Capture]]] = {}  # uses, and what must hold for them; those used last come last
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
         self._seen: Snapshot | None = None  # the state of Python at the last capture
@@ -104,10 +106,13 @@ class Captures:
             taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
-        for tasks, captured in self._passes.get(key, ()):
+        kept = self._passes.pop(key, [])
+        if kept:
+            self._passes[key] = kept
+        for use, captured in kept:
             if (host := _host_inputs(captured, values)) is not None:
                 self._num_anew = 0
-                return _use(tasks, captured, host)
+                return replace(use, host=host)
         before = self.world.now()
         with no_collections():  # which would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
@@ -124,12 +129,15 @@ class Captures:
         if same is made:
             known.append(made)
         if not made.captured.effects:
-            self._passes.setdefault(key, []).append((same, made.captured))
+            checked = made.captured if made.captured.guards or made.captured.host else replace(made.captured, calls=())
+            self._passes.setdefault(key, []).append((_use(same, made.captured, {}), checked))
+            if len(self._passes) > MOST_STATES:
+                del self._passes[next(iter(self._passes))]
         return _use(same, made.captured, host, ran=True)
 
     def keep(self, passes: Collection[Pass]) -> None:
         """Drop all other passes."""
-        self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each[0] in passes])}
+        self._passes = {key: kept for key, known in self._passes.items() if (kept := [each for each in known if each[0].tasks in passes])}
         self._forms = {key: alive for key, tasks in self._forms.items() if (alive := [each for each in tasks if each in passes])}
 
     def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
