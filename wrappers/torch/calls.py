@@ -31,8 +31,7 @@ class Storage:
         nbytes: its size.
         role: kind of its content; a temporary one is made by a call.
         name: name of the parameter, buffer or input; of a constant the path to it, "" if there is none.
-        constant: values that a constant had when the capture met it.
-        tensor: the tensor in whose memory a constant lies.
+        tensor: the tensor of the program in whose memory a constant lies.
         piece: number of this piece of a parameter that is cut along its first axis (`cuts`).
         is_again: whether its content was computed before, in a forward pass that a backward pass repeats.
     """
@@ -40,7 +39,6 @@ class Storage:
     nbytes: int
     role: Role
     name: str = ""
-    constant: torch.Tensor | None = None
     tensor: torch.Tensor | None = None
     piece: int = 0
     is_again: bool = False
@@ -184,6 +182,7 @@ class Capture:
         carried: tensors that the pass leaves in Python, for the next one or for the program.
         guards: values by which the pass has decided.
         host: tensors whose shape depends on values, computed on the host before each step.
+        outer: constants that are learnable tensors of the program -> their gradients, which are among the outputs.
         changed: inputs that the pass changes in place -> their values afterwards, which are among the outputs.
         effects: paths of Python's state that the pass has changed, other than by tensors of the same shape: it must run again in each step.
     """
@@ -197,6 +196,7 @@ class Capture:
     host: Sequence[HostTensors] = ()
     effects: Sequence[str] = ()
     changed: Mapping[str, Ref] = field(default_factory=dict)
+    outer: Sequence[tuple[Storage, torch.Tensor, Ref]] = ()
 
     @property
     def result(self) -> Any:

@@ -119,10 +119,11 @@ def _capture(
             after = before if terms.world is None or before.is_current() else terms.world.walked()
             carried, kept = _carried(before, after, recorder)
             run.check_gradients()
+            outer = [(recorder.ref(recorder.place_of(tensor)).storage, tensor, recorder.ref(gradient)) for tensor, gradient in run.outer]
             changed = {
                 name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)
             }
-            outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), [*kept, *changed.values()]
+            outputs = tree_map(lambda leaf: _kept(leaf, recorder), result), [*kept, *changed.values(), *(ref for _, _, ref in outer)]
         moved = [
             p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]
         ]
@@ -138,9 +139,13 @@ def _capture(
             tuple(recorder.host),
             tuple(effects),
             changed,
+            outer,
         )
     except BaseException:
         before.restore()
+        for tensor, _ in before.tensors.values():
+            if isinstance(tensor.grad, FakeTensor):
+                tensor.grad = None
         raise
 
 
@@ -173,6 +178,7 @@ class _Run:
         self._learnt = {name: twin for name, twin in twins.parameters.items() if twin.requires_grad}
         self.gradients: dict[str, torch.Tensor] = {}
         self.copies: dict[str, Any] = {}
+        self.outer: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def result(self, batch: Mapping[str, Any], function: Function, terms: CaptureTerms, *, copies: bool) -> Any:
         """Run the function, and the backward pass if there is one."""
@@ -184,6 +190,7 @@ class _Run:
         then = (lambda found: self._differentiate(found, terms.divisor)) if terms.backward else (lambda found: found)
         applied = Applied(self._module, function, then)
         with refusals(), torch.random.fork_rng(devices=[]), recorder, torch.set_grad_enabled(terms.backward):
+            recorder.begin()
             if copies:
                 inputs = self.copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
             recurrent = [
@@ -202,7 +209,12 @@ class _Run:
         """Compute the gradients of all parameters that have one, those that a backward pass has added to `.grad` by itself included."""
         if not outputs.requires_grad:
             raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
-        found = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, list(self._learnt.values()), allow_unused=True)
+        outer = self._recorder.learnable()
+        wanted = [*self._learnt.values(), *outer]
+        found = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, wanted, allow_unused=True)
+        given = zip(outer, found[len(self._learnt) :], strict=True)
+        self.outer = [(tensor, self._recorder.own(gradient.detach())) for tensor, gradient in given if gradient is not None]
+        found = found[: len(self._learnt)]
         for (name, twin), gradient in zip(self._learnt.items(), found, strict=True):
             added, twin.grad = twin.grad, None
             if added is not None:
@@ -246,10 +258,11 @@ def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple
             if old is not None and before.leaves[path] == after.leaves[path] and (storage := recorder.known(old[0])) is not None:
                 if recorder.known(tensor) is not storage:
                     recorder.fake_of(old[0]).copy_(tensor.detach())
-                carried.append(Carried(slot, tensor, recorder.ref(old[0]), path))
+                ref = recorder.ref(old[0])
             else:
-                kept.append(recorder.ref(recorder.own(tensor.detach())))
-                carried.append(Carried(slot, tensor, kept[-1], path))
+                ref = recorder.ref(recorder.own(tensor.detach()))
+                kept.append(ref)
+            carried += [Carried(each, tensor, ref, path) for each in (slot, *after.aliases.get(path, ()))]
     return carried, kept
 
 
@@ -298,6 +311,7 @@ def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int,
             twin = twins.by_id[id(value)] = _fake(value)
             if is_parameter:
                 twins.parameters[first] = twin.requires_grad_(value.requires_grad)
+                twin._is_param = True  # for isinstance(..., torch.nn.Parameter)
             recorder.enter(twin, "parameter" if is_parameter else "buffer", first)
             twins.aliases.append((twin, twin.detach()))
         twins.by_name[name] = twins.by_id[id(value)]

@@ -52,12 +52,16 @@ class PassUse:
         carried: tensors that it leaves in Python; references are those of `tasks`.
         constants: storages of `tasks` with the tensors of the program that they stand for now; without those that are found by their paths.
         host: values of inputs that the host has computed, by name.
+        ran: whether Python has just run for it.
+        outer: learnable tensors of the program outside the module, with the references of their gradients.
     """
 
     tasks: Pass
     carried: tuple[Carried, ...]
     constants: tuple[tuple[Storage, torch.Tensor], ...]
     host: Mapping[str, torch.Tensor]
+    ran: bool
+    outer: tuple[tuple[torch.Tensor | None, Ref], ...]
 
 
 class Captures:
@@ -94,6 +98,7 @@ class Captures:
         self._passes: dict[Hashable, list[tuple[PassUse, Capture]]] = {}  # uses, and what must hold for them; those used last come last
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
+        self.before: Callable[[], None] | None = None  # gives Python its state back that it had before the step
         self._seen: Snapshot | None = None  # the state of Python at the last capture
 
     def pass_over(
@@ -207,7 +212,8 @@ def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor], *, ra
         carried = tuple(Carried(new.slot, new.fake, ref, new.path) for new, ref in zip(captured.carried, refs, strict=True))
         constants = list(zip(_constants_in(tasks.captured), _constants_in(captured), strict=True))
     given = tuple((mine, new.tensor) for mine, new in constants if (ran or not new.name) and new.tensor is not None)
-    return PassUse(tasks, carried, given, host)
+    outer = tuple((new.tensor, ref) for (_, _, ref), (new, _, _) in zip(tasks.captured.outer, captured.outer, strict=True))
+    return PassUse(tasks, carried, given, host, ran, outer)
 
 
 def _constants_in(captured: Capture) -> list[Storage]:
@@ -247,8 +253,9 @@ def form_of(captured: Capture) -> Hashable:
         )
 
     calls = tuple(_form_of_call(each, form) for each in captured.calls)
+    outer = tuple((form(Ref(s, torch.uint8, (), (), 0)), form(ref)) for s, _, ref in captured.outer)
     gradients = tuple((tile, form(ref)) for tile, ref in captured.gradients.items())
-    return calls, form(captured.outputs), gradients, tuple(form(each.ref) for each in captured.carried)
+    return calls, form(captured.outputs), gradients, tuple(form(each.ref) for each in captured.carried), outer
 
 
 def _form_of_call(each: Call, form: Callable[[Any], Any]) -> Hashable:

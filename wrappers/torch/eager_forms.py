@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,17 +22,20 @@ from .refusals import line_of_program
 @contextmanager
 def plain_python(recorder: CallRecorder) -> Iterator[None]:
     """While a module is captured: control flow operators and re-entrant checkpoints run as plain Python, and reading values makes guards."""
+    thread = threading.get_ident()  # other threads of the program go on with PyTorch's own functions
     with ExitStack() as stack:
 
         def replaced(owner: Any, name: str, value: Any) -> None:
             has, before = name in vars(owner), getattr(owner, name)
-            setattr(owner, name, value)
+
+            def here(*args: Any, **kwargs: Any) -> Any:
+                return (value if threading.get_ident() == thread else before)(*args, **kwargs)
+
+            setattr(owner, name, here)
             stack.callback(lambda: setattr(owner, name, before) if has else delattr(owner, name))
 
         replaced(torch, "cond", _cond)
         replaced(torch.utils.checkpoint.CheckpointFunction, "apply", _run_plainly)
-        replaced(torch, "manual_seed", _seeding(recorder, torch.manual_seed))
-        replaced(torch.random, "manual_seed", _seeding(recorder, torch.random.manual_seed))
         replaced(torch.Tensor, "data_ptr", _refuse_address)
         replaced(torch.Tensor, "retain_grad", _refuse_kept_gradient)
         for owner in (torch, torch.Tensor):
@@ -56,14 +60,6 @@ def _run_plainly(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return run(*args)
     with torch.no_grad():
         return run(*args)
-
-
-def _seeding(recorder: CallRecorder, seed: Callable[[int], Any]) -> Callable[[int], Any]:
-    def manual_seed(number: int) -> Any:
-        recorder.is_seeded = True
-        return seed(number)
-
-    return manual_seed
 
 
 def _refuse_address(tensor: torch.Tensor) -> int:

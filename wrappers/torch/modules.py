@@ -16,14 +16,15 @@ from .away import bring_back, is_away, send_away
 
 @contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, as its own `eval` does, and each of its parts back into the mode that it was in."""
-    modes = {child: child.training for child in module.modules()}
+    """Put a module into evaluation mode, as its own `eval` does, and take back what that has changed of its attributes."""
+    before = {child: dict(vars(child)) for child in module.modules()}
     module.eval()
+    changed = [(child, {name: value for name, value in held.items() if vars(child).get(name) is not value}) for child, held in before.items()]
     try:
         yield
     finally:
-        for child, is_training in modes.items():
-            child.training = is_training
+        for child, attributes in changed:
+            vars(child).update(attributes)
 
 
 def shared_buffers(module: torch.nn.Module) -> set[str]:

@@ -5,8 +5,10 @@ A step leaves values in place of the fake tensors of its capture, and writes con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,13 @@ from nntask import UsageError
 from scheduler import Handle, Ticket
 
 from .batches import memory_of
-from .calls import Capture, Carried, Storage
+from .calls import Capture, Carried, Ref, Storage
 from .captures import PassUse
 from .emission import write_inputs
 from .kernels import tensor_of
 from .recorder import whole
 from .recording import RecordedStep
+from .snapshots import Slot
 from .state import ModuleState, array_of
 from .values import HostValues
 from .world import World
@@ -47,7 +50,7 @@ class Leaving:
     def is_any(self) -> bool:
         """Whether the pass leaves anything."""
         captured = self.use.tasks.captured
-        return bool(self.use.carried or captured.written or captured.changed)
+        return bool(self.use.carried or captured.written or captured.changed or captured.outer)
 
 
 def write_step(
@@ -80,8 +83,25 @@ def write_step(
                 state.refresh(storage, now)
                 targets[storage] = now
         check_changed(use.tasks.captured, minibatch)
-        leavings.append(Leaving(use, targets, minibatch))
+        leavings.append(Leaving(use if use.ran else replace(use, carried=_where_now(use.carried, tensors)), targets, minibatch))
     return leavings
+
+
+def _where_now(carried: Sequence[Carried], tensors: Mapping[str, tuple[torch.Tensor, Slot]]) -> tuple[Carried, ...]:
+    """Return the places of carried tensors as they are now, when containers may be others than at the capture."""
+    return tuple(Carried(tensors[each.path][1], tensors[each.path][0], each.ref, each.path) for each in carried if each.path in tensors)
+
+
+def state_keeper(world: World) -> Callable[[], None]:
+    """Return a function that gives Python the state back that it has now, generators of random numbers included."""
+    before, numbers = world.now(), (random.getstate(), np.random.get_state())
+
+    def undo() -> None:
+        before.restore()
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])
+
+    return undo
 
 
 def host_values(minibatch: Mapping[str, Any], seed: Sequence[int], world: World, state: ModuleState) -> HostValues:
@@ -145,18 +165,34 @@ def bring_into_python(leavings: Sequence[Leaving], kept: Sequence[Mapping[Storag
             with torch.no_grad():
                 leaving.minibatch[name].detach().copy_(tensor_of(torch.from_numpy(ticket.read(handles[ref.storage])), ref))
         _replace(leaving.use.carried, handles, ticket, state)
+        _add_gradients(leaving, handles, ticket)
 
 
 def _replace(carried: Sequence[Carried], handles: Mapping[Storage, Handle], ticket: Ticket, state: ModuleState) -> None:
-    """Replace fake tensors by values; several may be in one tuple."""
-    slots: dict[int, tuple[Carried, dict[int, torch.Tensor]]] = {}
+    """Replace fake tensors by values; several may be in one tuple, and one in several places."""
+    made: dict[Ref, torch.Tensor] = {}
+    slots: dict[tuple[int, Any], tuple[Slot, dict[int, torch.Tensor]]] = {}
     for each in carried:
-        if each.ref.storage.role == "constant":
-            memory = state.constant_value(each.ref.storage)
-        else:
-            memory = torch.from_numpy(ticket.read(handles[each.ref.storage]))
-        value = tensor_of(memory, each.ref).clone()
-        slots.setdefault(id(each.slot.value), (each, {}))[1][id(each.fake)] = value
-    for each, values in slots.values():
-        assert each.slot.write is not None  # `capture` has refused others
-        each.slot.write(each.slot.key, tree_map_only(torch.Tensor, lambda tensor, values=values: values.get(id(tensor), tensor), each.slot.value))
+        is_constant = each.ref.storage.role == "constant"
+        if each.ref not in made:
+            memory = state.constant_value(each.ref.storage) if is_constant else torch.from_numpy(ticket.read(handles[each.ref.storage]))
+            made[each.ref] = tensor_of(memory, each.ref).clone(memory_format=torch.contiguous_format)
+        if is_constant:
+            state.forget_stamp(each.ref.storage)
+        slots.setdefault((id(_owner_of(each.slot)), each.slot.key), (each.slot, {}))[1][id(each.fake)] = made[each.ref]
+    for slot, values in slots.values():
+        assert slot.write is not None  # `capture` has refused others
+        slot.write(slot.key, tree_map_only(torch.Tensor, lambda tensor, values=values: values.get(id(tensor), tensor), slot.value))
+
+
+def _owner_of(slot: Slot) -> Any:
+    """Return the object that a slot is a part of."""
+    return slot.write.args[0] if isinstance(slot.write, partial) else getattr(slot.write, "__self__", slot.write)
+
+
+def _add_gradients(leaving: Leaving, handles: Mapping[Storage, Handle], ticket: Ticket) -> None:
+    """Add the gradients of learnable tensors outside the module to their `grad`, as a backward pass does."""
+    for tensor, ref in leaving.use.outer:
+        if tensor is not None:
+            gradient = tensor_of(torch.from_numpy(ticket.read(handles[ref.storage])), ref).clone().reshape(tensor.shape)
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient

@@ -59,6 +59,13 @@ Chain = tuple[str, ...]
 """A name and the attributes that are loaded of it: ("settings", "RATE") for ``settings.RATE``."""
 
 
+@lru_cache(maxsize=16384)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names that a function and those inside it use."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
 class Loads(NamedTuple):
     """Loads of a function and of those inside it.
 

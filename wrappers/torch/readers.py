@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import ctypes
+import datetime
 import enum
 import itertools
 import random
@@ -11,7 +13,10 @@ import types
 import zlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +27,7 @@ from .snapshots import MISSING, Same, State
 
 PLAIN: Final = (
     bool, int, str, bytes, complex, type(None), type(Ellipsis), type(NotImplemented), range, PurePath, re.Pattern,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, datetime.date, datetime.time, datetime.timedelta, Decimal, Fraction,
 )  # fmt: skip
 """Types whose objects are compared by value."""
 _ITERATORS: Final[tuple[type, ...]] = (
@@ -88,6 +93,14 @@ def _set_bytes(value: bytearray | array.array[Any], state: State) -> None:
         value[:] = array.array(value.typecode, state[0])
 
 
+def _state_of_memory(value: memoryview) -> State:
+    return (bytes(value),)
+
+
+def _state_of_number(value: Any) -> State:
+    return (repr(value.value if hasattr(value, "value") else list(value)),)
+
+
 def _state_of_iterator(value: Any) -> State:
     return (repr(value.__reduce__()),)
 
@@ -97,7 +110,7 @@ def _state_of_running_generator(value: types.GeneratorType[Any, Any, Any]) -> St
     frame = value.gi_frame
     if frame is None:
         return ("ended",)
-    return (frame.f_lasti, *((name, each) for name, each in frame.f_locals.items() if isinstance(each, (*PLAIN, float))))
+    return (frame.f_lasti, *((name, each if isinstance(each, (*PLAIN, float)) else Same(each)) for name, each in frame.f_locals.items()))
 
 
 def _state_of_context(value: ContextVar[Any]) -> State:
@@ -154,6 +167,8 @@ _ACCESS: Final[tuple[tuple[Any, Callable[[Any], State], Callable[[Any, State], N
     (random.Random, _state_of_random, _set_random),
     (np.random.Generator | np.random.RandomState, _state_of_numpy_generator, None),
     (bytearray | array.array, _state_of_bytes, _set_bytes),
+    (memoryview, _state_of_memory, None),
+    (ctypes._SimpleCData | SynchronizedBase, _state_of_number, None),
     (_ITERATORS, _state_of_iterator, None),
     (types.GeneratorType, _state_of_running_generator, None),
     (ContextVar, _state_of_context, None),

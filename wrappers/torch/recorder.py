@@ -34,7 +34,6 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         calls: the calls so far.
         named: storages that were entered by role and name.
         guards, host: see `Capture`.
-        is_seeded: whether the program has seeded PyTorch's generator, so that its numbers are the same in each pass.
     """
 
     def __init__(self, values: HostValues | None = None, paths: Mapping[int, str] | None = None, *, on_gpus: bool = False) -> None:
@@ -44,10 +43,11 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self.named: list[Storage] = []
         self.guards: dict[tuple[Ref, bytes], Guard] = {}
         self.host: list[HostTensors] = []
-        self.is_seeded = False
+        self._unseeded: set[bytes] = set()
         self._values, self._paths = values, paths or {}
         self._storages: dict[int, Storage] = {}
         self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
+        self._learnable: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a sparse tensor -> it, and its dense form
         self._alive: list[Any] = []  # a storage that is freed would give its address to another one
 
@@ -55,6 +55,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         """Note memory that exists before the pass."""
         self.named.append(self._enter(tensor, role, name))
         return self.named[-1]
+
+    def learnable(self) -> list[torch.Tensor]:
+        """The tensors of the program, outside of the module, that the pass has met and that learn."""
+        return list(self._learnable.values())
 
     def known(self, tensor: torch.Tensor) -> Storage | None:
         """The storage of a tensor that the pass has met."""
@@ -126,8 +130,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._alive.append(untyped)
         storage = Storage(untyped.nbytes(), role, name, is_again=makes_again())
         if role == "constant":
-            with _disable_current_modes():
-                storage = replace(storage, constant=whole(tensor).clone(), tensor=tensor)
+            storage = replace(storage, tensor=tensor)
         self._storages[untyped._cdata] = storage
         return storage
 
@@ -135,6 +138,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         """A fake tensor of the same place in memory for one of the program, so that views of it refer to it, too."""
         if isinstance(tensor, FakeTensor):
             return tensor
+        if tensor.requires_grad and tensor.is_leaf:
+            self._learnable[id(tensor)] = tensor
         if tensor.layout != torch.strided:  # a constant in another form
             with _disable_current_modes():
                 dense = self._dense.setdefault(id(tensor), (tensor, tensor.to_dense()))[1]
@@ -151,11 +156,22 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._storages.setdefault(fake.untyped_storage()._cdata, storage)
         return fake
 
+    def begin(self) -> None:
+        """Note the state of PyTorch's generator before the pass: numbers that do not follow from it come from a seed of the program."""
+        with _disable_current_modes():
+            self._unseeded.add(bytes(torch.random.get_rng_state().numpy()))
+
+    def _is_seeded(self) -> bool:
+        """Whether the program has seeded PyTorch's generator, or has set its state, so that the next numbers are the same in each pass."""
+        with _disable_current_modes():
+            return bytes(torch.random.get_rng_state().numpy()) not in self._unseeded
+
     def _draw(self) -> int:
         """The number of a draw, from the state of PyTorch's generator, which goes on by one number."""
         with _disable_current_modes():
             state = bytes(torch.random.get_rng_state().numpy())
             torch.rand(())
+            self._unseeded.add(bytes(torch.random.get_rng_state().numpy()))
         return self._draws.setdefault(state, len(self._draws))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -164,7 +180,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         given, named = over_tensors(self.ref, args), over_tensors(self.ref, kwargs)
         if func is aten.as_strided.default and torch._C._current_autograd_node() is None:
             self._check_layout(given[0])
-        if torch.Tag.nondeterministic_seeded in func.tags and (self.is_seeded or kwargs.get("generator") is not None):
+        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs.get("generator") is not None or self._is_seeded()):
             return self._drawn(func, args, kwargs)
         try:
             result = _run_fake(func, args, kwargs)

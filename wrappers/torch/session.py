@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,7 +43,7 @@ from .memory import release_unused
 from .modules import first_values, give, let_go, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
-from .python_state import bring_into_python, host_values, write_step
+from .python_state import bring_into_python, host_values, state_keeper, write_step
 from .recording import StepRecorder
 from .releases import check_torch
 from .session_checks import check_compiled, check_module, check_numbers
@@ -144,6 +144,7 @@ class Session:
         self._guards = ExitStack()  # of the optimizer, while the session is open
         self._started: deque[StartedStep] = deque()
         resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
+        function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
         self._host = Host(module, on, threads, resources)
         self.runtime: Runtime = self._host.runtime
         try:
@@ -155,7 +156,6 @@ class Session:
         self._guards.enter_context(let_go(module))
         self._guards.enter_context(guarded(self.optimizer))
         terms = PassTerms(self.state.tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
-        function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
         self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
         self._steps = StepRecorder(
             self._captures,
@@ -233,9 +233,9 @@ class Session:
         if self._verifier.wants(self.num_steps):
             self._wait_for_started()
             expected = self._verifier.expected(minibatches, divisor, (self._seed, self.num_steps + 1))
-        with self.user_errors():
+        with self._python_as_before(), self.user_errors():
             recorded, uses = self._steps.step_for("train", minibatches, divisor, self._values)
-        check_ids(recorded.passes, minibatches)
+            check_ids(recorded.passes, minibatches)
         while len(self._started) > 1:
             self._started.popleft().wait()
         self._check_whole()
@@ -249,10 +249,23 @@ class Session:
         started = StartedStep(recorded, leavings, ticket, self.num_steps, self._host, self.state, self._note_failure)
         self._started.append(started)
         if any(leaving.is_any for leaving in leavings):
+            before = self._captures.before
             started.wait()  # what it leaves in Python is there when this returns
+            if before is not None and not started.succeeded:
+                before()
         if expected is not None:
             self._verifier.compare(self.num_steps, expected, started.result().loss)
         return started
+
+    @contextmanager
+    def _python_as_before(self) -> Iterator[None]:
+        """Give Python its state back if the block fails: a step that is not taken has changed nothing."""
+        self._captures.before = undo = state_keeper(self._captures.world)
+        try:
+            yield
+        except BaseException:
+            undo()
+            raise
 
     def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
         """Values of tensors as the next step finds them."""

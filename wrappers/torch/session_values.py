@@ -105,4 +105,4 @@ class SessionValues:
 
     def _first_names(self) -> dict[int, str]:
         """The first name of each tensor that the module has now, by id."""
-        return {id(value): name for name, value in reversed(list(named_tensors(self._module)))}
+        return {id(value): self._own[id(value)] for _, value in named_tensors(self._module) if id(value) in self._own}

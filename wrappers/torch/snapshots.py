@@ -82,6 +82,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.leaves: dict[str, Hashable] = {}
         self.tensors: dict[str, tuple[torch.Tensor, Slot]] = {}
+        self.aliases: dict[str, list[Slot]] = {}
         self.nodes: list[WatchedObject] = []
 
     def is_current(self) -> bool:

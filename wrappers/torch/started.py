@@ -45,6 +45,11 @@ class StartedStep:
         dtype: torch.dtype = self._recorded.outputs[0].dtype
         return dtype
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the step has ended without an error."""
+        return isinstance(self._outcome, Outcome)
+
     def result(self) -> Outcome:
         """Wait until the step is over; the outcome may be asked for again, and later.
 

@@ -27,6 +27,8 @@ from .step import numpy_dtype, shape_of
 
 _WIDTH: Final = 1024
 """Words of 8 bytes in a row of `fingerprint`."""
+_WEIGHTS: Final = np.random.default_rng(1).integers(1 << 63, size=1024, dtype=np.uint64) | np.uint64(1)
+"""Factors of rows, which tell two that have changed places."""
 FREED_NBYTES: Final = 32 << 20
 """Values that are taken over go back to the system in pieces of this size. Bytes."""
 
@@ -129,9 +131,11 @@ class ModuleState:
             found = self._by_path.get(key) if storage.name else None
             if found is None:
                 found = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
-                assert storage.constant is not None
-                self._write_constant(found, storage.constant)
+                assert storage.tensor is not None
+                self._write_constant(found, whole(storage.tensor))
             if storage.name:
+                for other in [other for other in self._by_path if other[0] == storage.name]:
+                    del self._by_path[other]
                 self._by_path[key] = found
             self._constants[storage] = found
         return self._constants[storage]
@@ -158,6 +162,10 @@ class ModuleState:
         """The bytes of a constant that passes have changed  # (nbytes,) uint8."""
         return torch.from_numpy(self._constants[storage].read())[: storage.nbytes]
 
+    def forget_stamp(self, storage: Storage) -> None:
+        """Note that no tensor of the program is known to have the values of a constant."""
+        self._stamps.pop(id(self._constants[storage]), None)
+
     def note_constant(self, storage: Storage, now: torch.Tensor) -> None:
         """Note that a tensor of the program has the values of a constant."""
         memory = whole(now)
@@ -169,7 +177,11 @@ def fingerprint(memory: torch.Tensor) -> tuple[int, ...]:
     values = memory.numpy()
     rest = len(values) % (8 * _WIDTH)
     head = values[: len(values) - rest].view(np.uint64).reshape(-1, _WIDTH) if len(values) >= 8 * _WIDTH else np.zeros((0, _WIDTH), np.uint64)
-    return hash(head.sum(0).tobytes()), hash(head.sum(1).tobytes()), hash(values[len(values) - rest :].tobytes())
+    found = hash(values[len(values) - rest :].tobytes())
+    for first in range(0, len(head), len(_WEIGHTS)):
+        rows = head[first : first + len(_WEIGHTS)]
+        found = hash((found, (rows * _WEIGHTS[: len(rows), None]).sum(0).tobytes(), rows.sum(1).tobytes()))
+    return (found,)
 
 
 def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic]:

@@ -288,7 +288,12 @@ def set_back(world: World) -> Iterator[None]:
     before = world.walked()
     kept = [(tensor, whole(tensor).clone()) for tensor, _ in before.tensors.values() if tensor.layout == torch.strided]
     numbers = random.getstate(), np.random.get_state()
+    gradients = [(tensor, tensor.grad) for tensor, _ in before.tensors.values() if tensor.requires_grad and tensor.is_leaf]
+    for tensor, _ in gradients:
+        tensor.grad = None
     with ExitStack() as after:
+        for tensor, gradient in gradients:
+            after.callback(setattr, tensor, "grad", gradient)
         after.callback(before.restore)
         after.callback(random.setstate, numbers[0])
         after.callback(np.random.set_state, numbers[1])

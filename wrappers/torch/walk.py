@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copyreg
 import enum
 import functools
+import io
 import os
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nntask import UsageError
 
 from .away import is_away
-from .reach import is_foreign, loads_of, origin_of, origin_of_class, origin_of_module
+from .reach import is_foreign, loads_of, names_in, origin_of, origin_of_class, origin_of_module
 from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, replace_item, set_entry, state_of_cache
 from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
 
@@ -32,12 +34,17 @@ _PLAIN_TYPES: Final = frozenset(PLAIN)
 _KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types of keys that are compared by value."""
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
-_OPAQUE: Final = (
-    torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset, types.ModuleType,
-    torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+_CHANGING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset)
+"""Types of objects that change all the time: of their attributes those count that the program's code names."""
+_OPAQUE: Final = (torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OF_TORCH_COUNT: Final = (torch.nn.Module, torch.distributions.Distribution, torch.distributions.Transform)
+"""Classes of PyTorch whose objects are noted by their attributes."""
+_CONTAINERS: Final = (dict, list, collections.deque, set)
+_FUNCTIONS: Final = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
+_ATTRIBUTES_COUNT: Final = (
+    types.SimpleNamespace, threading.local, argparse.Namespace, collections.UserDict, collections.UserList, collections.UserString,
+    collections.ChainMap,
 )  # fmt: skip
-"""Types whose attributes are ignored, unless the program's code loads one by name."""
-_ATTRIBUTES_COUNT: Final = (types.SimpleNamespace, threading.local, collections.UserDict)
 """Classes of the standard library whose objects are noted by their attributes."""
 
 
@@ -61,21 +68,22 @@ class Walk:
 
     Attributes:
         found: what it has met so far.
+        last_path: of the last object.
     """
 
     def __init__(self, own: Mapping[int, str]) -> None:
-        self.found, self._own = Snapshot(), own
+        self.found, self._own, self.last_path = Snapshot(), own, ""
         self._seen: dict[int, str] = {}
         self._classes: set[type] = set()
-        self._codes: set[types.CodeType] = set()
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._reads_options = False
+        self._codes: set[tuple[types.CodeType, int]] = set()
+        self._changing: dict[str, Any] = {}  # objects that change all the time: those attributes count that code of the program names
+        self._names: set[str] = set()
         self._keep: list[Any] = []  # bound methods and the like are made for the asking: alive, or another object would get their id
 
     def visit(self, path: str, value: Any, slot: Slot) -> None:
         """Note a value, and what is reachable from it."""
         kind = type(value)
-        if kind is float:
+        if isinstance(value, float):
             self.found.leaves[path] = (kind, value.hex())
         elif kind in _PLAIN_TYPES or isinstance(value, PLAIN):
             self.found.leaves[path] = (kind, value)
@@ -83,7 +91,7 @@ class Walk:
             self.found.leaves[path] = (kind, repr(value))
         elif isinstance(value, enum.Enum):
             self.found.leaves[path] = Same(value)
-        elif kind is not Narrow and (kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))):
+        elif kind is not Narrow and isinstance(value, tuple):
             self.found.leaves[path] = (kind, len(value))
             for number, each in enumerate(value):
                 self.visit(f"{path}[{number}]", each, slot)
@@ -91,20 +99,28 @@ class Walk:
             self._visit_object(path, value, slot)
 
     def visit_options(self) -> None:
-        """Note the options of optimizers, if the program's code reads some."""
-        for path, optimizer in self._optimizers.items() if self._reads_options else ():
-            for number, group in enumerate(optimizer.param_groups):
-                self._watch(partial(options_of, group))
-                for name, each in group.items():
-                    if name != "params":
-                        self.visit(f"{path}.param_groups[{number}][{name!r}]", each, Slot(group.__setitem__, name, each))
+        """Note those attributes of optimizers, schedulers and data sets that the program's code names."""
+        for path, value in self._changing.items():
+            if isinstance(value, torch.optim.Optimizer) and "param_groups" in self._names:
+                for number, group in enumerate(value.param_groups):
+                    self._watch(partial(options_of, group))
+                    for name, each in group.items():
+                        if name != "params":
+                            self.visit(f"{path}.param_groups[{number}][{name!r}]", each, Slot(group.__setitem__, name, each))
+            content = getattr(value, "__dict__", {})
+            for name, each in list(content.items()):
+                if not self._names.isdisjoint((name, name.lstrip("_"), f"get{name}")) and is_simple(each):
+                    self._watch(partial(entry_of, content, name))
+                    self.visit(f"{path}.{name}", each, Slot(content.__setitem__, name, each))
 
     def _visit_object(self, path: str, value: Any, slot: Slot) -> None:
         known = self._seen.get(id(value))
         if known is not None:
             self.found.leaves[path] = ("same as", known)
+            if known in self.found.tensors and isinstance(value, torch.Tensor):
+                self.found.aliases.setdefault(known, []).append(slot)
             return
-        self._seen[id(value)] = path
+        self._seen[id(value)] = self.last_path = path
         self._keep.append(value)
         if len(self._keep) > MOST_NODES:
             raise UsageError(
@@ -117,6 +133,8 @@ class Walk:
         for kinds, visit in _VISITS:
             if isinstance(value, kinds):
                 visit(self, path, value)
+                if isinstance(value, _CONTAINERS) and getattr(value, "__dict__", None):
+                    self._visit_entries(f"{path}.", value.__dict__, lambda key: f"{path}.{key}")
                 return
         self._visit_other(path, value)
 
@@ -129,8 +147,7 @@ class Walk:
         elif is_away(value):
             self.found.leaves[path] = ("away", Same(value))
         else:
-            strides = tuple(value.stride()) if value.layout == torch.strided else ()
-            self.found.leaves[path] = ("tensor", tuple(value.shape), strides, value.dtype, value.layout, value.requires_grad, hooks)
+            self.found.leaves[path] = ("tensor", tuple(value.shape), _layout_of(value), value.dtype, value.layout, value.requires_grad, hooks)
             self.found.tensors[path] = (value, slot)
             if not isinstance(value, FakeTensor):
                 self._watch(
@@ -144,6 +161,8 @@ class Walk:
     def _visit_entries(self, path: str, value: dict[Any, Any], path_of: Callable[[Any], str]) -> None:
         """Note a dictionary; `path_of` makes a path of a key."""
         self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in value))
+        if any(id(key) in self._own for key in value):
+            raise UsageError(f"{path} has parameters as keys, which a capture looks up by other tensors; use their names as keys")
 
         def restore(held: tuple[Any, ...]) -> None:
             half = len(held) // 2
@@ -236,23 +255,26 @@ class Walk:
         """Note what a function is, its closure and defaults, and what it loads of globals."""
         self.found.leaves[path] = Same(value.__code__)
         self._watch(lambda: (value.__code__, value.__defaults__, value.__kwdefaults__))
-        if value.__code__ in self._codes and not value.__closure__:
-            return
-        self._codes.add(value.__code__)
         origin = origin_of(value.__code__.co_filename)
-        if origin == "torch":
-            return
-        self._reads_options = self._reads_options or (origin == "user" and "param_groups" in value.__code__.co_names)
         wrapped = vars(value).get("__wrapped__")
         if wrapped is not None:
             self.visit(f"{path}.__wrapped__", wrapped, NOWHERE)
+        if origin == "torch":  # a decorator of PyTorch: what it has been given is the program's
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if isinstance(content_of(cell)[0], _FUNCTIONS):
+                    self.visit(f"{path}.{name}", content_of(cell)[0], NOWHERE)
+            return
         for name, content in vars(value).items():
             if name != "__wrapped__" and origin == "user":
                 self.visit(f"{path}.{name}", content, Slot(vars(value).__setitem__, name, content))
         for name in ("__defaults__", "__kwdefaults__"):
             self.visit(f"{path}.{name}", getattr(value, name), NOWHERE)
         self._visit_cells(path, value)
-        self._visit_globals(path, value, origin)
+        if (value.__code__, id(value.__globals__)) not in self._codes:
+            self._codes.add((value.__code__, id(value.__globals__)))
+            if origin == "user":
+                self._names.update(names_in(value.__code__))
+            self._visit_globals(path, value, origin)
 
     def _visit_cells(self, path: str, value: types.FunctionType) -> None:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -289,6 +311,8 @@ class Walk:
             self._watch(lambda: (frozenset(os.environ.items()),), by_value=True)
             return
         origin = origin_of_module(module)
+        if not names and origin == "user" and path not in self.found.leaves:
+            self._visit_python_module(path, module)
         if not names or origin == "torch" or not hasattr(module, names[0]):
             return
         each = getattr(module, names[0])
@@ -327,9 +351,24 @@ class Walk:
         """Note an object that is compared by identity alone."""
         self.found.leaves[path] = Same(value)
 
-    def _visit_optimizer(self, path: str, value: torch.optim.Optimizer) -> None:
+    def _visit_changing(self, path: str, value: Any) -> None:
         self.found.leaves[path] = Same(value)
-        self._optimizers[path] = value
+        self._changing[path] = value
+
+    def _visit_python_module(self, path: str, value: types.ModuleType) -> None:
+        """Note a Python module that is passed around: all plain values of one of the program's."""
+        self.found.leaves[path] = Same(value)
+        content = vars(value)
+        for name, each in list(content.items()) if origin_of_module(value) == "user" else ():
+            if not name.startswith("__") and is_simple(each):
+                self._watch(partial(entry_of, content, name), partial(set_entry, content, name))
+                self.visit(f"{path}.{name}", each, Slot(content.__setitem__, name, each))
+
+    def _visit_proxy(self, path: str, value: Mapping[Any, Any]) -> None:
+        self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in value))
+        self._watch(lambda: (*value, *value.values()))
+        for key, each in value.items():
+            self.visit(f"{path}[{key!r}]" if isinstance(key, _KEYS) else f"{path}[{type(key).__name__}]", each, NOWHERE)
 
     def _visit_weak_reference(self, path: str, value: weakref.ReferenceType[Any]) -> None:
         self.found.leaves[path] = Same(value)
@@ -345,8 +384,9 @@ class Walk:
     def _visit_other(self, path: str, value: Any) -> None:
         """Note an object by its state, its attributes or its slots; one that hides all of them by its identity."""
         kind: type = type(value)
-        is_of_torch = origin_of_class(kind) == "torch" and not isinstance(value, torch.nn.Module)
+        is_of_torch = origin_of_class(kind) == "torch" and not isinstance(value, _OF_TORCH_COUNT)
         has_attributes = hasattr(value, "__dict__") and (is_foreign(kind) or isinstance(value, _ATTRIBUTES_COUNT))
+        names = [name for name in copyreg._slotnames(kind) if hasattr(value, name)]  # type: ignore[attr-defined]
         if (access := access_to(value)) is not None:
             self.found.leaves[path] = (kind, *access.read())
             self._watch(access.read, access.write, by_value=True)
@@ -356,17 +396,34 @@ class Walk:
             self.found.leaves[path] = Same(kind)
             self._visit_code_of(kind)
             self._visit_attributes(path, value)
-        elif names := [name for name in copyreg._slotnames(kind) if hasattr(value, name)]:  # type: ignore[attr-defined]
+            self._visit_slots(path, value, names)
+        elif names:
             self.found.leaves[path] = Same(kind)
-            self._watch(lambda: tuple(getattr(value, name, MISSING) for name in names))
-            for name in names:
-                each = getattr(value, name)
-                self.visit(f"{path}.{name}", each, Slot(partial(setattr, value), name, each))
+            self._visit_slots(path, value, names)
+        elif hasattr(kind, "__next__") and not isinstance(value, io.IOBase):
+            raise UsageError(
+                f"{path} is an iterator of type {kind.__name__}, whose state cannot be read; keep a list and a number, or itertools.count"
+            )
         else:
             self._visit_identity(path, value)
 
+    def _visit_slots(self, path: str, value: Any, names: Sequence[str]) -> None:
+        self._watch(lambda: tuple(getattr(value, name, MISSING) for name in names))
+        for name in names:
+            each = getattr(value, name)
+            self.visit(f"{path}.{name}", each, Slot(partial(setattr, value), name, each))
+
     def _watch(self, state: Callable[[], State], restore: Callable[[State], None] | None = None, *, by_value: bool = False) -> None:
         self.found.nodes.append(WatchedObject(state, state(), restore, by_value))
+
+
+def _layout_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies in its memory; of a fake one, where its value will lie (`python_state`)."""
+    if value.layout != torch.strided:
+        return ()
+    if isinstance(value, FakeTensor):
+        return tuple(torch.empty(value.shape, device="meta").stride()), 0, value.numel() * value.element_size(), False, False
+    return tuple(value.stride()), value.storage_offset(), value.untyped_storage().nbytes(), value.is_conj(), value.is_neg()
 
 
 _VISITS: Final[tuple[tuple[Any, Callable[[Walk, str, Any], None]], ...]] = (
@@ -380,7 +437,9 @@ _VISITS: Final[tuple[tuple[Any, Callable[[Walk, str, Any], None]], ...]] = (
     (types.FunctionType, Walk._visit_function),
     (types.BuiltinFunctionType, Walk._visit_identity),
     (Narrow, Walk._visit_narrow),
-    (torch.optim.Optimizer, Walk._visit_optimizer),
+    (_CHANGING, Walk._visit_changing),
+    (types.ModuleType, Walk._visit_python_module),
+    (types.MappingProxyType, Walk._visit_proxy),
     (_OPAQUE, Walk._visit_identity),
     (weakref.ReferenceType, Walk._visit_weak_reference),
     (weakref.WeakKeyDictionary | weakref.WeakValueDictionary, Walk._visit_weak_dict),

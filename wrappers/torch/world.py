@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nntask import UsageError
+
 from .snapshots import Slot, Snapshot
 from .walk import Walk
 
@@ -48,7 +50,13 @@ class World:
         """
         walk = Walk(self._own)
         with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
-            for name, root in self._roots.items():
-                walk.visit(name, root, Slot(None, None, root))
-            walk.visit_options()
+            try:
+                for name, root in self._roots.items():
+                    walk.visit(name, root, Slot(None, None, root))
+                walk.visit_options()
+            except RecursionError:
+                raise UsageError(
+                    f"the module or the loss holds objects nested too deeply to look at before a step, last at {walk.last_path}; keep such a "
+                    "structure outside of them, or in a list"
+                ) from None
         return walk.found
