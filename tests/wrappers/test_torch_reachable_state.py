@@ -289,7 +289,13 @@ def _hidden(reset_at: Callable[[int], bool]) -> Case:
             run.outer.state = run.module.state = {"h": torch.zeros(8, 12, dtype=torch.float64)}
         run.note(run.outer.state is run.module.state)
 
-    return Case(lambda: program_of(forward, state={"h": torch.zeros(8, 12)}), before=[reset], steps=8)
+    def build() -> Program:
+        state = {"h": torch.zeros(8, 12)}
+        program = program_of(forward, state=state)
+        program.outer.state = state
+        return program
+
+    return Case(build, before=[reset], steps=8)
 
 
 RESETS: dict[str, Callable[[int], bool]] = {
