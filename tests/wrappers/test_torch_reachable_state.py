@@ -66,7 +66,7 @@ def functions_of_one_code() -> Program:
     return program_of(lambda self, x: self.last(self.first(Net.forward(self, x))), first=_scaling(2.0), last=_scaling(3.0))
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
 def _decorated() -> torch.Tensor:
     return torch.ones(4, dtype=torch.float64) * RATE
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,7 +234,7 @@ def test_failed_step_leaves_the_state_in_python(is_embedding: bool, columns: tup
 class Unreadable:
     """An objective that raises when a session asks what it reads."""
 
-    def __call__(self, module: nn.Module, batch: Batch) -> torch.Tensor:
+    def __call__(self, module: Any, batch: Mapping[str, Any]) -> Any:
         """The loss."""
         return module(**batch).sum()
 
