@@ -103,7 +103,7 @@ def parameter_by_type() -> Program:
     return _times(lambda self: 0.5 if type(self.b.weight) is nn.Parameter else 1.0)
 
 
-@CASES.add(allowed="equal refused", words=CLEAR)
+@CASES.add(allowed="equal refused", words="parameters as keys")
 def parameter_as_key() -> Program:
     """A dictionary whose key is a parameter."""
     program = _times(lambda self: self.scales.get(self.b.weight, 1.0), scales={})

@@ -119,7 +119,7 @@ def _capture(
             after = before if terms.world is None or before.is_current() else terms.world.walked()
             carried, kept = _carried(before, after, recorder)
             run.check_gradients()
-            outer = [(recorder.ref(recorder.place_of(tensor)).storage, tensor, recorder.ref(gradient)) for tensor, gradient in run.outer]
+            outer = [(recorder.ref(recorder.fake_of(tensor)).storage, tensor, recorder.ref(gradient)) for tensor, gradient in run.outer]
             changed = {
                 name: recorder.ref(value) for name, value in run.copies.items() if isinstance(value, torch.Tensor) and recorder.is_changed(value)
             }

@@ -26,7 +26,7 @@ from .emission import write_inputs
 from .kernels import tensor_of
 from .recorder import whole
 from .recording import RecordedStep
-from .snapshots import Slot
+from .snapshots import Slot, Snapshot
 from .state import ModuleState, array_of
 from .values import HostValues
 from .world import World
@@ -72,7 +72,8 @@ def write_step(
         UsageError: tensors of a minibatch share memory that its pass changes.
     """
     write_inputs(recorded.inputs, minibatches, [use.host for use in uses])
-    tensors, leavings = world.now().tensors, list[Leaving]()
+    now_in_python, leavings = world.now(), list[Leaving]()
+    tensors = now_in_python.tensors
     for use, minibatch in zip(uses, minibatches, strict=True):
         given, targets = dict(use.constants), dict[Storage, torch.Tensor]()
         for storage in use.tasks.constants:
@@ -83,13 +84,16 @@ def write_step(
                 state.refresh(storage, now)
                 targets[storage] = now
         check_changed(use.tasks.captured, minibatch)
-        leavings.append(Leaving(use if use.ran else replace(use, carried=_where_now(use.carried, tensors)), targets, minibatch))
+        leavings.append(Leaving(use if use.ran else replace(use, carried=_where_now(use.carried, now_in_python)), targets, minibatch))
     return leavings
 
 
-def _where_now(carried: Sequence[Carried], tensors: Mapping[str, tuple[torch.Tensor, Slot]]) -> tuple[Carried, ...]:
+def _where_now(carried: Sequence[Carried], now: Snapshot) -> tuple[Carried, ...]:
     """Return the places of carried tensors as they are now, when containers may be others than at the capture."""
-    return tuple(Carried(tensors[each.path][1], tensors[each.path][0], each.ref, each.path) for each in carried if each.path in tensors)
+    refs = {each.path: each.ref for each in carried if each.path in now.tensors}
+    return tuple(
+        Carried(slot, now.tensors[path][0], ref, path) for path, ref in refs.items() for slot in (now.tensors[path][1], *now.aliases.get(path, ()))
+    )
 
 
 def state_keeper(world: World) -> Callable[[], None]:

@@ -274,6 +274,7 @@ class Walk:
             self._codes.add((value.__code__, id(value.__globals__)))
             if origin == "user":
                 self._names.update(names_in(value.__code__))
+                _check_types(value)
             self._visit_globals(path, value, origin)
 
     def _visit_cells(self, path: str, value: types.FunctionType) -> None:
@@ -415,6 +416,18 @@ class Walk:
 
     def _watch(self, state: Callable[[], State], restore: Callable[[State], None] | None = None, *, by_value: bool = False) -> None:
         self.found.nodes.append(WatchedObject(state, state(), restore, by_value))
+
+
+def _check_types(value: types.FunctionType) -> None:
+    """Refuse code that decides by the exact class of a parameter, which is another one in a capture.
+
+    Raises:
+        UsageError: names the function.
+    """
+    code = value.__code__
+    is_setup = value.__name__.startswith(("__", "_init", "init", "reset"))
+    if not is_setup and ("type",) in loads_of(code).of_globals and "Parameter" in names_in(code):
+        raise UsageError(f"{code.co_filename}:{code.co_firstlineno} asks for the exact type of a parameter; use isinstance(..., torch.nn.Parameter)")
 
 
 def _layout_of(value: torch.Tensor) -> tuple[Any, ...]:

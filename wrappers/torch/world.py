@@ -12,8 +12,9 @@ Not seen: state in C code, globals of installed packages that are neither plain 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,6 +23,9 @@ from nntask import UsageError
 
 from .snapshots import Slot, Snapshot
 from .walk import Walk
+
+MOST_DEPTH: Final = 20_000
+"""Frames of Python that a walk may take; an object within an object takes two to four."""
 
 
 class World:
@@ -50,6 +54,8 @@ class World:
         """
         walk = Walk(self._own)
         with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+            limit = sys.getrecursionlimit()
+            sys.setrecursionlimit(max(limit, MOST_DEPTH))
             try:
                 for name, root in self._roots.items():
                     walk.visit(name, root, Slot(None, None, root))
@@ -59,4 +65,6 @@ class World:
                     f"the module or the loss holds objects nested too deeply to look at before a step, last at {walk.last_path}; keep such a "
                     "structure outside of them, or in a list"
                 ) from None
+            finally:
+                sys.setrecursionlimit(limit)
         return walk.found
