@@ -111,7 +111,7 @@ def eager_step(
             if first not in twins:
                 value = values[first]
                 twins[first] = torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
-            by_name[f"module.{name}"] = twins[first]
+            by_name[name] = twins[first]
     loss = 0.0
 
     def backward(found: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def eager_step(
         inputs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in minibatch.items()}
         with standing_for({each: twins[name] for each, name in own.items() if name in twins}), torch.random.fork_rng(devices=[]):
             with _SameDraws((*seed, number)), torch.enable_grad():
-                loss += float(torch.func.functional_call(applied, by_name, (inputs,)))
+                loss += float(applied.called_with(by_name, inputs).detach())
             applied.update()
     gradients = {name: twin.grad for name, twin in twins.items() if twin.grad is not None}
     return Expected(loss / divisor, gradients, twins)
