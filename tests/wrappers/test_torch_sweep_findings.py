@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.eager_twin import Case, Cases, Program, check
+from support.eager_twin import Case, Cases, Program, at, check
 from support.small_modules import Net, program_of
 from torch import nn
 from torch.nn import functional
@@ -73,6 +73,26 @@ def s5_one_part_under_two_names() -> Program:
 def s6_one_part_under_two_names_verified() -> Program:
     """The same with each step compared with eager PyTorch."""
     return _twice()
+
+
+def _hooked() -> Program:
+    module, mask = Net(), torch.tensor([1.0, 0.0, 1.0, 0.5]).view(4, 1)
+    module.scale = 0.5
+    module.b.weight.register_hook(lambda gradient: gradient * mask * module.scale)
+    module.a.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return Program(module)
+
+
+@CASES.add(minibatches=2, before=[at(3, lambda run: setattr(run.module, "scale", 2.0))])
+def s7_hooks_of_gradients() -> Program:
+    """Hooks of parameters' gradients that mask, as those of PEFT's CPT and OSF, clamp, and follow an attribute."""
+    return _hooked()
+
+
+@CASES.add(terms={"verify": 1})
+def s8_hooks_of_gradients_verified() -> Program:
+    """The same with each step compared with eager PyTorch."""
+    return _hooked()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -290,11 +290,19 @@ def _twins_of(module: torch.nn.Module, recorder: Recorder, own: Mapping[int, str
             first = name if own is None else own[id(value)]
             twin = twins.by_id[id(value)] = _fake(value)
             if is_parameter:
-                twins.parameters[first] = twin.requires_grad_(value.requires_grad)
+                twins.parameters[first] = with_hooks_of(value, twin.requires_grad_(value.requires_grad))
             recorder.enter(twin, "parameter" if is_parameter else "buffer", first)
             twins.places.append((twin, twin.detach()))
         twins.by_name[name] = twins.by_id[id(value)]
     return twins
+
+
+def with_hooks_of(parameter: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+    """Let a twin call the gradient hooks of its parameter."""
+    if twin.requires_grad:
+        for hook in (parameter._backward_hooks or {}).values():
+            twin.register_hook(hook)
+    return twin
 
 
 class Applied(torch.nn.Module):  # type: ignore[misc]

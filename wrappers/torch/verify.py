@@ -22,7 +22,7 @@ from nntask import NntaskError, UsageError
 
 from .away import standing_for
 from .calls import Call
-from .capture import Applied, Function
+from .capture import Applied, Function, with_hooks_of
 from .kernels import draws, generator_of, into_of
 from .recorder import whole
 from .world import World
@@ -110,7 +110,9 @@ def eager_step(
         if (first := own.get(id(tensor))) is not None:
             if first not in twins:
                 value = values[first]
-                twins[first] = torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
+                twins[first] = (
+                    with_hooks_of(tensor, torch.nn.Parameter(value, tensor.requires_grad)) if isinstance(tensor, torch.nn.Parameter) else value
+                )
             by_name[name] = twins[first]
     loss = 0.0
 
