@@ -29,9 +29,9 @@ TITLES: Final = {
 
 def settings() -> dict[str, Any]:
     """What every case has in common."""
-    from trial import FACTOR, MOVED, NEAR, OPTIMIZER, STEPS
+    from trial import FACTOR, MOVED, MOVED_DOUBLE, NEAR, OPTIMIZER, STEPS
 
-    return {"steps": STEPS, "optimizer": f"SGD, {OPTIMIZER}", "near": NEAR, "moved": MOVED, "factor": FACTOR}
+    return {"steps": STEPS, "optimizer": f"SGD, {OPTIMIZER}", "near": NEAR, "moved": MOVED, "moved_double": MOVED_DOUBLE, "factor": FACTOR}
 
 
 def counts(found: Found, library: str = "") -> Counter[str]:

@@ -1,7 +1,8 @@
 """Training of one module by eager PyTorch and through `wrappers.torch.Session`, and the verdict on how the two compare.
 
-A `Trial` makes equal modules from a seed as often as it is asked. Eager PyTorch trains one of them, a session another. Where their losses or final
-tensors differ, eager PyTorch trains two more whose weights were moved by 1e-7, and a difference that is rounding shrinks in double precision.
+A `Trial` makes equal modules from a seed as often as it is asked. Eager PyTorch trains one of them, a session another. If their losses or final
+tensors differ, eager PyTorch trains two more whose weights were moved by 1e-7, and a difference that is rounding shrinks in double precision. Some
+modules multiply every rounding by thousands in each step, in double precision too: they are compared after one step, and with moved twins in double.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ OPTIMIZER: Final = {"lr": RATE, "momentum": 0.9, "weight_decay": 0.1}
 """Options of SGD. Weight decay shows whether a parameter without a gradient is skipped."""
 NEAR: Final = 1e-5
 """Largest relative difference of what counts as equal."""
+NEAR_DOUBLE: Final = 1e-12
+"""Largest relative difference after one step in double precision that counts as rounding."""
 MOVED: Final = 1e-7
-"""Relative change of a twin's weights."""
+"""Relative change of a twin's weights in single precision."""
+MOVED_DOUBLE: Final = 2e-16
+"""Relative change of a twin's weights in double precision: one rounding."""
 FACTOR: Final = 10.0
 """Largest difference, relative to that of the twins, that counts as rounding."""
+MOST_DOUBLE: Final = 1e-3
+"""Relative difference in double precision above which moved twins in double precision must differ as well."""
 FLOOR: Final = 1e-2
 """Differences are relative to the largest magnitude of a tensor, or to this if that is larger."""
 MOST_PARAMETERS: Final = 30_000_000
@@ -76,6 +83,8 @@ class Verdict:
         twin_loss_difference: the same of the moved eager twins.
         twin_state_difference: the same of the moved eager twins.
         double_difference: largest relative difference of a loss or tensor in double precision, where it had to be tried.
+        double_first_difference: the same after one step, if `double_difference` is above `MOST_DOUBLE`.
+        double_twin_difference: the same of moved eager twins in double precision after all steps, likewise.
         worst: name of the tensor with the largest difference.
         parameters: number of elements of the parameters.
         inputs: what the batches hold.
@@ -89,6 +98,8 @@ class Verdict:
     twin_loss_difference: float | None = None
     twin_state_difference: float | None = None
     double_difference: float | None = None
+    double_first_difference: float | None = None
+    double_twin_difference: float | None = None
     worst: str = ""
     parameters: int = 0
     inputs: str = ""
@@ -133,7 +144,8 @@ def made(trial: Trial, moved: int = 0) -> nn.Module:
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.is_floating_point():
-                    parameter.mul_(1 + MOVED * torch.randn(parameter.shape, generator=generator).sign())
+                    sign = torch.randn(parameter.shape, generator=generator).sign().to(parameter.dtype)
+                    parameter.mul_(1 + (MOVED_DOUBLE if parameter.dtype == torch.float64 else MOVED) * sign)
     return module
 
 
@@ -266,7 +278,11 @@ def compared(trial: Trial, theirs: Trained, *, is_random: bool) -> Verdict:
     twin_losses, twin_state = (max(twin[place] for twin in twins) for place in (0, 1))
     double = in_double(trial)
     verdict = judged((losses, state), (twin_losses, twin_state), double)
-    return Verdict(verdict, "", "", losses, state, twin_losses, twin_state, double, worst)
+    first = double_twin = None
+    if verdict == ROUNDING and double is not None and double > MOST_DOUBLE:
+        first, double_twin = in_double(trial, steps=1), twins_in_double(trial)
+        verdict = ROUNDING if is_chaos(double, first, double_twin) else DIFFERENT
+    return Verdict(verdict, "", "", losses, state, twin_losses, twin_state, double, first, double_twin, worst)
 
 
 def judged(apart: tuple[float, float], twins: tuple[float, float], double: float | None) -> str:
@@ -275,21 +291,44 @@ def judged(apart: tuple[float, float], twins: tuple[float, float], double: float
     Args:
         apart: difference of the losses, and of the tensors.
         twins: the same of eager twins that were moved.
-        double: larger one of the two in double precision; None if the module does not train in it.
+        double: larger one of the two in double precision; None if the module does not train in it. Above `MOST_DOUBLE`, `is_chaos` decides.
     """
     is_small = all(ours <= FACTOR * max(twin, NEAR) for ours, twin in zip(apart, twins, strict=True))
-    shrinks = double is None or double <= max(NEAR, max(apart) / FACTOR)
+    shrinks = double is None or double <= max(NEAR, max(apart) / FACTOR) or double > MOST_DOUBLE
     return ROUNDING if is_small and shrinks else DIFFERENT
 
 
-def in_double(trial: Trial) -> float | None:
+def is_chaos(double: float, first: float | None, twin: float) -> bool:
+    """Whether a difference above `MOST_DOUBLE` in double precision has grown from rounding.
+
+    Args:
+        double: difference after all steps.
+        first: difference after one step, which a fault of a session would show; None if the session did not train.
+        twin: difference of eager twins after all steps.
+    """
+    return first is not None and first <= NEAR_DOUBLE and double <= FACTOR * twin
+
+
+def wide(trial: Trial, steps: int = STEPS) -> Trial:
+    """The trial in double precision, with its first `steps` batches."""
+    batches = [{name: _doubled(value) for name, value in batch.items()} for batch in trial.batches[:steps]]
+    return Trial(lambda: trial.make().double(), batches, trial.loss)
+
+
+def in_double(trial: Trial, steps: int = STEPS) -> float | None:
     """Largest relative difference when both ways train the module in double precision; None if one of them does not."""
-    batches = [{name: _doubled(value) for name, value in batch.items()} for batch in trial.batches]
-    wide = Trial(lambda: trial.make().double(), batches, trial.loss)
+    doubled = wide(trial, steps)
     try:
-        return max(difference(through_session(wide), eager(wide))[:2])
+        return max(difference(through_session(doubled), eager(doubled))[:2])
     except Exception:  # the module fixes a type somewhere
         return None
+
+
+def twins_in_double(trial: Trial) -> float:
+    """Largest relative difference of eager twins in double precision whose weights were moved by one rounding."""
+    doubled = wide(trial)
+    theirs = eager(doubled)
+    return max(max(difference(eager(doubled, moved=number), theirs)[:2]) for number in (1, 2))
 
 
 def _doubled(value: Any) -> Any:

@@ -149,9 +149,9 @@ def _with_gradient() -> torch.nn.Module:
     return module
 
 
-def _hooked(register: str) -> torch.nn.Module:
+def _hooked() -> torch.nn.Module:
     module = Mean()
-    getattr(module.layer.weight, register)(lambda gradient: None)
+    module.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     return module
 
 
@@ -291,8 +291,7 @@ REFUSALS: Final = (
     Refusal("sparse gradients", r"has sparse gradients, .* sparse=False", _step(lambda: torch.nn.EmbeddingBag(4, 4, sparse=True))),
     Refusal("complex parameters", r"weight is of type torch\.complex64, and parameters must be real", _step(_complex)),
     Refusal("two tensors of one memory", r"alias and layer\.weight are two tensors of one memory", _step(_shared)),
-    Refusal("a hook of a gradient on its way", r"layer\.weight has hooks of its gradient", _step(lambda: _hooked("register_hook"))),
-    Refusal("one of a finished gradient", r"weight has hooks of its gradient", _step(lambda: _hooked("register_post_accumulate_grad_hook"))),
+    Refusal("a hook of a finished gradient", r"layer\.weight has a post-accumulate hook of its gradient", _step(_hooked)),
     Refusal("no values", r"weight has no values \(it is on the meta device\); give weights=DIR", _step(lambda: torch.nn.Linear(4, 4, device="meta"))),
     Refusal("a name of no optimizer", r"optimizer must be one of sgd, adam, adamw .* got 'lion'", _step(Mean, optimizer="lion")),
     Refusal("another optimizer of PyTorch", r"got Adagrad", _with(lambda module: torch.optim.Adagrad(module.parameters()))),

@@ -198,7 +198,7 @@ class _Run:
                 for child in self._module.modules()
                 if isinstance(child, torch.nn.RNNBase)
             ]
-            outputs = torch.func.functional_call(applied, {f"module.{name}": twin for name, twin in self.twins.by_name.items()}, (inputs,))
+            outputs = applied.called_with(self.twins.by_name, inputs)
             for child, weights, references in recurrent:  # lists of twins would stay
                 child._flat_weights, child._flat_weight_refs = weights, references
             applied.update()
@@ -310,12 +310,20 @@ def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int,
             first = name if own is None else own[id(value)]
             twin = twins.by_id[id(value)] = _fake(value)
             if is_parameter:
-                twins.parameters[first] = twin.requires_grad_(value.requires_grad)
+                twins.parameters[first] = with_hooks_of(value, twin.requires_grad_(value.requires_grad))
                 twin._is_param = True  # for isinstance(..., torch.nn.Parameter)
             recorder.enter(twin, "parameter" if is_parameter else "buffer", first)
             twins.aliases.append((twin, twin.detach()))
         twins.by_name[name] = twins.by_id[id(value)]
     return twins
+
+
+def with_hooks_of(parameter: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+    """Let a twin call the gradient hooks of its parameter."""
+    if twin.requires_grad:
+        for hook in (parameter._backward_hooks or {}).values():
+            twin.register_hook(hook)
+    return twin
 
 
 class Applied(torch.nn.Module):  # type: ignore[misc]
@@ -333,6 +341,16 @@ class Applied(torch.nn.Module):  # type: ignore[misc]
         after = dict(self.module.named_buffers(remove_duplicate=False))
         self.replaced = {name: (old, after.get(name)) for name, old in before.items() if after.get(name) is not old}
         return self.then(found)  # here, because a backward pass that computes again uses the module's tensors
+
+    def called_with(self, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> Any:
+        """Call the function while the module has other tensors, given by every name.
+
+        `functional_call` puts the tensors back by name in the order in which it replaced them: a part that has two names would keep its second one.
+        """
+        once = {path for path, _ in self.module.named_modules()}
+        again = {path for path, _ in self.module.named_modules(remove_duplicate=False)} - once
+        by_name = {f"module.{name}": tensor for name, tensor in tensors.items() if name.rpartition(".")[0] not in again}
+        return torch.func.functional_call(self, by_name, (inputs,), tie_weights=False)
 
     def update(self) -> None:
         """Write new values of replaced buffers to the old ones.

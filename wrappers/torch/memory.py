@@ -11,13 +11,12 @@ import gc
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import psutil
 import torch
 
 from nntask.hardware import give_back_freed
 from scheduler.storage import release_file_pages
-from tiles.kernels.cpu.numba import loops
+from tiles.kernels import load_update_loops
 
 _KEPT_FILE_NBYTES: Final = 64 << 20
 """Resident file pages below this size are not released: a training reads about 40 MB of them. Bytes."""
@@ -73,9 +72,7 @@ def _load_code() -> None:
 
     Loading a compiled loop needs 50 MB of the compiler's code for a moment, which would come on top of a full budget in the first step.
     """
-    one = np.zeros(1, np.float32)
-    loops.sum_squares(one)
-    loops.adam(one, one.copy(), one.copy(), one.copy(), *(np.float32(1),) * 10)
+    load_update_loops()
     torch.optim.AdamW([torch.zeros(1)])
 
 

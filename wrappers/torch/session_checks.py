@@ -91,7 +91,7 @@ def _check_tensor(name: str, value: torch.Tensor, *, has_values: bool) -> None:
         raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")
     if not is_away(value) and value.grad is not None:
         raise UsageError(f"{name} has a gradient from before the session, to which eager PyTorch would add; call module.zero_grad() first")
-    if getattr(value, "_backward_hooks", None) or getattr(value, "_post_accumulate_grad_hooks", None):
-        raise UsageError(f"{name} has hooks of its gradient, which a session does not call; remove them, or hook the module around it")
+    if getattr(value, "_post_accumulate_grad_hooks", None):
+        raise UsageError(f"{name} has a post-accumulate hook of its gradient, which a session does not call; use register_hook, or remove it")
     if value.is_complex() and isinstance(value, torch.nn.Parameter):
         raise UsageError(f"{name} is of type {value.dtype}, and parameters must be real; keep real and imaginary parts apart")

@@ -22,7 +22,7 @@ from nntask import NntaskError, UsageError
 
 from .away import standing_for
 from .calls import Call
-from .capture import Applied, Function
+from .capture import Applied, Function, with_hooks_of
 from .captures import Captures
 from .kernels import draws, generator_of, into_of
 from .optimizers import SessionOptimizer
@@ -168,8 +168,10 @@ def eager_step(
         if (first := own.get(id(tensor))) is not None:
             if first not in twins:
                 value = values[first]
-                twins[first] = torch.nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
-            by_name[f"module.{name}"] = twins[first]
+                twins[first] = (
+                    with_hooks_of(tensor, torch.nn.Parameter(value, tensor.requires_grad)) if isinstance(tensor, torch.nn.Parameter) else value
+                )
+            by_name[name] = twins[first]
     loss = 0.0
 
     def backward(found: torch.Tensor) -> torch.Tensor:
@@ -181,7 +183,7 @@ def eager_step(
         inputs = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in minibatch.items()}
         with standing_for({each: twins[name] for each, name in own.items() if name in twins}), torch.random.fork_rng(devices=[]):
             with _SameDraws((*seed, number)), torch.enable_grad():
-                loss += float(torch.func.functional_call(applied, by_name, (inputs,)))
+                loss += float(applied.called_with(by_name, inputs).detach())
             applied.update()
     gradients = {name: twin.grad for name, twin in twins.items() if twin.grad is not None}
     return Expected(loss / divisor, gradients, twins)

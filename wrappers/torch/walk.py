@@ -143,6 +143,8 @@ class Walk:
         hooks = len(value._backward_hooks or ()) + len(getattr(value, "_post_accumulate_grad_hooks", None) or ())
         if (name := self._own.get(id(value))) is not None:
             self.found.leaves[path] = ("own", name, value.requires_grad, hooks)
+            if value._backward_hooks:
+                self.visit(f"{path}._backward_hooks", value._backward_hooks, NOWHERE)
             self._watch(lambda: (value.requires_grad,), by_value=True)
         elif is_away(value):
             self.found.leaves[path] = ("away", Same(value))
