@@ -201,7 +201,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
             UsageError: a strided tensor went into the result.
         """
         maker = next((call for call in self.calls if ref.storage in call.made), None)
-        if maker is not None and maker.func is aten.constant_pad_nd.default and len(maker.results[0].shape) < 4:
+        made = None if maker is None else maker.results[0]
+        if maker is not None and maker.func is aten.constant_pad_nd.default and made is not None and len(made.shape) < 4:
             return  # always contiguous: images alone keep another memory format
         refs = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
         if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in refs):

@@ -193,6 +193,8 @@ def sum_squares(x: Array, out: Array) -> None:
 
 def load_update_loops() -> None:
     """Load the compiled loops of fp32 updates by running each on one element, which needs 50 MB of the compiler's code for a moment."""
+    from .numba import loops
+
     one = np.zeros(1, np.float32)
     loops.sum_squares(one)
     loops.adam(one, one.copy(), one.copy(), one.copy(), *(np.float32(1),) * 10)
