@@ -79,7 +79,7 @@ def decay_groups(model: Module, weight_decay: float, *, decay: str = "matrices")
 
 
 class Optimizer(ABC):
-    """What all optimizers share: groups, masters, the hyper tensor, the gradient norm.
+    """Base of all optimizers: groups, masters, the hyper tensor, the gradient norm.
 
     Args:
         parameters: parameters with tiles, or groups of them; frozen ones are left out.

@@ -54,7 +54,7 @@ def cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two minibatches share if one recorded pass does for both."""
+    """Return the key that minibatches share if one recorded pass serves both."""
     return tuple((name, *_signature(name, value)) for name, value in sorted(minibatch.items()))
 
 

@@ -189,7 +189,7 @@ class Session:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step."""
+        """Number of tasks a step that CPU workers run although there are GPUs, by name."""
         return self._steps.fallbacks
 
     def step(self, **batch: Any) -> float:
@@ -311,7 +311,7 @@ class Session:
         return float(self.evaluated(batch))
 
     def evaluated(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """As `evaluate`, a tensor () of the loss's own element type."""
+        """Return the loss in evaluation mode as a tensor () of its own element type."""
         loss: torch.Tensor = self._compute("evaluate", batch)
         return loss.reshape(())
 
@@ -454,7 +454,7 @@ class Session:
 
     @property
     def _numerics(self) -> dict[str, Any]:
-        """What bits depend on, beside module, optimizer and batches."""
+        """Return the settings that the bits depend on, besides module, optimizer and batches."""
         return {
             "seed": self._seed,
             "minibatches": self._num_minibatches,

@@ -264,7 +264,7 @@ class _Objective:
         return self._trainer.compute_loss(model, inputs, num_items_in_batch=count)
 
     def reads(self) -> dict[str, Any]:
-        """What the state of Python is reachable from that the loss reads."""
+        """Return the objects from which the Python state that the loss reads is reachable."""
         return {"trainer": Narrow(self._trainer, ("compute_loss_func", "label_smoother", "model_accepts_loss_kwargs"))}
 
 
