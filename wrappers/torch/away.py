@@ -113,6 +113,9 @@ class AwayTensor(torch.Tensor):  # type: ignore[misc]
 
     __torch_function__: ClassVar[Any] = classmethod(_function)
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"<{tuple(self.shape)} {self.dtype}, in a session>"
 
@@ -121,6 +124,9 @@ class AwayParameter(torch.nn.Parameter):  # type: ignore[misc]
     """A parameter whose values are in a session."""
 
     __torch_function__: ClassVar[Any] = classmethod(_function)
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"<parameter {tuple(self.shape)} {self.dtype}, in a session>"

@@ -141,6 +141,7 @@ class Session:
         self.module, self._num_minibatches = module, minibatches
         limit = parse_size(str(largest_tile), "largest_tile")
         self._seed, max_grad_norm = seed, norm_limit(max_grad_norm)
+        self._is_closed = False
         self._guards = ExitStack()  # of the optimizer, while the session is open
         self._started: deque[StartedStep] = deque()
         resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
@@ -227,6 +228,7 @@ class Session:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
             DoesNotFit: a budget is too small for the step.
         """
+        self._check_open()
         self._optimizer.check()
         divisor = divisor or len(minibatches)
         expected = None
@@ -297,12 +299,25 @@ class Session:
         while self._started:
             self._started.popleft().wait()
 
-    def _check_whole(self) -> None:
-        """Refuse to go on from a step that was half done.
+    def _check_open(self) -> None:
+        """Refuse to use a session that was closed.
 
         Raises:
-            UsageError: one was.
+            UsageError: it was.
         """
+        if self._is_closed:
+            raise UsageError(
+                "the session is closed, and its weights are gone unless they were saved or taken out before; make the module anew, or a session with "
+                "weights=DIR of what was saved"
+            )
+
+    def _check_whole(self) -> None:
+        """Refuse to go on from a session that was closed, or from a step that was half done.
+
+        Raises:
+            UsageError: one of them is so.
+        """
+        self._check_open()
         if self._half_done:
             raise UsageError(self._half_done)
 
@@ -338,9 +353,10 @@ class Session:
         Args:
             frozen: whether frozen parameters are among them.
         """
+        self._check_open()
         return self._module_values.state_dict(frozen=frozen)
 
-    def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_state_dict(self, values: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Overwrite parameters and buffers between steps; the optimizer's state stays, as when a module's tensors are written by eager PyTorch.
 
         Args:
@@ -360,6 +376,7 @@ class Session:
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Give a module, which may be the emptied one, copies of the parameters and buffers."""
+        self._check_open()
         give(module, self._module_values.by_every_name())
 
     def model_tensors(self) -> dict[str, TileTensor]:
@@ -418,6 +435,7 @@ class Session:
         Raises:
             DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
         """
+        self._check_open()
         self._wait_for_started()
         state = load_session(Path(directory), self._module_values.saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
         self.num_steps, self._half_done = state["step"], ""
@@ -466,6 +484,7 @@ class Session:
 
     def close(self) -> None:
         """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
+        self._is_closed = True
         self._guards.close()
         self._host.close()
 

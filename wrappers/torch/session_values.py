@@ -74,6 +74,8 @@ class SessionValues:
         if unknown := sorted(values.keys() - known.keys()):
             raise UsageError(f"{unknown[0]} is no parameter or buffer of the module; give names of session.state_dict()")
         for name, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                raise UsageError(f"{name} must be a tensor, got a {type(value).__name__}; give torch.as_tensor of it")
             shape = tuple(own[known[name]].shape)
             if tuple(value.shape) != shape:
                 raise UsageError(f"{name} has shape {shape}, got values of shape {tuple(value.shape)}; give values of its shape")
