@@ -11,6 +11,7 @@ import random
 import re
 import types
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from decimal import Decimal
@@ -132,9 +133,22 @@ def set_entry(content: dict[str, Any], name: str, state: State) -> None:
     content[name] = state[0]
 
 
+def set_attributes(content: dict[str, Any], state: State) -> None:
+    """Write the keys and the values of a dictionary."""
+    half = len(state) // 2
+    content.clear()
+    content.update(zip(state[:half], state[half:], strict=True))
+
+
 def entries_of(content: Mapping[str, Any]) -> State:
     """Return the keys and the values of a dictionary."""
     return (*content, *content.values())
+
+
+def plain_entries(content: dict[Any, Any]) -> State:
+    """Return the keys and the values that a dictionary holds, whatever its class makes of them when it is asked (a lazy one imports and fails)."""
+    is_usual = type(content).values in (dict.values, OrderedDict.values)
+    return (*content, *content.values()) if is_usual else (*dict.keys(content), *dict.values(content))
 
 
 def options_of(group: Mapping[str, Any]) -> State:
@@ -182,4 +196,4 @@ def is_simple(value: Any, depth: int = 2) -> bool:
         return True
     if not isinstance(value, dict | list | tuple | set | frozenset) or depth == 0 or len(value) > 1000:
         return False
-    return all(is_simple(each, depth - 1) for each in (value.values() if isinstance(value, dict) else value))
+    return all(is_simple(each, depth - 1) for each in (dict.values(value) if isinstance(value, dict) else value))

@@ -25,7 +25,21 @@ from nntask import UsageError
 
 from .away import is_away
 from .reach import is_foreign, loads_of, names_in, origin_of, origin_of_class, origin_of_module
-from .readers import PLAIN, access_to, content_of, entries_of, entry_of, fill, is_simple, options_of, replace_item, set_entry, state_of_cache
+from .readers import (
+    PLAIN,
+    access_to,
+    content_of,
+    entries_of,
+    entry_of,
+    fill,
+    is_simple,
+    options_of,
+    plain_entries,
+    replace_item,
+    set_attributes,
+    set_entry,
+    state_of_cache,
+)
 from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
 
 MOST_NODES: Final = 500_000
@@ -162,8 +176,10 @@ class Walk:
 
     def _visit_entries(self, path: str, value: dict[Any, Any], path_of: Callable[[Any], str]) -> None:
         """Note a dictionary; `path_of` makes a path of a key."""
-        self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in value))
-        if any(id(key) in self._own for key in value):
+        entries = plain_entries(value)
+        keys = entries[: len(entries) // 2]
+        self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in keys))
+        if any(id(key) in self._own for key in keys):
             raise UsageError(f"{path} has parameters as keys, which a capture looks up by other tensors; use their names as keys")
 
         def restore(held: tuple[Any, ...]) -> None:
@@ -171,9 +187,9 @@ class Walk:
             value.clear()
             value.update(zip(held[:half], held[half:], strict=True))
 
-        self._watch(lambda: (*value, *value.values()), restore)
+        self._watch(partial(plain_entries, value), restore)
         write = value.__setitem__
-        for key, each in list(value.items()):
+        for key, each in zip(keys, entries[len(keys) :], strict=True):
             self.visit(path_of(key), each, Slot(write, key, each))
 
     def _visit_attributes(self, path: str, value: Any) -> None:
@@ -225,8 +241,7 @@ class Walk:
             if origin == "torch":
                 continue
             content = vars(base)
-            if origin == "user":
-                self._watch(partial(entries_of, content))
+            self._watch(partial(entries_of, content))
             for name, each in list(content.items()):
                 if name.startswith("__") and not isinstance(each, types.FunctionType):
                     continue
@@ -266,7 +281,8 @@ class Walk:
                 if isinstance(content_of(cell)[0], _FUNCTIONS):
                     self.visit(f"{path}.{name}", content_of(cell)[0], NOWHERE)
             return
-        for name, content in vars(value).items():
+        self._watch(partial(entries_of, vars(value)), partial(set_attributes, vars(value)))
+        for name, content in list(vars(value).items()):
             if name != "__wrapped__" and origin == "user":
                 self.visit(f"{path}.{name}", content, Slot(vars(value).__setitem__, name, content))
         for name in ("__defaults__", "__kwdefaults__"):
