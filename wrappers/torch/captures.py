@@ -53,6 +53,7 @@ class PassUse:
         constants: storages of `tasks` with the tensors of the program that they stand for now; without those that are found by their paths.
         host: values of inputs that the host has computed, by name.
         ran: whether Python has just run for it.
+        has_effects: whether Python has changed its state meanwhile.
         outer: learnable tensors of the program outside the module, with the references of their gradients.
     """
 
@@ -62,6 +63,7 @@ class PassUse:
     host: Mapping[str, torch.Tensor]
     ran: bool
     outer: tuple[tuple[torch.Tensor | None, Ref], ...]
+    has_effects: bool
 
 
 class Captures:
@@ -98,7 +100,6 @@ class Captures:
         self._passes: dict[Hashable, list[tuple[PassUse, Capture]]] = {}  # uses, and what must hold for them; those used last come last
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
-        self.before: Callable[[], None] | None = None  # gives Python its state back that it had before the step
         self._seen: Snapshot | None = None  # the state of Python at the last capture
 
     def pass_over(
@@ -213,7 +214,7 @@ def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor], *, ra
         constants = list(zip(_constants_in(tasks.captured), _constants_in(captured), strict=True))
     given = tuple((mine, new.tensor) for mine, new in constants if (ran or not new.name) and new.tensor is not None)
     outer = tuple((new.tensor, ref) for (_, _, ref), (new, _, _) in zip(tasks.captured.outer, captured.outer, strict=True))
-    return PassUse(tasks, carried, given, host, ran, outer)
+    return PassUse(tasks, carried, given, host, ran, outer, ran and bool(captured.effects))
 
 
 def _constants_in(captured: Capture) -> list[Storage]:

@@ -6,7 +6,8 @@ A step leaves values in place of the fake tensors of its capture, and writes con
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,9 +49,9 @@ class Leaving:
 
     @property
     def is_any(self) -> bool:
-        """Whether the pass leaves anything."""
+        """Whether the pass leaves anything, or has changed plain state of Python, which is taken back if the step fails."""
         captured = self.use.tasks.captured
-        return bool(self.use.carried or captured.written or captured.changed or captured.outer)
+        return bool(self.use.has_effects or self.use.carried or captured.written or captured.changed or captured.outer)
 
 
 def write_step(
@@ -73,7 +74,7 @@ def write_step(
     """
     write_inputs(recorded.inputs, minibatches, [use.host for use in uses])
     now_in_python, leavings = world.now(), list[Leaving]()
-    tensors = now_in_python.tensors
+    tensors, fresh = now_in_python.tensors, set[tuple[Storage, int]]()
     for use, minibatch in zip(uses, minibatches, strict=True):
         given, targets = dict(use.constants), dict[Storage, torch.Tensor]()
         for storage in use.tasks.constants:
@@ -81,7 +82,9 @@ def write_step(
             if now is None:
                 now = tensors[storage.name][0] if storage.name in tensors else storage.tensor
             if now is not None and not isinstance(now, FakeTensor):
-                state.refresh(storage, now)
+                if (storage, id(now)) not in fresh:  # several minibatches share a pass
+                    state.refresh(storage, now)
+                    fresh.add((storage, id(now)))
                 targets[storage] = now
         check_changed(use.tasks.captured, minibatch)
         leavings.append(Leaving(use if use.ran else replace(use, carried=_where_now(use.carried, now_in_python)), targets, minibatch))
@@ -96,8 +99,9 @@ def _where_now(carried: Sequence[Carried], now: Snapshot) -> tuple[Carried, ...]
     )
 
 
-def state_keeper(world: World) -> Callable[[], None]:
-    """Return a function that gives Python the state back that it has now, generators of random numbers included."""
+@contextmanager
+def undone_on_failure(world: World) -> Iterator[Callable[[], None]]:
+    """Give Python back the state that it has now, random numbers included, if the block raises, or when the yielded function is called."""
     before, numbers = world.now(), (random.getstate(), np.random.get_state())
 
     def undo() -> None:
@@ -105,7 +109,11 @@ def state_keeper(world: World) -> Callable[[], None]:
         random.setstate(numbers[0])
         np.random.set_state(numbers[1])
 
-    return undo
+    try:
+        yield undo
+    except BaseException:
+        undo()
+        raise
 
 
 def host_values(minibatch: Mapping[str, Any], seed: Sequence[int], world: World, state: ModuleState) -> HostValues:

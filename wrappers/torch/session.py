@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,7 +43,7 @@ from .memory import release_unused
 from .modules import first_values, give, let_go, saved_names, shared_buffers
 from .objectives import Loss, loss_of, objective_of, read_by, scalar
 from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
-from .python_state import bring_into_python, host_values, state_keeper, write_step
+from .python_state import bring_into_python, host_values, undone_on_failure, write_step
 from .recording import StepRecorder
 from .releases import check_torch
 from .session_checks import check_compiled, check_module, check_numbers
@@ -235,39 +235,29 @@ class Session:
         if self._verifier.wants(self.num_steps):
             self._wait_for_started()
             expected = self._verifier.expected(minibatches, divisor, (self._seed, self.num_steps + 1))
-        with self._python_as_before(), self.user_errors():
-            recorded, uses = self._steps.step_for("train", minibatches, divisor, self._values)
+        with undone_on_failure(self._captures.world) as undo:
+            with self.user_errors():
+                recorded, uses = self._steps.step_for("train", minibatches, divisor, self._values)
             check_ids(recorded.passes, minibatches)
-        while len(self._started) > 1:
-            self._started.popleft().wait()
-        self._check_whole()
-        with self.user_errors():
-            leavings = write_step(recorded, uses, minibatches, self._captures.world, self.state)
-            self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
-            self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
-            ticket = recorded.step.replay()
+            while len(self._started) > 1:
+                self._started.popleft().wait()
+            self._check_whole()
+            with self.user_errors():
+                leavings = write_step(recorded, uses, minibatches, self._captures.world, self.state)
+                self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
+                self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
+                ticket = recorded.step.replay()
         self.num_steps += 1
         self._optimizer.note_step(recorded.updated)
         started = StartedStep(recorded, leavings, ticket, self.num_steps, self._host, self.state, self._note_failure)
         self._started.append(started)
         if any(leaving.is_any for leaving in leavings):
-            before = self._captures.before
             started.wait()  # what it leaves in Python is there when this returns
-            if before is not None and not started.succeeded:
-                before()
+            if not started.succeeded:
+                undo()
         if expected is not None:
             self._verifier.compare(self.num_steps, expected, started.result().loss)
         return started
-
-    @contextmanager
-    def _python_as_before(self) -> Iterator[None]:
-        """Give Python its state back if the block fails: a step that is not taken has changed nothing."""
-        self._captures.before = undo = state_keeper(self._captures.world)
-        try:
-            yield
-        except BaseException:
-            undo()
-            raise
 
     def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
         """Values of tensors as the next step finds them."""
@@ -337,10 +327,9 @@ class Session:
     def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
         """The result of a pass that changes nothing."""
         self._check_whole()
-        with self.user_errors():
+        with undone_on_failure(self._captures.world), self.user_errors():
             recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
-        check_ids(recorded.passes, [batch])
-        with self.user_errors():
+            check_ids(recorded.passes, [batch])
             leavings = write_step(recorded, uses, [batch], self._captures.world, self.state)
             ticket = recorded.step.replay()
             ticket.wait()

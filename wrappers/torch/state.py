@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import ml_dtypes
@@ -50,9 +51,8 @@ class ModuleState:
         self.runtime, self.tiles = runtime, tiles
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, TileTensor] = {}
-        self._constants: WeakKeyDictionary[Storage, TileTensor] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
-        self._by_path: dict[tuple[str, int], TileTensor] = {}
-        self._stamps: dict[int, tuple[Any, ...]] = {}
+        self._constants: WeakKeyDictionary[Storage, _Constant] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
+        self._by_path: dict[str, _Constant] = {}
         tensors = first_values(module)
         for name, value in tensors.items():
             if not isinstance(value, torch.nn.Parameter):
@@ -120,59 +120,76 @@ class ModuleState:
         tables = {"parameter": {name: parameter.data for name, parameter in self.parameters.items()}, "buffer": self.buffers, "input": inputs}
         found = {}
         for storage in storages:
-            tensor = self._constant(storage) if storage.role == "constant" else tables[storage.role][storage.name]
+            tensor = self._constant(storage).tile if storage.role == "constant" else tables[storage.role][storage.name]
             found[storage] = tensor.handles[storage.piece]
         return found
 
-    def _constant(self, storage: Storage) -> TileTensor:
-        """The tensor of a constant: one for all passes that reach it by the same path."""
+    def _constant(self, storage: Storage) -> _Constant:
+        """The tile of a constant: one for all passes that reach memory of one size by the same path."""
         if storage not in self._constants:
-            key = (storage.name, storage.nbytes)
-            found = self._by_path.get(key) if storage.name else None
-            if found is None:
-                found = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
+            found = self._by_path.get(storage.name) if storage.name else None
+            if found is None or found.nbytes != storage.nbytes:
+                tile = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
+                found = _Constant(tile, storage.nbytes)
                 assert storage.tensor is not None
-                self._write_constant(found, whole(storage.tensor))
+                found.write(whole(storage.tensor))
             if storage.name:
-                for other in [other for other in self._by_path if other[0] == storage.name]:
-                    del self._by_path[other]
-                self._by_path[key] = found
+                self._by_path[storage.name] = found
             self._constants[storage] = found
         return self._constants[storage]
 
-    def _write_constant(self, tensor: TileTensor, memory: torch.Tensor) -> None:
-        values = np.zeros(tensor.shape, np.uint8)
-        values[: memory.numel()] = memory.numpy()
-        tensor.write(values)
-
     def refresh(self, storage: Storage, now: torch.Tensor) -> None:
-        """Bring a constant up to the values that its tensor has now, where it has changed.
+        """Bring a constant up to the values that its tensor has now, if they have changed.
 
         Args:
             storage: the constant.
             now: the tensor that is there, in whose memory it lies.
         """
-        tensor, memory = self._constant(storage), whole(now)
-        stamp = (memory.data_ptr(), memory.numel(), fingerprint(memory))
-        if self._stamps.get(id(tensor)) != stamp:
-            self._write_constant(tensor, memory)
-            self._stamps[id(tensor)] = stamp
+        constant, memory = self._constant(storage), whole(now)
+        stamp = _stamp_of(memory)
+        if constant.stamp != stamp:
+            constant.write(memory)
+            constant.stamp = stamp
 
     def constant_value(self, storage: Storage) -> torch.Tensor:
         """The bytes of a constant that passes have changed  # (nbytes,) uint8."""
-        return torch.from_numpy(self._constants[storage].read())[: storage.nbytes]
+        return torch.from_numpy(self._constants[storage].tile.read())[: storage.nbytes]
 
     def forget_stamp(self, storage: Storage) -> None:
         """Note that no tensor of the program is known to have the values of a constant."""
-        self._stamps.pop(id(self._constants[storage]), None)
+        self._constants[storage].stamp = None
 
     def note_constant(self, storage: Storage, now: torch.Tensor) -> None:
         """Note that a tensor of the program has the values of a constant."""
-        memory = whole(now)
-        self._stamps[id(self._constants[storage])] = (memory.data_ptr(), memory.numel(), fingerprint(memory))
+        self._constants[storage].stamp = _stamp_of(whole(now))
 
 
-def fingerprint(memory: torch.Tensor) -> tuple[int, ...]:
+@dataclass
+class _Constant:
+    """A constant on the runtime.
+
+    Attributes:
+        tile: its bytes; one at least.
+        nbytes: size of the memory.
+        stamp: memory of the program from which the tile was filled, and its fingerprint; None if no tensor is known to have its values.
+    """
+
+    tile: TileTensor
+    nbytes: int
+    stamp: tuple[int, int, int] | None = None
+
+    def write(self, memory: torch.Tensor) -> None:
+        """Overwrite the tile  # (nbytes,) uint8."""
+        values = np.zeros(self.tile.shape, np.uint8)
+        values[: self.nbytes] = memory.numpy()
+        self.tile.write(values)
+
+
+def _stamp_of(memory: torch.Tensor) -> tuple[int, int, int]:
+    return memory.data_ptr(), memory.numel(), fingerprint(memory)
+
+
+def fingerprint(memory: torch.Tensor) -> int:
     """A number of 64 bits for each row and column of a table of all bytes, folded: another one whenever a few bytes change  # (nbytes,) uint8."""
     values = memory.numpy()
     rest = len(values) % (8 * _WIDTH)
@@ -181,7 +198,7 @@ def fingerprint(memory: torch.Tensor) -> tuple[int, ...]:
     for first in range(0, len(head), len(_WEIGHTS)):
         rows = head[first : first + len(_WEIGHTS)]
         found = hash((found, (rows * _WEIGHTS[: len(rows), None]).sum(0).tobytes(), rows.sum(1).tobytes()))
-    return (found,)
+    return found
 
 
 def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic]:
