@@ -120,7 +120,7 @@ class Guard:
     """A value that was read while a pass was captured, and must be the same in each step that replays it.
 
     Attributes:
-        calls: calls of the pass before the value was read.
+        calls: calls of the pass that lead to the value.
         ref: the tensor.
         expected: its bytes.
         where: the line of the program that has read it.
@@ -137,7 +137,7 @@ class HostTensors:
     """The results of an operation whose shapes depend on values: computed on the host before each step, and constants of the pass.
 
     Attributes:
-        calls: calls of the pass before the operation.
+        calls: calls of the pass that lead to its arguments.
         func, args, kwargs: the operation, with references in place of tensors.
         storages: storages of the results.
         shapes: shapes of the results, which must be the same in each step that replays the pass.

@@ -119,7 +119,7 @@ def _reading(recorder: CallRecorder, name: str, read: Callable[..., Any]) -> Cal
 
 @contextmanager
 def _fast_paths_off() -> Iterator[None]:
-    """Let attention of evaluation compute by operations that are known here, instead of one for everything."""
+    """Let attention of evaluation compute by operations that are known here, instead of one fused operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nntask import UsageError
 
-from .calls import Call, Guard, HostTensors, Ref, Role, Storage, aten
+from .calls import Call, Guard, HostTensors, Ref, Role, Storage, aten, refs_in
 from .recomputation import makes_again
 from .refusals import line_of_program
-from .values import HostValues, leaves_of, value_bytes
+from .values import HostValues, origin_of_values, value_bytes
 
 HOST_INPUT: Final = "on the host "
 """Beginning of the names of inputs that the host computes."""
@@ -64,10 +64,6 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         """The storage of a tensor that the pass has met."""
         return self._storages.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
-    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor in the memory of one of the program."""
-        return self._faked(tensor)
-
     def is_watched(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
         return id(tensor) in self._paths or self.known(tensor) is not None
@@ -111,10 +107,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return value
 
     def _guard(self, ref: Ref, expected: bytes, where: str) -> None:
-        leaves, is_random = leaves_of(self.calls, ref.storage)
-        self._check_random(is_random, where)
-        if leaves or is_random:
-            self.guards.setdefault((ref, expected), Guard(tuple(self.calls), ref, expected, where))
+        origin = origin_of_values(self.calls, {ref.storage})
+        self._check_random(origin.is_random, where)
+        if origin.leaves or origin.is_random:
+            self.guards.setdefault((ref, expected), Guard(origin.calls, ref, expected, where))
 
     def _check_random(self, is_random: bool, where: str) -> None:
         """Refuse decisions by random numbers where the host would draw others.
@@ -134,7 +130,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._storages[untyped._cdata] = storage
         return storage
 
-    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same place in memory for one of the program, so that views of it refer to it, too."""
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -176,7 +172,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        args, kwargs = over_tensors(self._faked, args), over_tensors(self._faked, kwargs)
+        args, kwargs = over_tensors(self.fake_of, args), over_tensors(self.fake_of, kwargs)
         given, named = over_tensors(self.ref, args), over_tensors(self.ref, kwargs)
         if func is aten.as_strided.default and torch._C._current_autograd_node() is None:
             self._check_layout(given[0])
@@ -240,16 +236,15 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         with _disable_current_modes():
             results = self._values.results(self.calls, func, given, named)
             results = [each.contiguous().clone() for each in results]
-        refs = [ref for ref in tree_leaves((given, named)) if isinstance(ref, Ref)]
-        origins = [leaves_of(self.calls, ref.storage) for ref in refs]
-        self._check_random(any(is_random for _, is_random in origins), line_of_program())
-        if any(leaves or is_random for leaves, is_random in origins):
+        origin = origin_of_values(self.calls, (ref.storage for ref in refs_in((*given, *named.values()))))
+        self._check_random(origin.is_random, line_of_program())
+        if origin.leaves or origin.is_random:
             storages = tuple(self.enter(each, "input", f"{HOST_INPUT}{len(self.host)}.{number}") for number, each in enumerate(results))
             shapes = tuple(tuple(each.shape) for each in results)
-            self.host.append(HostTensors(tuple(self.calls), func, tuple(given), named, storages, shapes, line_of_program()))
+            self.host.append(HostTensors(origin.calls, func, tuple(given), named, storages, shapes, line_of_program()))
             with _disable_current_modes():
                 self._values.enter(storages, results)
-            fakes = [self._faked(each) for each in results]
+            fakes = [self.fake_of(each) for each in results]
             results = [self._note(aten.clone.default, (self.ref(fake),), {}, aten.clone.default(fake)) for fake in fakes]
         return results[0] if len(results) == 1 else tuple(results)
 

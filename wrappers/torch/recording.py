@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
@@ -23,7 +22,7 @@ from scheduler.planning import AUTO, NONE, as_asked
 from tiles import TileTensor
 
 from .batches import check_batch, shapes_of
-from .calls import Guard, HostTensors, Ref, Storage
+from .calls import Guard, HostTensors, Storage, refs_in
 from .captures import Captures, PassUse, Purpose, Values
 from .dry import captured_step
 from .emission import StepTasks
@@ -31,7 +30,7 @@ from .gpus import fallbacks_of
 from .memory import release_unused
 from .state import ModuleState
 from .step import Pass
-from .values import leaves_of
+from .values import origin_of_values
 
 MOST_STEPS: Final = 8
 """Recorded steps that are kept for each purpose; one that is dropped is recorded again when its shape comes back."""
@@ -188,20 +187,16 @@ def check_uses(uses: Sequence[PassUse]) -> None:
     Raises:
         UsageError: names the line of the program.
     """
-    if len(uses) < 2:
+    reads: list[Guard | HostTensors] = []
+    for use in uses:
+        reads += [*use.tasks.captured.guards, *use.tasks.captured.host]
+    if len(uses) < 2 or not reads:
         return
     changed = {s.name for use in uses for call in use.tasks.captured.calls for s in call.writes if s.role in ("buffer", "parameter", "constant")}
-    for use in uses:
-        reads: list[Guard | HostTensors] = [*use.tasks.captured.guards, *use.tasks.captured.host]
-        for read in reads:
-            storages = {read.ref.storage} if isinstance(read, Guard) else set(tree_refs(read))
-            if any(leaf.name in changed and leaf.role != "input" for storage in storages for leaf in leaves_of(read.calls, storage)[0]):
-                raise UsageError(
-                    f"{read.where} needs the value of a tensor that each minibatch changes, and the minibatches of a step are computed together; use "
-                    "minibatches=1, or compute with tensors there (torch.where)"
-                )
-
-
-def tree_refs(host: HostTensors) -> list[Storage]:
-    """Storages of the arguments of an operation on the host."""
-    return [ref.storage for ref in tree_leaves((host.args, dict(host.kwargs))) if isinstance(ref, Ref)]
+    for read in reads:
+        storages = {read.ref.storage} if isinstance(read, Guard) else {ref.storage for ref in refs_in((*read.args, *read.kwargs.values()))}
+        if any(leaf.name in changed and leaf.role != "input" for leaf in origin_of_values(read.calls, storages).leaves):
+            raise UsageError(
+                f"{read.where} needs the value of a tensor that each minibatch changes, and the minibatches of a step are computed together; use "
+                "minibatches=1, or compute with tensors there (torch.where)"
+            )

@@ -312,7 +312,7 @@ class Session:
             raise UsageError(self._half_done)
 
     def evaluate(self, **batch: Any) -> float:
-        """The loss of a batch in evaluation mode; changes nothing but buffers that the module itself changes in that mode."""
+        """Return the loss of a batch in evaluation mode; state changes as forward itself changes it in that mode."""
         return float(self.evaluated(batch))
 
     def evaluated(self, batch: Mapping[str, Any]) -> torch.Tensor:

@@ -7,7 +7,7 @@ a `Guard`: it is computed anew before each replay, and if it differs the pass is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,7 +29,7 @@ class HostValues:
 
     def __init__(self, value_of: ValueOf, seed: Sequence[int]) -> None:
         self._value_of, self._seed = value_of, tuple(seed)
-        self._known: dict[tuple[Storage, int], torch.Tensor] = {}
+        self._known: dict[tuple[Storage, Call | None], torch.Tensor] = {}  # by the last call that has written it
         self._given: dict[Storage, torch.Tensor] = {}
 
     def given(self, storage: Storage) -> torch.Tensor:
@@ -45,9 +45,10 @@ class HostValues:
         at = len(calls)
         while at and ref.storage not in calls[at - 1].writes:
             at -= 1
-        if (ref.storage, at) not in self._known:
-            self._known[ref.storage, at] = self._computed(calls[:at], ref.storage)
-        return tensor_of(self._known[ref.storage, at], ref)
+        key = ref.storage, calls[at - 1] if at else None
+        if key not in self._known:
+            self._known[key] = self._computed(calls[:at], ref.storage)
+        return tensor_of(self._known[key], ref)
 
     def run(self, host: HostTensors) -> list[torch.Tensor]:
         """Compute an operation whose shapes depend on values, and note the results."""
@@ -69,17 +70,11 @@ class HostValues:
 
     def _computed(self, calls: Sequence[Call], storage: Storage) -> torch.Tensor:
         """The bytes of a storage after some calls, of which only those are computed that lead to it."""
-        needed, chosen = {storage}, list[Call]()
-        for call in reversed(calls):
-            if not needed.isdisjoint(call.writes):
-                chosen.append(call)
-                needed |= call.reads
-        chosen.reverse()
-        made = {each for call in chosen for each in call.made}
-        memory = {each: self._first(each).clone() for each in needed - made}
-        if chosen:
+        origin = origin_of_values(calls, {storage})
+        memory = {each: self._first(each).clone() for each in origin.leaves}
+        if origin.calls:
             with torch.inference_mode():
-                Program(chosen, range(len(chosen))).run(memory, lambda call: {"generator": generator_of((*self._seed, call.draw))})
+                Program(origin.calls, range(len(origin.calls))).run(memory, lambda call: {"generator": generator_of((*self._seed, call.draw))})
         if storage not in memory:  # made, and never filled
             memory[storage] = torch.zeros(storage.nbytes, dtype=torch.uint8)
         return memory[storage].clone()
@@ -88,15 +83,29 @@ class HostValues:
         return self._given[storage] if storage in self._given else self._value_of(storage)
 
 
-def leaves_of(calls: Sequence[Call], storage: Storage) -> tuple[set[Storage], bool]:
-    """Return the storages that exist before a pass and lead to one, and whether random numbers do."""
-    needed, is_random, made = {storage}, False, set[Storage]()
+class Origin(NamedTuple):
+    """The calls that lead to some values.
+
+    Attributes:
+        calls: the calls, in order.
+        leaves: storages that exist before the pass and that they read.
+        is_random: whether one of them draws random numbers.
+    """
+
+    calls: tuple[Call, ...]
+    leaves: frozenset[Storage]
+    is_random: bool
+
+
+def origin_of_values(calls: Sequence[Call], storages: Iterable[Storage]) -> Origin:
+    """Return the calls, of all calls so far, that lead to the values of some storages."""
+    needed, chosen = set(storages), list[Call]()
     for call in reversed(calls):
         if not needed.isdisjoint(call.writes):
+            chosen.append(call)
             needed |= call.reads
-            made |= call.made
-            is_random = is_random or call.is_random
-    return needed - made, is_random
+    made = {storage for call in chosen for storage in call.made}
+    return Origin(tuple(reversed(chosen)), frozenset(needed - made), any(call.is_random for call in chosen))
 
 
 def value_bytes(value: torch.Tensor) -> bytes:

@@ -47,14 +47,12 @@ class Expected:
         gradients: gradients by first names of the parameters.
         tensors: parameters after the update and buffers, by first names.
         moments: names in the session's optimizer -> values.
-        rates: learning rate of each parameter.
     """
 
     loss: float
     gradients: dict[str, torch.Tensor]
     tensors: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor] = field(default_factory=dict)
-    rates: dict[str, float] = field(default_factory=dict)
 
 
 class Verifier:
@@ -209,7 +207,6 @@ def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int,
     for group in twin.param_groups:
         for parameter in group["params"]:
             name = next(name for name, each in expected.tensors.items() if each is parameter)
-            expected.rates[name] = float(group["lr"])
             if is_adam:
                 twin.state[parameter]["step"] = torch.tensor(float(steps[name]))
             for of_torch, ours in names.items():
