@@ -158,6 +158,7 @@ class Captures:
             with evaluating(self.module):
                 return pass_of(self.module, minibatch, function, self.terms, how)
         finally:
+            self.world.note_run()
             if before is not None:
                 before[0].restore()
                 random.setstate(before[1])

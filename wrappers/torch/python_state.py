@@ -110,7 +110,8 @@ def undone_on_failure(world: World) -> Iterator[Callable[[], None]]:
         np.random.set_state(numbers[1])
 
     try:
-        yield undo
+        with world.looked_at_once():
+            yield undo
     except BaseException:
         undo()
         raise

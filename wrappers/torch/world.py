@@ -13,7 +13,8 @@ Not seen: state in C code, globals of installed packages that are neither plain 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -39,12 +40,27 @@ class World:
     def __init__(self, roots: Mapping[str, Any], own: Mapping[int, str]) -> None:
         self._roots, self._own = roots, own
         self._last: Snapshot | None = None
+        self._is_certain = False
 
     def now(self) -> Snapshot:
         """Return the state as it is; the last snapshot if nothing has been replaced since."""
-        if self._last is None or not self._last.is_current():
+        if self._last is None or not (self._is_certain or self._last.is_current()):
             self._last = self.walked()
         return self._last
+
+    @contextmanager
+    def looked_at_once(self) -> Iterator[None]:
+        """Look at the state once for the block, in which no code of the program runs, but where `note_run` says so."""
+        self.now()
+        self._is_certain = True
+        try:
+            yield
+        finally:
+            self._is_certain = False
+
+    def note_run(self) -> None:
+        """Note that code of the program has run: the state may be another one."""
+        self._is_certain = False
 
     def walked(self) -> Snapshot:
         """Return the state as it is, from a new walk.
