@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .eager_twin import Program
+from .eager_twin import Program, Run
 
 
 class Net(nn.Module):  # type: ignore[misc]
@@ -36,3 +36,31 @@ def module_of(forward: Callable[..., Any], /, base: type[nn.Module] = Net, **att
 def program_of(forward: Callable[..., Any], /, **attributes: Any) -> Program:
     """A program around `module_of`."""
     return Program(module_of(forward, **attributes))
+
+
+def times(factor: Callable[[Any], Any], /, **attributes: Any) -> Program:
+    """A program whose result is multiplied by what a function of the module gives."""
+    return program_of(lambda self, x: Net.forward(self, x) * factor(self), **attributes)
+
+
+class Holder:
+    """An object with slots."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def get(self) -> Any:
+        """The value."""
+        return self.value
+
+
+def rate_of(run: Run) -> float:
+    """The rate of a step, which changes once, after three equal steps."""
+    return 1.0 if run.number < 3 else 0.5
+
+
+def setting(name: str, make: Callable[[Run], Any] = rate_of) -> Callable[[Run], None]:
+    """An action that sets an attribute of the module."""
+    return lambda run: setattr(run.module, name, make(run))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.eager_twin import LINE, Case, Cases, Program, Run, SessionRun, at, check
-from support.small_modules import Net, program_of
+from support.small_modules import Net, program_of, rate_of, setting, times
 
 CASES = Cases()
 CLEAR = rf"{LINE}|iterator|generator"
@@ -28,29 +28,14 @@ SETTINGS.__file__ = __file__
 X = torch.ones(8, 12, dtype=torch.float64)
 
 
-def _times(factor: Callable[[Any], Any], /, **attributes: Any) -> Program:
-    """A program whose result is multiplied by what a function of the module gives."""
-    return program_of(lambda self, x: Net.forward(self, x) * factor(self), **attributes)
-
-
-def _rate(run: Run) -> float:
-    """The rate of a step, which changes once, after three equal steps."""
-    return 1.0 if run.number < 3 else 0.5
-
-
-def _set(name: str, make: Callable[[Run], Any] = _rate) -> Callable[[Run], None]:
-    """An action that sets an attribute of the module."""
-    return lambda run: setattr(run.module, name, make(run))
-
-
 def _set_in(holder: str, name: str = "rate") -> Callable[[Run], None]:
     """An action that sets an attribute of an object of the module."""
-    return lambda run: setattr(getattr(run.module, holder), name, _rate(run))
+    return lambda run: setattr(getattr(run.module, holder), name, rate_of(run))
 
 
 def _put_in(holder: str) -> Callable[[Run], None]:
     """An action that sets the first entry of a container of the module."""
-    return lambda run: getattr(run.module, holder).__setitem__(0, _rate(run))
+    return lambda run: getattr(run.module, holder).__setitem__(0, rate_of(run))
 
 
 # Functions
@@ -60,7 +45,7 @@ def _scaling(rate: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda y, rate=rate: y * rate  # type: ignore[misc]
 
 
-@CASES.add(before=[_set("last", lambda run: _scaling(3 * _rate(run)))])
+@CASES.add(before=[setting("last", lambda run: _scaling(3 * rate_of(run)))])
 def functions_of_one_code() -> Program:
     """Two functions of one code object with other defaults, one of which is replaced."""
     return program_of(lambda self, x: self.last(self.first(Net.forward(self, x))), first=_scaling(2.0), last=_scaling(3.0))
@@ -71,13 +56,13 @@ def _decorated() -> torch.Tensor:
     return torch.ones(4, dtype=torch.float64) * RATE
 
 
-@CASES.add(before=[lambda run: globals().update(RATE=_rate(run))])
+@CASES.add(before=[lambda run: globals().update(RATE=rate_of(run))])
 def function_without_gradient() -> Program:
     """A function decorated by `torch.no_grad` that reads a global."""
-    return _times(lambda self: _decorated())
+    return times(lambda self: _decorated())
 
 
-@CASES.add(before=[lambda run: run.outer.rates.update(rate=_rate(run))])
+@CASES.add(before=[lambda run: run.outer.rates.update(rate=rate_of(run))])
 def function_of_vmap() -> Program:
     """A function of `torch.vmap` that reads a dictionary of its closure."""
     rates = {"rate": 1.0}
@@ -177,32 +162,32 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
 def _object(make: Callable[[], Any], place: str) -> Case:
     """The case of an object whose content the script changes after three steps."""
     if place == "0":
-        return Case(lambda: _times(lambda self: self.value[0], value=make()), before=[_put_in("value")])
-    return Case(lambda: _times(lambda self: getattr(self.value, place), value=make()), before=[_set_in("value", place)])
+        return Case(lambda: times(lambda self: self.value[0], value=make()), before=[_put_in("value")])
+    return Case(lambda: times(lambda self: getattr(self.value, place), value=make()), before=[_set_in("value", place)])
 
 
-@CASES.add(before=[_set("rates", lambda run: Pair((_rate(run), 2.0)))])
+@CASES.add(before=[setting("rates", lambda run: Pair((rate_of(run), 2.0)))])
 def subclass_of_tuple() -> Program:
     """A subclass of tuple that is replaced by one with other entries."""
-    return _times(lambda self: self.rates[0], rates=Pair((1.0, 2.0)))
+    return times(lambda self: self.rates[0], rates=Pair((1.0, 2.0)))
 
 
-@CASES.add(before=[_set("rate", lambda run: Rate(_rate(run)))])
+@CASES.add(before=[setting("rate", lambda run: Rate(rate_of(run)))])
 def subclass_of_float() -> Program:
     """A subclass of float that is replaced by another value."""
-    return _times(lambda self: self.rate, rate=Rate(1.0))
+    return times(lambda self: self.rate, rate=Rate(1.0))
 
 
-@CASES.add(before=[lambda run: run.outer.rates.__setitem__(0, _rate(run))])
+@CASES.add(before=[lambda run: run.outer.rates.__setitem__(0, rate_of(run))])
 def proxy_of_a_mapping() -> Program:
     """A read-only view of a dictionary of the script."""
     rates = {0: 1.0}
-    program = _times(lambda self: self.rates[0], rates=types.MappingProxyType(rates))
+    program = times(lambda self: self.rates[0], rates=types.MappingProxyType(rates))
     program.outer.rates = rates
     return program
 
 
-@CASES.add(before=[lambda run: setattr(SETTINGS, "rate", _rate(run))])
+@CASES.add(before=[lambda run: setattr(SETTINGS, "rate", rate_of(run))])
 def module_of_python_as_local() -> Program:
     """A module of Python that forward reads by a local name."""
 
@@ -210,13 +195,13 @@ def module_of_python_as_local() -> Program:
         settings = SETTINGS
         return settings.rate  # type: ignore[no-any-return]
 
-    return _times(factor)
+    return times(factor)
 
 
-@CASES.add(before=[lambda run: setattr(run.module.prior, "scale", torch.full((4,), _rate(run), dtype=torch.float64))])
+@CASES.add(before=[lambda run: setattr(run.module.prior, "scale", torch.full((4,), rate_of(run), dtype=torch.float64))])
 def distribution() -> Program:
     """A distribution of `torch.distributions` whose scale the script replaces."""
-    return _times(lambda self: self.prior.scale, prior=torch.distributions.Normal(torch.zeros(4), torch.ones(4)))
+    return times(lambda self: self.prior.scale, prior=torch.distributions.Normal(torch.zeros(4), torch.ones(4)))
 
 
 def _step_schedule(run: Run) -> None:
@@ -254,13 +239,13 @@ def epoch_of_a_dataset() -> Program:
     return Program(Net(), lambda y, batch: y.square().mean() / (1 + data.epoch), SimpleNamespace(data=data))
 
 
-@CASES.add(before=[lambda run: setattr(run.outer.last, "rate", _rate(run))])
+@CASES.add(before=[lambda run: setattr(run.outer.last, "rate", rate_of(run))])
 def long_chain_of_objects() -> Program:
     """A chain of 400 objects, the last of which has a rate that a function reads."""
     last = first = argparse.Namespace(rate=1.0)
     for _ in range(400):
         first = argparse.Namespace(next=first)
-    program = _times(lambda self: last.rate, first=first)
+    program = times(lambda self: last.rate, first=first)
     program.outer.last = last
     return program
 
@@ -307,7 +292,7 @@ RESETS: dict[str, Callable[[int], bool]] = {
 CASES += [pytest.param(_object(*terms), id=name) for name, terms in OBJECTS.items()]
 CASES += [
     pytest.param(
-        Case(lambda make=make: _times(lambda self: next(self.rates), rates=make()), frozenset({"equal", "refused"}), CLEAR),  # type: ignore[misc]
+        Case(lambda make=make: times(lambda self: next(self.rates), rates=make()), frozenset({"equal", "refused"}), CLEAR),  # type: ignore[misc]
         id=f"iterator_{name}",
     )
     for name, make in ITERATORS.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.eager_twin import LINE, Batch, Case, Cases, Program, Run, at, check
 from support.python_state import difference, state_of
-from support.small_modules import Net, module_of, program_of
+from support.small_modules import Net, module_of, program_of, setting, times
 from torch import nn
 from torch.nn import functional
 
@@ -23,30 +23,15 @@ CLEAR = rf"{LINE}|optimizer|learn"
 """Pattern of a refusal that names the user's line, or what a parameter outside the module lacks."""
 
 
-def _times(factor: Callable[[Any], Any], /, **attributes: Any) -> Program:
-    """A program whose result is multiplied by what a function of the module gives."""
-    return program_of(lambda self, x: Net.forward(self, x) * factor(self), **attributes)
-
-
-def _rate(run: Run) -> float:
-    """The rate of a step, which changes once, after three equal steps."""
-    return 1.0 if run.number < 3 else 0.5
-
-
-def _set(name: str, make: Callable[[Run], Any] = _rate) -> Callable[[Run], None]:
-    """An action that sets an attribute of the module."""
-    return lambda run: setattr(run.module, name, make(run))
-
-
-@CASES.add(before=[_set("scale", lambda run: run.outer.table[run.number])])
+@CASES.add(before=[setting("scale", lambda run: run.outer.table[run.number])])
 def slice_of_another_offset() -> Program:
     """An attribute that is another row of one table each step."""
-    program, table = _times(lambda self: self.scale, scale=torch.ones(4)), torch.randn(12, 4)
+    program, table = times(lambda self: self.scale, scale=torch.ones(4)), torch.randn(12, 4)
     program.outer.table = table
     return program
 
 
-@CASES.add(before=[_set("scale", lambda run: run.outer.table[run.number] if run.number % 2 else torch.full((4,), 0.5, dtype=torch.float64))])
+@CASES.add(before=[setting("scale", lambda run: run.outer.table[run.number] if run.number % 2 else torch.full((4,), 0.5, dtype=torch.float64))])
 def slice_and_whole_tensor() -> Program:
     """An attribute that is a row of a table in every second step, and a tensor of its own in between."""
     return slice_of_another_offset()
@@ -94,19 +79,19 @@ def loss_with_a_parameter() -> Program:
 @CASES.add()
 def parameter_by_isinstance() -> Program:
     """A branch on `isinstance(p, nn.Parameter)`."""
-    return _times(lambda self: self.scale if isinstance(self.scale, nn.Parameter) else 1.0, scale=nn.Parameter(torch.full((4,), 0.5)))
+    return times(lambda self: self.scale if isinstance(self.scale, nn.Parameter) else 1.0, scale=nn.Parameter(torch.full((4,), 0.5)))
 
 
 @CASES.add(allowed="equal refused", words=CLEAR)
 def parameter_by_type() -> Program:
     """A branch on `type(p) is nn.Parameter`."""
-    return _times(lambda self: 0.5 if type(self.b.weight) is nn.Parameter else 1.0)
+    return times(lambda self: 0.5 if type(self.b.weight) is nn.Parameter else 1.0)
 
 
 @CASES.add(allowed="equal refused", words="parameters as keys")
 def parameter_as_key() -> Program:
     """A dictionary whose key is a parameter."""
-    program = _times(lambda self: self.scales.get(self.b.weight, 1.0), scales={})
+    program = times(lambda self: self.scales.get(self.b.weight, 1.0), scales={})
     program.module.scales[program.module.b.weight] = 0.5
     return program
 
@@ -114,7 +99,7 @@ def parameter_as_key() -> Program:
 @CASES.add(before=[at(3, lambda run: run.module.order.copy_(run.module.order.flip(0)))])
 def permutation_written_in_place() -> Program:
     """A large permutation matrix that becomes another one in place, with the same sums."""
-    return _times(lambda self: self.order[:4, :4].sum(0) + 1, order=torch.eye(1024))
+    return times(lambda self: self.order[:4, :4].sum(0) + 1, order=torch.eye(1024))
 
 
 @CASES.add(before=[lambda run: run.note(run.module.h is run.module.last)])
@@ -133,7 +118,7 @@ def one_tensor_in_two_attributes() -> Program:
 @CASES.add(before=[at(3, lambda run: setattr(run.module, "scale", torch.full((4,), 0.5, dtype=torch.float64))), lambda run: run.note(run.weights())])
 def buffer_replaced() -> Program:
     """A buffer that the script replaces; the state dict has the new one."""
-    program = _times(lambda self: self.scale)
+    program = times(lambda self: self.scale)
     program.module.register_buffer("scale", torch.ones(4))
     return program
 
@@ -149,7 +134,7 @@ def seed_of_the_default_generator() -> Program:
         torch.default_generator.manual_seed(3)
         return torch.rand(4)
 
-    return _times(factor)
+    return times(factor)
 
 
 @CASES.add()
@@ -163,7 +148,7 @@ def seed_and_set_back() -> Program:
         torch.set_rng_state(before)
         return noise
 
-    return _times(factor)
+    return times(factor)
 
 
 @CASES.add(allowed="equal refused")
@@ -174,7 +159,7 @@ def state_of_the_default_generator() -> Program:
         torch.set_rng_state(self.chance)
         return torch.rand(4)
 
-    return _times(factor, chance=torch.Generator().manual_seed(3).get_state())
+    return times(factor, chance=torch.Generator().manual_seed(3).get_state())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,14 +6,13 @@ import contextvars
 import functools
 import os
 import types
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.eager_twin import LINE, Case, Cases, Program, at, check, rows
-from support.small_modules import Net, module_of, program_of
+from support.small_modules import Holder, Net, module_of, program_of, times
 from torch.nn import functional
 
 CASES = Cases()
@@ -21,24 +20,6 @@ add = functools.partial(CASES.add, allowed="equal refused", words=LINE)
 SHARED: dict[str, Any] = {}
 WARMTH: contextvars.ContextVar[float] = contextvars.ContextVar("warmth", default=1.0)
 HELPERS = types.ModuleType("helpers")
-
-
-def _times(factor: Callable[[Any], Any], /, **attributes: Any) -> Program:
-    """A program whose result is multiplied by what a function of the module gives."""
-    return program_of(lambda self, x: Net.forward(self, x) * factor(self), **attributes)
-
-
-class Holder:
-    """An object with slots."""
-
-    __slots__ = ("__weakref__", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def get(self) -> Any:
-        """The value."""
-        return self.value
 
 
 @add(batches=rows(8, 4))
@@ -49,7 +30,7 @@ def class_counter() -> Program:
         type(self).calls += 1
         return 1 / type(self).calls
 
-    program = _times(factor)
+    program = times(factor)
     type(program.module).calls = 0  # type: ignore[attr-defined]
     return program
 
@@ -64,7 +45,7 @@ def nonlocal_counter() -> Program:
         calls += 1
         return 1 / calls
 
-    return _times(factor)
+    return times(factor)
 
 
 @add(minibatches=2)
@@ -106,7 +87,7 @@ def partial_changed() -> Program:
 @add(before=[lambda run: WARMTH.set(1.0 + run.number)])
 def context_variable() -> Program:
     """A context variable that the script sets."""
-    return _times(lambda self: 1 / WARMTH.get())
+    return times(lambda self: 1 / WARMTH.get())
 
 
 @add()
@@ -118,14 +99,14 @@ def global_dictionary() -> Program:
         SHARED["calls"] = SHARED.get("calls", 0) + 1
         return 1 / SHARED["calls"]
 
-    return _times(factor)
+    return times(factor)
 
 
 @add(before=[lambda run: setattr(run.outer.holder, "value", 0.5**run.number)])
 def bound_method() -> Program:
     """A method of an object of the script, kept as a function."""
     holder = Holder(1.0)
-    program = _times(lambda self: self.read(), read=holder.get)
+    program = times(lambda self: self.read(), read=holder.get)
     program.outer.holder = holder
     return program
 
@@ -133,13 +114,13 @@ def bound_method() -> Program:
 @add(before=[lambda run: os.environ.update(OWN_RATE=str(0.5**run.number))])
 def environment_variable() -> Program:
     """An environment variable that the script sets."""
-    return _times(lambda self: float(os.environ.get("OWN_RATE", "1")))
+    return times(lambda self: float(os.environ.get("OWN_RATE", "1")))
 
 
 @add(before=[lambda run: setattr(HELPERS, "rate", 0.5**run.number)])
 def attribute_of_a_python_module() -> Program:
     """A constant of another module of Python."""
-    return _times(lambda self: HELPERS.rate)
+    return times(lambda self: HELPERS.rate)
 
 
 @add(before=[lambda run: setattr(HELPERS, "shape", (torch.tanh, torch.relu)[run.number % 2])])
@@ -157,7 +138,7 @@ def attribute_of_a_function() -> Program:
         return 1 / factor.calls  # type: ignore[attr-defined]
 
     factor.calls = 0  # type: ignore[attr-defined]
-    return _times(factor)
+    return times(factor)
 
 
 @add(before=[lambda run: setattr(run.outer.factor, "__defaults__", (0.5**run.number,))])
@@ -181,7 +162,7 @@ def exceptions_that_decide() -> Program:
             self.stack.extend([0.5, 0.25])
             return 1.0
 
-    return _times(factor, stack=[0.75])
+    return times(factor, stack=[0.75])
 
 
 @add(before=[lambda run: setattr(run.module, "name", ("tanh", "relu", "sigmoid")[run.number % 3])])

@@ -10,7 +10,6 @@ import random
 import threading
 import weakref
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,21 +17,16 @@ import numpy as np
 import pytest
 import torch
 from support.eager_twin import LINE, Batch, Case, Cases, Program, check, rows
-from support.small_modules import Net, module_of, program_of
+from support.small_modules import Holder, Net, module_of, program_of, times
 
 CASES = Cases()
 add = functools.partial(CASES.add, allowed="equal refused", words=LINE)
 
 
-def _times(factor: Callable[[Any], Any], /, **attributes: Any) -> Program:
-    """A program whose result is multiplied by what a function of the module gives."""
-    return program_of(lambda self, x: Net.forward(self, x) * factor(self), **attributes)
-
-
 @add(before=[lambda run: setattr(run.module, "rate", run.number)])
 def property_with_a_setter() -> Program:
     """A property whose setter writes another attribute."""
-    program = _times(lambda self: self.rate, hidden=1.0)
+    program = times(lambda self: self.rate, hidden=1.0)
     kind: Any = type(program.module)
     kind.rate = property(lambda self: 1 / (1 + self.hidden), lambda self, value: setattr(self, "hidden", value))
     return program
@@ -56,22 +50,9 @@ class Table:
 @add(before=[lambda run: setattr(run.module, "rate", 0.5**run.number)])
 def descriptor() -> Program:
     """A data descriptor that keeps values outside the module."""
-    program = _times(lambda self: self.rate)
+    program = times(lambda self: self.rate)
     type(program.module).rate = Table()  # type: ignore[attr-defined]
     return program
-
-
-class Holder:
-    """An object with slots."""
-
-    __slots__ = ("__weakref__", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def get(self) -> Any:
-        """The value."""
-        return self.value
 
 
 @dataclass(eq=False)
@@ -84,7 +65,7 @@ class Rate:
 @add(before=[lambda run: setattr(next(iter(run.module.rates)), "value", 0.5**run.number)])
 def object_in_a_set() -> Program:
     """A set whose one item keeps a number."""
-    return _times(lambda self: next(iter(self.rates)).value, rates={Rate(1.0)})
+    return times(lambda self: next(iter(self.rates)).value, rates={Rate(1.0)})
 
 
 @add()
@@ -105,7 +86,7 @@ def tensor_in_a_set() -> Program:
 def weak_reference() -> Program:
     """A weak reference to an object of the script."""
     holder = Holder(1.0)
-    program = _times(lambda self: self.place().value, place=weakref.ref(holder))
+    program = times(lambda self: self.place().value, place=weakref.ref(holder))
     program.outer.holder = holder
     return program
 
@@ -113,7 +94,7 @@ def weak_reference() -> Program:
 @add(before=[lambda run: setattr(run.module.holder, "value", 0.5**run.number)])
 def object_with_slots() -> Program:
     """An attribute of an object without `__dict__`."""
-    return _times(lambda self: self.holder.value, holder=Holder(1.0))
+    return times(lambda self: self.holder.value, holder=Holder(1.0))
 
 
 @dataclass
@@ -127,19 +108,19 @@ class Config:
 @add(before=[lambda run: setattr(run.module.config, "rate", 0.5**run.number)])
 def config_changed() -> Program:
     """A dataclass that the script changes."""
-    return _times(lambda self: self.config.rate, config=Config())
+    return times(lambda self: self.config.rate, config=Config())
 
 
 @add(before=[lambda run: run.module.config.parts["rates"].insert(0, 0.5**run.number)])
 def config_changed_inside() -> Program:
     """A list in a dictionary in a dataclass."""
-    return _times(lambda self: self.config.parts["rates"][0], config=Config())
+    return times(lambda self: self.config.parts["rates"][0], config=Config())
 
 
 @add(before=[lambda run: setattr(run.module, "config", replace(run.module.config, rate=0.5**run.number))])
 def config_replaced() -> Program:
     """A dataclass that is replaced by a copy with another value."""
-    return _times(lambda self: self.config.rate, config=Config())
+    return times(lambda self: self.config.rate, config=Config())
 
 
 class Phase(enum.Enum):
@@ -152,7 +133,7 @@ class Phase(enum.Enum):
 @add(before=[lambda run: setattr(run.module, "phase", Phase(1 + run.number // 2 % 2))])
 def enumeration() -> Program:
     """A switch that is an enum."""
-    return _times(lambda self: 1.0 if self.phase is Phase.WARM else 0.25, phase=Phase.WARM)
+    return times(lambda self: 1.0 if self.phase is Phase.WARM else 0.25, phase=Phase.WARM)
 
 
 @add(minibatches=2)
@@ -163,7 +144,7 @@ def history_of_numbers() -> Program:
         self.history.append(self.history[-1] * 0.9)
         return sum(self.history) / len(self.history)
 
-    return _times(factor, history=deque([1.0], maxlen=3))
+    return times(factor, history=deque([1.0], maxlen=3))
 
 
 @add(batches=rows(8, 8, 4))
@@ -181,19 +162,19 @@ def history_of_tensors() -> Program:
 @add()
 def iterator_that_counts() -> Program:
     """`itertools.count` as attribute."""
-    return _times(lambda self: 1 / next(self.count), count=itertools.count(1))
+    return times(lambda self: 1 / next(self.count), count=itertools.count(1))
 
 
 @add()
 def iterator_that_cycles() -> Program:
     """`itertools.cycle` as attribute."""
-    return _times(lambda self: next(self.rates), rates=itertools.cycle([1.0, 0.5, 0.25]))
+    return times(lambda self: next(self.rates), rates=itertools.cycle([1.0, 0.5, 0.25]))
 
 
 @add()
 def generator() -> Program:
     """A generator as attribute."""
-    return _times(lambda self: next(self.rates), rates=(0.5**i for i in range(1000)))
+    return times(lambda self: next(self.rates), rates=(0.5**i for i in range(1000)))
 
 
 @add()
@@ -204,44 +185,44 @@ def array_of_numpy() -> Program:
         self.scale *= 0.9
         return torch.from_numpy(self.scale.copy())
 
-    return _times(factor, scale=np.ones(4))
+    return times(factor, scale=np.ones(4))
 
 
 @add(before=[lambda run: run.module.scale.__imul__(0.9)])
 def array_of_numpy_between_steps() -> Program:
     """A NumPy array that the script changes in place, under a tensor of its memory."""
     scale = np.ones(4)
-    return _times(lambda self: self.view, scale=scale, view=torch.from_numpy(scale))
+    return times(lambda self: self.view, scale=scale, view=torch.from_numpy(scale))
 
 
 @add(before=[lambda run: run.module.scale.__setitem__(0, 0.5**run.number)])
 def array_of_python() -> Program:
     """An `array.array` that the script changes in place."""
-    return _times(lambda self: self.scale[0], scale=array.array("d", [1.0]))
+    return times(lambda self: self.scale[0], scale=array.array("d", [1.0]))
 
 
 @add(before=[lambda run: run.module.scale.__setitem__(0, run.number)])
 def bytes_that_change() -> Program:
     """A `bytearray` that the script changes in place."""
-    return _times(lambda self: 1 / (1 + self.scale[0]), scale=bytearray(b"\0"))
+    return times(lambda self: 1 / (1 + self.scale[0]), scale=bytearray(b"\0"))
 
 
 @add(minibatches=2)
 def generator_of_random() -> Program:
     """A `random.Random` of the module."""
-    return _times(lambda self: self.chance.random(), chance=random.Random(3))
+    return times(lambda self: self.chance.random(), chance=random.Random(3))
 
 
 @add(minibatches=2)
 def generator_of_numpy() -> Program:
     """A `numpy.random.Generator` of the module."""
-    return _times(lambda self: torch.from_numpy(self.chance.random(4)), chance=np.random.default_rng(3))
+    return times(lambda self: torch.from_numpy(self.chance.random(4)), chance=np.random.default_rng(3))
 
 
 @add(before=[lambda run: setattr(run.module.local, "rate", 0.5**run.number)])
 def thread_local() -> Program:
     """`threading.local`, read in forward, in the thread that calls the session."""
-    return _times(lambda self: getattr(self.local, "rate", 1.0), local=threading.local())
+    return times(lambda self: getattr(self.local, "rate", 1.0), local=threading.local())
 
 
 class AlwaysEqual:
@@ -260,19 +241,19 @@ class AlwaysEqual:
 @add(before=[lambda run: setattr(run.module, "config", AlwaysEqual(0.5**run.number))])
 def equal_to_everything() -> Program:
     """An attribute whose new value says that it is equal to the old one."""
-    return _times(lambda self: self.config.rate, config=AlwaysEqual(1.0))
+    return times(lambda self: self.config.rate, config=AlwaysEqual(1.0))
 
 
 @add(before=[lambda run: setattr(run.module, "flag", (0.0, -0.0, 0, False)[run.number % 4])])
 def equal_but_not_the_same() -> Program:
     """0.0, -0.0, 0 and False, which are equal to each other."""
-    return _times(lambda self: {"0.0": 1.0, "-0.0": 0.5, "0": 0.25, "False": 0.125}[repr(self.flag)], flag=0.0)
+    return times(lambda self: {"0.0": 1.0, "-0.0": 0.5, "0": 0.25, "False": 0.125}[repr(self.flag)], flag=0.0)
 
 
 @add(before=[lambda run: run.module.parts[1].append(0.5**run.number)])
 def list_in_a_tuple() -> Program:
     """A list inside a tuple."""
-    return _times(lambda self: self.parts[1][-1], parts=(1, [1.0]))
+    return times(lambda self: self.parts[1][-1], parts=(1, [1.0]))
 
 
 @add()
@@ -287,13 +268,13 @@ def dictionaries_of_collections() -> Program:
         return next(iter(self.ordered.values())) * self.chain["rate"] / (self.counter["calls"] + len(self.lists["calls"]))
 
     ordered = OrderedDict(a=1.0, b=2.0, c=3.0)
-    return _times(factor, counter=Counter(), lists=defaultdict(list), ordered=ordered, chain=ChainMap({}, {"rate": 1.0}))
+    return times(factor, counter=Counter(), lists=defaultdict(list), ordered=ordered, chain=ChainMap({}, {"rate": 1.0}))
 
 
 @add(before=[lambda run: setattr(run.module.a.weight, "rate", 0.5**run.number)])
 def attribute_of_a_parameter() -> Program:
     """A Python attribute of a parameter."""
-    program = _times(lambda self: self.a.weight.rate)
+    program = times(lambda self: self.a.weight.rate)
     program.module.a.weight.rate = 1.0  # type: ignore[union-attr]
     return program
 
