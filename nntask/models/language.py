@@ -24,6 +24,7 @@ from ..nn.kv_cache import KVCache, Past
 from ..nn.layers import Adaptable
 from ..nn.module import Blocks, Module, Parameter
 from ..tiling.model_tiling import ModelTiling
+from .config_checks import LARGEST_COUNT
 from .interface import ModelConfig
 
 _OF_DECODER: Final = ("decoder_tokens", "targets")
@@ -138,7 +139,7 @@ class LanguageModel(Module):
         Raises:
             UsageError: a count is not positive or a length is too long.
         """
-        length, limit = self.config.n_positions if seq_len is None else seq_len, self.config.n_positions
+        length, limit = self.config.n_positions if seq_len is None else seq_len, self.config.longest or LARGEST_COUNT
         lengths = dict.fromkeys(names, length)
         if "decoder_tokens" in names:
             lengths.update(dict.fromkeys(_OF_DECODER, target_len or length))
@@ -226,11 +227,9 @@ class LanguageModel(Module):
         Raises:
             UsageError: the tokens have another rank, or sequences are too long.
         """
-        if len(tokens.shape) != 2 or tokens.shape[1] > self.config.n_positions:
-            raise UsageError(
-                f"tokens must be (B, T) with T at most {self.config.positions_key} = {self.config.n_positions}, got {tokens.shape}; "
-                "shorten the sequences"
-            )
+        limit = self.config.longest or LARGEST_COUNT
+        if len(tokens.shape) != 2 or tokens.shape[1] > limit:
+            raise UsageError(f"tokens must be (B, T) with T at most {self.config.positions_key} = {limit}, got {tokens.shape}; shorten the sequences")
         return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given)
 
     def scores(self, x: Tensor) -> Tensor:
