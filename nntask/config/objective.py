@@ -217,4 +217,11 @@ def _objective(settings: TrainSettings, data: DataSettings, form: Form, config: 
         start=pad if start is None else start,
         template=data.chat_template,
         image=image_shape(config),
+        counts_positions=_counts_positions(config),
     )
+
+
+def _counts_positions(config: LanguageConfig) -> bool:
+    """Whether a model adds a row of a table for the position of a token; one without tiles takes no texts that share a sequence."""
+    description = getattr(config, "description", None)
+    return description is not None and description.stack.num_positions is not None

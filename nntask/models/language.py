@@ -38,11 +38,13 @@ class ExtraInputs:
         documents: (B, T), tokens of different numbers do not see each other: of packed texts, or 1 for text and 0 for padding.
         token_types: (B, T), kinds of tokens.
         decoder_tokens: (B, T) of the decoder; tokens (B, S) and documents are then those of the encoder.
+        positions: (B, T), positions of tokens in their texts, of models with a table of positions; None for 0 to T - 1.
     """
 
     documents: TileTensor | None = None
     token_types: TileTensor | None = None
     decoder_tokens: TileTensor | None = None
+    positions: TileTensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
