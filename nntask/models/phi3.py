@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
-from .config_fields import count, positive, probability
+from .config_fields import count, positive, probability, token
 from .description import AttentionShape, BlockShape
 from .foreign_keys import Only, Rules, ignored, off
 from .llama import NAMES, GatedConfig
@@ -27,6 +27,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         partial_rotary_factor: part of each head that turns.
         resid_pdrop: dropout probability after each layer.
         sliding_window: tokens that a token sees, itself included; None for all.
+        pad_token_id: id of padding, which transformers takes for 32000 where a file does not say it.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -36,6 +37,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
     rms_norm_eps: float = positive(1e-5, 1e-5)
     resid_pdrop: float = probability(0.0)
     sliding_window: int | None = count(2047, None)
+    pad_token_id: int | None = token(None)
 
     model_type: ClassVar[str] = "phi3"
     title: ClassVar[str] = "Phi 3"

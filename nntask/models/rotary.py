@@ -221,7 +221,7 @@ def scaling_of(values: object, longest: int, source: str) -> RopeScaling | None:
     kind = values.get("rope_type", values.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UsageError(
-            f"rope_type in {where} must be one of {', '.join(ROPE_TYPES)}, got {shown(kind)}; use the model's version for shorter texts, if it has one"
+            f"rope_type in {where} must be one of {', '.join(ROPE_TYPES)}, got {shown(kind)}; use a version of the model for shorter texts"
         )
     if values.get("partial_rotary_factor") not in (None, 1):
         raise UsageError(f"partial_rotary_factor in {where} must be 1, got {shown(values['partial_rotary_factor'])}; use a config without it")
