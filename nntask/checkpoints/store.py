@@ -187,13 +187,15 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a directory, or the newest checkpoint of a run directory.
 
     Raises:
-        DataError: the directory holds no checkpoint, or the checkpoint's state.json is broken.
+        DataError: the directory holds no checkpoint or one of another run, or the checkpoint's state.json is broken.
     """
     directory = Path(path)
     if not (directory / STATE).is_file():
         steps = step_directories(directory)
         if not steps:
             raise DataError(f"{directory} {_why_none(directory)}")
+        if steps[-1].resolve().parent.parent != directory.resolve():
+            raise DataError(f"{steps[-1]} must be a directory of the run {directory}, and a link leads to {steps[-1].resolve()}; name that one")
         directory = steps[-1]
     return Checkpoint(directory, _read_state(directory / STATE))
 
