@@ -29,6 +29,7 @@ from tiles import TileTensor
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
+from ..io.regular_file import read_text
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
 from ..models.config_checks import check_num_weights
 from ..models.interface import ModelConfig
@@ -217,7 +218,7 @@ def _read_state(file: Path) -> dict[str, Any]:
     """
     instead = _instead_of(file.parent)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         if not text:
             raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
         state = json.loads(text)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from nntask import DataError, StorageError, UsageError
-from nntask.io import checksum_of, load_tensors, save_tensors, written_aside
+from nntask.io import checksum_of, load_tensors, read_text, save_tensors, written_aside
 from tiles import TileTensor
 
 MODEL: Final = "model.safetensors"
@@ -107,7 +107,7 @@ def load_session(
     """
     file = directory / STATE
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
+        state: dict[str, Any] = json.loads(read_text(file))
         known = state["format"] == FORMAT and isinstance(state["step"], int) and isinstance(state["lr"], float)
         known = known and all(isinstance(group, dict) for group in state.get("groups", []))
         known = known and all(isinstance(count, int) for count in state.get("skipped", {}).values())
