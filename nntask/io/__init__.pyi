@@ -3,6 +3,7 @@ from .finite import first_not_finite
 from .json_file import read_object
 from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import checksum_of, load_tensors, save_tensors
+from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
 from .writable import check_writable
 
@@ -17,5 +18,7 @@ __all__ = [
     "read_object",
     "read_text",
     "save_tensors",
+    "sealed",
+    "unsealed",
     "written_aside",
 ]

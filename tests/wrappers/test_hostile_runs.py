@@ -6,11 +6,10 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.commands import rewrite_state
 
 from nntask.errors import UsageError
 from nntask.io import written_aside
@@ -44,14 +43,6 @@ def here(folder: Path, text: Path) -> Path:
     return folder
 
 
-def change_state(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the state of the newest checkpoint as somebody would who wants nothing to be noticed."""
-    file = (run / "latest").resolve() / "state.json"
-    state = json.loads(file.read_text())
-    change(state)
-    file.write_text(json.dumps(state))
-
-
 @pytest.mark.parametrize(
     ("group", "key", "flag"),
     [
@@ -62,7 +53,7 @@ def change_state(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 )
 def test_places_to_write_of_a_run_are_named_and_not_used(group: str, key: str, flag: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A resumed run says which flags it leaves out, and writes nothing there; with the flags it does."""
-    change_state(here / "run", lambda state: state["settings"][group].__setitem__(key, "elsewhere/new file"))
+    rewrite_state((here / "run" / "latest").resolve() / "state.json", lambda state: state["settings"][group].__setitem__(key, "elsewhere/new file"))
     assert main(ON) == 0
     assert f"add: {flag} 'elsewhere/new file'" in capsys.readouterr().err
     assert not (here / "elsewhere").exists()
