@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(here: Path, start: list[str]) -> None:
     more = [*start, *tokenizer, "--lora-dropout=0.2", "--recompute=block", "--grad-clip=0.5", "--redux"]
     assert main([*TRAIN, *more, "--steps=4", "--run-dir=a"]) == 0
     assert main([*TRAIN, *more, "--steps=2", "--run-dir=b", "--ram=150KiB", "--disk=tier", "--order=layers"]) == 0
-    assert main(["train", "--resume=b", "--steps=4", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
+    assert main(["train", "--resume=b", "--steps=4", "--disk=tier", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
     assert losses(here / "a") == losses(here / "b")
     for name in ("model", "optimizer"):
         a, b = (load_file(here / run / "latest" / f"{name}.safetensors") for run in "ab")
