@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..checkpoints.store import step_directories
-from ..config.places import places_to_write, words_of
+from ..config.output_paths import output_paths, words_of
 from ..config.run_config import LanguageRun
 from ..config.settings import TrainSettings
 
@@ -46,8 +46,8 @@ def _command(run: LanguageRun) -> str:
 
 
 def _besides(settings: TrainSettings) -> str:
-    """Return the flags that name machines and places to write, as the user gave them; a resumed run does not know them."""
+    """Return the flags that name machines and paths to write to, as the user gave them; a resumed run does not know them."""
     cluster = settings.cluster
     machines = {f.name: getattr(cluster, f.name) for f in fields(cluster) if getattr(cluster, f.name) != f.default}
-    words = words_of({**machines, **places_to_write(settings)})
+    words = words_of({**machines, **output_paths(settings)})
     return f" {words}" if words else ""

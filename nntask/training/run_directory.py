@@ -60,8 +60,8 @@ def check_no_links(path: Path) -> None:
     Raises:
         UsageError: one of them is a link.
     """
-    places = [path / "checkpoints", path / FOLDER, path / NODES, *(path / NODES).glob("*")]
-    if links := [place for place in places if place.is_symlink()]:
+    directories = [path / "checkpoints", path / FOLDER, path / NODES, *(path / NODES).glob("*")]
+    if links := [directory for directory in directories if directory.is_symlink()]:
         raise UsageError(
             f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}; put the directory in its place, or move "
             "the whole run where it leads"

@@ -80,7 +80,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
-    from nntask.config import PLACES_TO_WRITE, TrainSettings, check_values, flags_from, unknown_variables
+    from nntask.config import OUTPUT_FLAGS, TrainSettings, check_values, flags_from, unknown_variables
     from nntask.hardware import devices_of
 
     table = table_of(TrainSettings)
@@ -103,8 +103,8 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     with naming(sources):
         resumed = _resumed(explicit)
         stored = _stored(resumed, table) if resumed else {}
-        if places := {name: stored.pop(name) for name in PLACES_TO_WRITE if stored.get(name)}:
-            _say_left_out({name: place for name, place in places.items() if name not in explicit})
+        outputs = {name: stored.pop(name) for name in OUTPUT_FLAGS if stored.get(name)}
+        _say_left_out({name: path for name, path in outputs.items() if name not in explicit})
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
             raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
@@ -184,12 +184,12 @@ def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
     return values
 
 
-def _say_left_out(places: Mapping[str, str]) -> None:
-    """Print the flags of a resumed run that name places to write, and are not taken from its files."""
+def _say_left_out(outputs: Mapping[str, str]) -> None:
+    """Print the flags of a resumed run that name paths to write to, and are not taken from its files."""
     from nntask.config import words_of
 
-    if places:
-        flags = words_of(places)
+    if outputs:
+        flags = words_of(outputs)
         print(
             f"nntask: a resumed run writes nowhere but in its directory unless the command line says so; to write where it did before, add: {flags}",
             file=sys.stderr,

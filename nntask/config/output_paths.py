@@ -1,4 +1,4 @@
-"""Places to write outside a run's directory. A run directory may come from somebody else, so a resumed run does not take them from its files."""
+"""Output paths outside a run's directory. A run directory may come from somebody else, so a resumed run does not take them from its files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from .settings import TrainSettings
 
-PLACES_TO_WRITE: Final = ("disk", "save-checkpoint", "save-optimizer")
-"""Flags that name a place to write."""
+OUTPUT_FLAGS: Final = ("disk", "save-checkpoint", "save-optimizer")
+"""Flags that name a path to write to."""
 
 
-def places_to_write(settings: TrainSettings) -> dict[str, str]:
-    """Return the flags of `PLACES_TO_WRITE` that a run was given, with their values."""
+def output_paths(settings: TrainSettings) -> dict[str, str]:
+    """Return the flags of `OUTPUT_FLAGS` that a run was given, with their values."""
     values = {
         "disk": settings.resources.disk,
         "save-checkpoint": settings.checkpoints.save_checkpoint,
