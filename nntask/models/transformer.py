@@ -24,7 +24,7 @@ from ..nn.kv_cache import Past
 from ..nn.layers import Embedding
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
-from .blocks import Block, Construction, ForwardPass
+from .blocks import Angles, Block, Construction, ForwardPass
 from .description import HeadShape, StackShape
 from .interface import ModelConfig
 from .language import NO_EXTRAS, ExtraInputs, LanguageModel
@@ -174,8 +174,9 @@ class Transformer(LanguageModel):
     def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:
         """What blocks share in a forward pass."""
         if past is not None:  # 2 x (B, T, R / 2)
-            return ForwardPass(masks, {rotary: elementwise.rotary_angles_at(f, past.positions) for rotary, f in self._frequencies.items()})
-        angles = {rotary: elementwise.rotary_angles(f, tokens.shape[1], tokens.tile[1]) for rotary, f in self._frequencies.items()}  # 2 x (T, R / 2)
+            return ForwardPass(masks, {r: _scaled(r, elementwise.rotary_angles_at(f, past.positions)) for r, f in self._frequencies.items()})
+        length, tile = tokens.shape[1], tokens.tile[1]
+        angles = {r: _scaled(r, elementwise.rotary_angles(f, length, tile)) for r, f in self._frequencies.items()}  # 2 x (T, R / 2)
         return ForwardPass(masks, angles, given.documents, **self._constants_of(tokens, given))
 
     def _constants_of(self, tokens: TileTensor, given: ExtraInputs) -> dict[str, Any]:
@@ -197,6 +198,12 @@ class Transformer(LanguageModel):
             found.write(np.ascontiguousarray(np.broadcast_to(values, like.shape), np.int32))
             self._constants[key] = found
         return self._constants[key]
+
+
+def _scaled(rotary: Rotary, angles: Angles) -> Angles:
+    """Cosines and sines multiplied by the factor of their scaling, if that is not 1."""
+    factor = 1.0 if rotary.scaling is None else rotary.scaling.angle_factor
+    return angles if factor == 1 else (elementwise.scale(angles[0], factor), elementwise.scale(angles[1], factor))
 
 
 def _rotaries(shape: StackShape) -> list[Rotary]:
