@@ -24,8 +24,10 @@ from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
 from .config_keys import config_from
+from .metadata_keys import check_kind, unread_of_others
 from .tensor_ranges import Heads, LocatedTensor
-from .vocabulary import files_from, ids_from
+from .text_ends import ids_from
+from .vocabulary import UntranslatedError, files_from
 
 _GENERATION: Final = "generation_config.json"
 _AT_ONCE: Final = 1 << 20
@@ -55,6 +57,7 @@ class GgufModel:
     Attributes:
         values: the config, in transformers' JSON.
         tensors: transformers' name -> tensor.
+        unread: keys of the file that neither llama.cpp nor this reader knows.
 
     Raises:
         StorageError: the file is broken.
@@ -69,7 +72,9 @@ class GgufModel:
         shapes = {name: entry.shape for name, entry in found.tensors.items()}
         ties = _repeats_embedding(found)
         factors = _factors(found)
-        self.values = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        check_kind(found.metadata, str(path))
+        self.values, unread = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        self.unread = (*unread, *unread_of_others(found.metadata, str(found.metadata["general.architecture"])))
         ids = ids_from(found.metadata, self.values["vocab_size"])
         self.values |= ids
         architecture, heads = ARCHITECTURES[found.metadata["general.architecture"]], Heads.of(self.values)
@@ -80,11 +85,25 @@ class GgufModel:
         }
         self._metadata, self._ids = found.metadata, ids
 
-    @cached_property
+    @property
     def files(self) -> Mapping[str, str]:
-        """Name -> content of files that a model directory has beside its weights: the tokenizer, and ids around texts."""
+        """Name -> content of files that a model directory has beside its weights: the tokenizer, if it can be translated, and ids around texts."""
+        return self._files[0]
+
+    @property
+    def untranslated(self) -> str:
+        """Why the file's tokenizer is not among `files`, completing "its tokenizer ..."; "" if it is, or if there is none."""
+        return self._files[1]
+
+    @cached_property
+    def _files(self) -> tuple[Mapping[str, str], str]:
         longest = int(self.values.get("max_position_embeddings", self.values.get("n_positions")) or 0)
-        return {**files_from(self._metadata, longest), _GENERATION: json.dumps(self._ids)}
+        generation, reason = {_GENERATION: json.dumps(self._ids)}, ""
+        try:
+            return {**files_from(self._metadata, longest, self.values["vocab_size"]), **generation}, ""
+        except UntranslatedError as error:
+            reason = str(error)
+        return generation, reason
 
     def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
         """transformers' name -> range of each tensor, and name -> format of the matrices that are quantised as products take them.
