@@ -29,6 +29,7 @@ _OPTIONAL: Final[dict[str, tuple[str, ...]]] = {
     "llama3": (_ORIGINAL,),
     "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 }
+_TURNS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
 ROPE_TYPES: Final = tuple(_NEEDED)
 """The kinds of rotary scaling that are implemented; longrope is not."""
 
@@ -39,9 +40,9 @@ class RopeScaling:
 
     Args:
         rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides only frequencies with
-            long wavelengths (Llama 3.1). "yarn" divides those that turn less than `beta_slow` times in the original length, keeps those that turn more
-            than `beta_fast` times, and multiplies cosines and sines by an attention factor (Peng et al., YaRN, 2023). "dynamic" has no effect up to
-            max_position_embeddings tokens, the longest sequence that is accepted here.
+            long wavelengths (Llama 3.1). "yarn" divides those that turn less than `beta_slow` times in the original length, keeps those that turn
+            more than `beta_fast` times, and multiplies cosines and sines by an attention factor (Peng et al., YaRN, 2023). "dynamic" has no effect
+            up to max_position_embeddings tokens, the longest sequence that is accepted here.
         factor: the divisor, at least 1.
         low_freq_factor, high_freq_factor: for "llama3": frequencies with a wavelength above original / low are divided, frequencies with a
             wavelength below original / high are kept, and the frequencies between are blended.
@@ -122,7 +123,8 @@ def _yarn(size: int, theta: float, scaling: RopeScaling) -> npt.NDArray[np.float
     """YaRN's frequencies, "NTK by parts" (Peng et al., 2023, section 3.2), by the operations of transformers."""
     original = scaling.original_max_position_embeddings
     assert original is not None  # as the config has checked
-    bounds = [size * log(original / (turns * 2 * pi)) / (2 * log(theta)) for turns in (scaling.beta_fast or 32, scaling.beta_slow or 1)]
+    turns = (scaling.beta_fast or _TURNS["beta_fast"], scaling.beta_slow or _TURNS["beta_slow"])
+    bounds = [size * log(original / (each * 2 * pi)) / (2 * log(theta)) for each in turns]
     if scaling.truncate is not False:
         bounds = [floor(bounds[0]), ceil(bounds[1])]
     low, high = max(bounds[0], 0), min(bounds[1], size - 1)
@@ -243,19 +245,22 @@ def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> 
     if given["factor"] < 1:
         raise UsageError(f"factor in {where} must be at least 1, got {given['factor']:g}; the nearest legal value is 1")
     for first, second, usual in (("low_freq_factor", "high_freq_factor", "1.0 and 4.0"), ("beta_slow", "beta_fast", "1.0 and 32.0")):
-        pair = [given.get(key, {"beta_slow": 1.0, "beta_fast": 32.0}.get(key)) for key in (first, second)]
-        if {first, second} & given.keys() and pair[0] >= pair[1]:
-            raise UsageError(f"{first} in {where} must be below {second}, got {pair[0]} and {pair[1]}; write for example {usual}")
+        least, most = (given.get(key, _TURNS.get(key, 0.0)) for key in (first, second))
+        if {first, second} & given.keys() and least >= most:
+            raise UsageError(f"{first} in {where} must be below {second}, got {least} and {most}; write for example {usual}")
     return RopeScaling(rope_type=kind, **given)
 
 
 def unread_of_rope(values: Mapping[str, Any]) -> list[str]:
-    """Keys of the rotary scaling of a config.json that its kind does not have, here and in transformers."""
+    """Keys of the rotary scaling of a config.json, or of one for each kind of block, that its kind does not have, here and in transformers."""
+    scalings = {key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), Mapping)}
+    for key, scaling in list(scalings.items()):
+        if by_kind := {name: each for name, each in scaling.items() if isinstance(each, Mapping)}:
+            del scalings[key]
+            scalings |= {f"{key}.{name}": each for name, each in by_kind.items()}
     found = []
-    for key in ("rope_parameters", "rope_scaling"):
-        scaling = values.get(key)
-        if isinstance(scaling, Mapping):
-            kind = scaling.get("rope_type", scaling.get("type", "default"))
-            known = {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ()), "rope_type", "type", "rope_theta", "partial_rotary_factor"}
-            found += [f"{key}.{name}" for name in scaling if scaling[name] is not None and name not in known]
+    for key, scaling in scalings.items():
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        known = {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ()), "rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
+        found += [f"{key}.{name}" for name, value in scaling.items() if value is not None and name not in known]
     return found

@@ -131,7 +131,8 @@ class Transformer(LanguageModel):
         self.lm_head = self.embed.weight if head.is_tied else Parameter((num_out, width), row_tile, normal(head.std))
         self.head_bias = Parameter((num_out,), row_tile[:1], constant(0.0)) if head.has_bias else None
         self.head_cap = head.cap
-        self.takes = ("documents", *(["token_types"] if described.stack.num_token_types else []), *(["decoder_tokens"] if self.encoder else []))
+        has = {"positions": described.stack.num_positions is not None, "token_types": described.stack.num_token_types, "decoder_tokens": self.encoder}
+        self.takes = ("documents", *(name for name, is_there in has.items() if is_there))
         self.allocate(runtime, dtype, seed)
         self._frequencies = {rotary: self._frequencies_of(rotary, dtype) for rotary in _rotaries(described.stack)}
         self._constants: dict[tuple[Any, ...], TileTensor] = {}
@@ -184,7 +185,9 @@ class Transformer(LanguageModel):
         stack, found = self.described.stack, dict[str, Any]()
         if given.decoder_tokens is not None and given.documents is not None:
             found["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
-        if stack.first_position:
+        if given.positions is not None:
+            found["positions"] = given.positions
+        elif stack.first_position:
             found["positions"] = self._constant("positions", tokens, np.arange(tokens.shape[1]))
         if stack.num_token_types:
             found["token_types"] = self._constant("token types", tokens, 0) if given.token_types is None else given.token_types

@@ -31,7 +31,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_f
         ({"rope_type": "default"}, None),
         ({"type": "linear", "factor": 2}, RopeScaling(rope_type="linear", factor=2.0)),
         ({"type": "yarn", "factor": 4.0}, RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=131072)),
-        ({"type": "yarn", "original_max_position_embeddings": 32768}, RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)),
+        (
+            {"type": "yarn", "original_max_position_embeddings": 32768},
+            RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
+        ),
         ({"type": "dynamic", "factor": 4.0}, RopeScaling(rope_type="dynamic", factor=4.0)),
         (LLAMA3, RopeScaling(**LLAMA3)),
         (
