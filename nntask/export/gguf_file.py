@@ -13,10 +13,11 @@ from tiles import BLOCK_FORMATS
 
 from ..errors import DataError, StorageError, UsageError
 from ..gguf.architectures import ARCHITECTURES, POSITIONS, ROTARY_FACTORS, Architecture, architecture_for
-from ..gguf.config_keys import config_from, metadata_of
+from ..gguf.config_keys import NO_WINDOWS, config_from, metadata_of
 from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
 from ..gguf.rope_keys import rotary_factors
+from ..gguf.split_files import part_paths
 from ..gguf.tensor_ranges import FLOATS, Heads
 from ..gguf.text_ends import id_keys
 from ..gguf.vocabulary_keys import keys_of
@@ -35,7 +36,8 @@ def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
     Raises:
         UsageError: it exists and `force` is false or it is no GGUF file; or it is what is read, or cannot be written.
     """
-    check_apart(path, source)
+    for part in part_paths(source):
+        check_apart(path, part)
     if path.exists() or path.is_symlink():
         if not force:
             raise UsageError(f"{path} exists; name another file, or replace it with --force")
@@ -66,6 +68,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
         tensors = {ROTARY_FACTORS: ("F32", factors.shape), **tensors}
     metadata |= {"general.name": path.stem, "general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
     vocabulary, notes = _vocabulary(source)
+    notes += _window_notes(architecture, source.config)
     metadata |= {"general.quantization_version": 2, **vocabulary}
     try:
         with written_aside(path) as new:
@@ -127,6 +130,14 @@ def _factors(config: Any) -> np.ndarray[Any, Any] | None:
     """What rotary frequencies are divided by, where a Llama 3 scales them."""
     scaling = getattr(config, "rope_scaling", None)
     return None if scaling is None or scaling.rope_type != "llama3" else rotary_factors(scaling.to_dict(), config.rope_theta, config.head_size)
+
+
+def _window_notes(architecture: Architecture, config: Any) -> list[str]:
+    """A sentence about windows that llama.cpp's code does not have."""
+    window = getattr(config, "sliding_window", None)
+    if architecture.name not in NO_WINDOWS or not window or window >= config.n_positions:
+        return []
+    return [f"llama.cpp has no windows in a {architecture.name}: texts of more than {window} tokens are computed otherwise there"]
 
 
 def _vocabulary(source: Convertible) -> tuple[dict[str, Any], list[str]]:

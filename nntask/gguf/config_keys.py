@@ -28,6 +28,8 @@ _PATTERN: Final = "attention.sliding_window_pattern"
 _CAP: Final = "final_logit_softcapping"
 _SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
 """Architecture -> number of blocks of its 27B, in which llama.cpp divides scores by root(width / heads) and not by root(size of a head)."""
+NO_WINDOWS: Final = ("llama", "phi3")
+"""Architectures whose windows llama.cpp ignores: Mistral's and Phi 3's are keys all the same."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 

@@ -163,14 +163,15 @@ def _bytes(content: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, An
 
 
 def _pieces(content: Mapping[str, Any], known: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
-    """The keys of SentencePiece's BPE; marks bytes and the unknown token among `kinds`. A token is worth its first merge, earlier ones more."""
-    scores = [0.0] * len(kinds)
+    """The keys of SentencePiece's BPE; marks bytes and the unknown token among `kinds`. A token is worth its first merge, earlier ones more, and one
+    without a merge less than all."""
+    scores = dict[int, float]()
     for rank, pair in enumerate(content["model"]["merges"]):
-        whole = (pair if isinstance(pair, str) else " ".join(pair)).replace(" ", "", 1)
-        index = known.get(whole)
-        if index is not None and scores[index] == 0.0:
-            scores[index] = -float(rank + 1)
-    found: dict[str, Any] = {f"{PREFIX}model": "llama", f"{PREFIX}scores": scores}
+        index = known.get((pair if isinstance(pair, str) else " ".join(pair)).replace(" ", "", 1))
+        if index is not None:
+            scores.setdefault(index, -float(rank + 1))
+    least = -float(len(content["model"]["merges"]) + 1)
+    found: dict[str, Any] = {f"{PREFIX}model": "llama", f"{PREFIX}scores": [scores.get(index, least) for index in range(len(kinds))]}
     for token, index in known.items():
         if _BYTE_TOKEN.fullmatch(token):
             kinds[index] = BYTE

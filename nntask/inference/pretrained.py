@@ -132,7 +132,11 @@ class ModelSource:
         if self.checkpoint is not None:
             return []
         found = config_notes(*read_values(self.path))
-        return found if is_gguf(self.path) else found + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
+        return (
+            found + open_gguf(self.path).notes
+            if is_gguf(self.path)
+            else found + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
+        )
 
     @property
     def context(self) -> int:
