@@ -39,13 +39,15 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
 IGNORED: Final[Mapping[str, str]] = {
     "vocab_size": "the embedding has as many rows",
     "rope.scaling.finetuned": "says who scaled the positions, and not how",
+    "attention.layer_norm_epsilon": "of another kind of norm",
+    "attention.layer_norm_rms_epsilon": "of another kind of norm",
     "tensor_data_layout": "a name for the order of rows, which is that of the architecture",
 }
 """Key -> reason."""
 _KNOWN: Final = """
 attention.compress_ratios attention.compress_rope_freq_base attention.group_norm_epsilon attention.group_norm_groups attention.head_count_kv
 attention.key_length attention.key_length_mla attention.key_length_mla_swa attention.key_length_swa attention.kv_lora_rank attention.kv_lora_rank_swa
-attention.layer_norm_epsilon attention.layer_norm_rms_epsilon attention.output_group_count attention.output_lora_rank attention.output_scale
+attention.output_group_count attention.output_lora_rank attention.output_scale
 attention.q_lora_rank attention.recurrent_layers attention.relative_buckets_count attention.rope_pattern attention.sliding_window_pattern
 attention.temperature_length attention.temperature_scale attention.value_expert_count attention.value_expert_used_count attention.value_length
 attention.value_length_mla attention.value_length_mla_swa attention.value_length_swa attention.value_scale

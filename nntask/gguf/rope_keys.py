@@ -35,7 +35,8 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: np.ndarray[Any,
     Raises:
         DataError: it is a scaling that is not known.
     """
-    factor = keys.number(_FACTOR, 0) or keys.number(_OLD_FACTOR, 0)
+    old_factor = keys.number(_OLD_FACTOR, 0)
+    factor = keys.number(_FACTOR, old_factor)
     kind = keys.text(_TYPE) or "linear"
     attention = keys.number(_ATTENTION, 1)
     if kind not in ("none", "linear", "yarn"):
@@ -47,8 +48,9 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: np.ndarray[Any,
         if kind == "yarn" or factor not in (0, 1):
             raise keys.refusal(_FACTOR, factor, f"absent beside rope_freqs.weight, which scales positions by itself (type {kind})")
         return _llama_3(values, size, factors)
-    if kind == "yarn" and (factor > 1 or attention != 1):
-        return _yarn(keys, values, factor or 1, attention)
+    if kind == "yarn":
+        found = _yarn(keys, values, factor or 1, attention)
+        return None if (found["factor"], attention) == (1, 1) else found
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
 
 
