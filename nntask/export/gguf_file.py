@@ -20,6 +20,7 @@ from ..gguf.rope_keys import rotary_factors
 from ..gguf.split_files import part_paths
 from ..gguf.tensor_ranges import FLOATS, Heads
 from ..gguf.text_ends import id_keys
+from ..gguf.vocabulary import NAME
 from ..gguf.vocabulary_keys import keys_of
 from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
@@ -67,8 +68,8 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     factors = _factors(source.config)
     if factors is not None:
         tensors = {ROTARY_FACTORS: ("F32", factors.shape), **tensors}
-    metadata |= {"general.name": path.stem, "general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
-    vocabulary, notes = _vocabulary(source)
+    metadata |= {"general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
+    vocabulary, notes = _vocabulary(source, path.stem)
     notes += _window_notes(architecture, source.config)
     metadata |= {"general.quantization_version": 2, **vocabulary}
     try:
@@ -140,10 +141,10 @@ def _window_notes(architecture: Architecture, config: Any) -> list[str]:
     return [f"llama.cpp has no windows in a {architecture.name}: texts of more than {window} tokens are computed otherwise there"]
 
 
-def _vocabulary(source: Convertible) -> tuple[dict[str, Any], list[str]]:
+def _vocabulary(source: Convertible, name: str) -> tuple[dict[str, Any], list[str]]:
     """The metadata of a tokenizer, and sentences about what llama.cpp makes of it; llama.cpp is told if there is none."""
     special = source.special
     if source.tokenizer is None:
-        return {"tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos, ())}, []
+        return {NAME: name, "tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos, ())}, []
     files = tokenizer_files(source.tokenizer, source.config.n_positions)
-    return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos)
+    return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos, name=name)

@@ -26,10 +26,17 @@ _LOCAL_BASE: Final = "rope.freq_base_swa"
 _WINDOW: Final = "attention.sliding_window"
 _PATTERN: Final = "attention.sliding_window_pattern"
 _CAP: Final = "final_logit_softcapping"
+_SCORE_CAP: Final = "attn_logit_softcapping"
+_GEMMA_2_WINDOW: Final = 4096
+_GEMMA_2_CAPS: Final = {_SCORE_CAP: 50.0, _CAP: 30.0}
+"""llama.cpp's values where a file has none."""
+_LONG: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 _SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
 """Architecture -> number of blocks of its 27B, in which llama.cpp divides scores by root(width / heads) and not by root(size of a head)."""
 NO_WINDOWS: Final = ("llama", "phi3")
 """Architectures whose windows llama.cpp ignores: Mistral's and Phi 3's are keys all the same."""
+_PERIODS: Final = {"gemma2": 2, "gemma3": 6}
+"""Architecture -> of how many blocks one is full, unless a key says otherwise."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -96,9 +103,10 @@ def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: s
     inner = values.get("intermediate_size", values.get("n_inner"))
     claimed = [
         ("embedding_length", width, EMBEDDING, 1, width),
-        ("feed_forward_length", inner, "blk.0.ffn_up.weight", 0, inner),
+        ("feed_forward_length", inner, "blk.0.ffn_up.weight", 0, 2 * inner if name == "phi3" and type(inner) is int else inner),
         ("attention.head_count", heads, "blk.0.attn_q.weight", 0, heads * size),
         ("attention.head_count_kv", shared, "blk.0.attn_k.weight", 0, shared * size),
+        ("attention.head_count", heads, "blk.0.attn_qkv.weight", 0, (heads + 2 * shared) * size),
         ("context_length", values.get("n_positions"), POSITIONS, 0, values.get("n_positions")),
     ]
     for key, value, tensor, axis, expected in claimed:
@@ -130,12 +138,19 @@ def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
     }
 
 
-def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS) -> dict[str, Any]:
-    """What all but GPT-2 have."""
+def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool = False) -> dict[str, Any]:
+    """What all but GPT-2 have.
+
+    Args:
+        eps: key of the number in norms.
+        is_partial: whether a part of a head may turn.
+    """
+    if longs := [name for name in _LONG if name in tensors.shapes]:
+        raise keys.refusal("rope.scaling.type", f"LongRoPE with {longs[0]}", "none, linear or yarn")
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
     keys.equal("attention.value_length", size, "the size of a head")
-    if eps == _RMS:
+    if not is_partial:
         keys.equal("rope.dimension_count", size, "the size of a head, as all of it turns here")
     values = {
         "max_position_embeddings": keys.number("context_length"),
@@ -173,17 +188,27 @@ def _qwen3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
     return {**values, "model_type": "qwen3", "head_dim": _head_size(values), "attention_bias": tensors.has("attn_q.bias")}
 
 
+def _gemma2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = _gemma(keys, tensors, keys.number(_WINDOW, _GEMMA_2_WINDOW))
+    keys.equal(_LOCAL_BASE, values["rope_theta"], "the base of all blocks")
+    return {"model_type": "gemma2", **values, **{key: keys.number(key, usual) or None for key, usual in _GEMMA_2_CAPS.items()}}
+
+
 def _gemma3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
-    values = _hidden(keys, tensors)
-    own = {
-        "head_dim": _head_size(values),
-        "query_pre_attn_scalar": _divisor(keys.name, values),
-        "sliding_window": keys.number(_WINDOW),
-        "layer_types": _kinds(keys, values["num_hidden_layers"], 6),
+    values = _gemma(keys, tensors, keys.number(_WINDOW))
+    return {
+        "model_type": "gemma3_text",
+        **values,
         "rope_local_base_freq": float(keys.number(_LOCAL_BASE, 10000.0)),
         _CAP: keys.number(_CAP, 0) or None,
     }
-    return {"model_type": "gemma3_text", **values, **own}
+
+
+def _gemma(keys: Keys, tensors: _Tensors, window: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 have."""
+    values = _hidden(keys, tensors)
+    values |= {"head_dim": _head_size(values), "query_pre_attn_scalar": _divisor(keys.name, values), "sliding_window": window}
+    return {**values, "layer_types": _kinds(keys, values["num_hidden_layers"], _PERIODS[keys.name])}
 
 
 def _divisor(name: str, values: Values) -> int:
@@ -209,9 +234,20 @@ def _kinds(keys: Keys, count: int, usual: int) -> list[str] | None:
 
 
 def _phi(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
-    values = _hidden(keys, tensors, eps=_LAYER)
+    values = _hidden(keys, tensors, eps=_LAYER, is_partial=True)
+    return {"model_type": "phi", **values, "partial_rotary_factor": _turned(keys, values), "hidden_act": "gelu_new"}
+
+
+def _phi3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = _hidden(keys, tensors, is_partial=True)
+    window = keys.number(_WINDOW, 0) or None
+    return {"model_type": "phi3", **values, "partial_rotary_factor": _turned(keys, values), "sliding_window": window, "hidden_act": "silu"}
+
+
+def _turned(keys: Keys, values: Values) -> float:
+    """The part of a head that turns."""
     size = _head_size(values)
-    return {"model_type": "phi", **values, "partial_rotary_factor": keys.number("rope.dimension_count", size) / size, "hidden_act": "gelu_new"}
+    return float(keys.number("rope.dimension_count", size) / size)
 
 
 _READERS: Final[Mapping[str, Callable[[Keys, _Tensors], dict[str, Any]]]] = {
@@ -219,7 +255,9 @@ _READERS: Final[Mapping[str, Callable[[Keys, _Tensors], dict[str, Any]]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "phi3": _phi3,
     "phi2": _phi,
 }
 
@@ -264,17 +302,17 @@ def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
         "vocab_size": values["vocab_size"],
     }
     found |= {_LAYER: values["layer_norm_eps"]} if name == "phi2" else {_RMS: values["rms_norm_eps"]}
-    if values.get("sliding_window") and (name == "gemma3" or values["model_type"] == "mistral"):
+    if values.get("sliding_window") and (name in ("gemma2", "gemma3", "phi3") or values["model_type"] == "mistral"):
         found[_WINDOW] = values["sliding_window"]
-    if name == "gemma3":
-        found |= _metadata_of_gemma3(values)
+    if name in _PERIODS:
+        found |= _metadata_of_gemma(values, name)
     return found | scaling_keys(values.get("rope_scaling"))
 
 
-def _metadata_of_gemma3(values: Values) -> dict[str, Any]:
+def _metadata_of_gemma(values: Values, name: str) -> dict[str, Any]:
     """The keys that only differ from llama.cpp's constants in few models."""
-    kinds, local = list(values["layer_types"]), values["rope_parameters"][_SLIDING]["rope_theta"]
-    found = {_CAP: float(values[_CAP])} if values[_CAP] else {}
-    found |= {} if local == 10000.0 else {_LOCAL_BASE: float(local)}
-    usual = [_FULL if (layer + 1) % 6 == 0 else _SLIDING for layer in range(len(kinds))]
+    kinds, found = list(values["layer_types"]), {key: float(values[key]) for key in _GEMMA_2_CAPS if values.get(key)}
+    if name == "gemma3" and (local := values["rope_parameters"][_SLIDING]["rope_theta"]) != 10000.0:
+        found[_LOCAL_BASE] = float(local)
+    usual = [_FULL if (layer + 1) % _PERIODS[name] == 0 else _SLIDING for layer in range(len(kinds))]
     return found if kinds == usual else {**found, _PATTERN: [kind == _SLIDING for kind in kinds]}

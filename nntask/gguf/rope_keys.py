@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import DataError
+from ..models.rotary import RopeScaling
 from .metadata_keys import Keys, Values
 
 _LLAMA_3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -102,6 +103,6 @@ def scaling_keys(scaling: Values | None) -> dict[str, Any]:
     found: dict[str, Any] = {_TYPE: kind, _FACTOR: float(scaling["factor"])}
     if kind == "yarn":
         found[_ORIGINAL] = scaling["original_max_position_embeddings"]
-        if scaling.get("attention_factor") is not None:
-            found[_ATTENTION] = scaling["attention_factor"] / _usual(scaling["factor"])
+        multiple = RopeScaling(**scaling).angle_factor / _usual(scaling["factor"])
+        found |= {_ATTENTION: multiple} if multiple != 1 else {}
     return found

@@ -25,6 +25,10 @@ TEMPLATE: Final = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE: Final = "\u2581"
 _ROLES: Final = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
+NAME: Final = "general.name"
+STRIPPING: Final = ("phi-3", "phi3")
+KEEPING: Final = ("<unk>", "<s>", "<|endoftext|>")
+"""A model with such a name takes in the spaces behind its special tokens but these, for llama.cpp and in its own tokenizer.json."""
 _MOST_IDS: Final = 1 << 22
 """Of a tokenizer.json beside the tokens, which may have more of them than the model has rows."""
 _LONGEST_CUT: Final = 256
@@ -132,8 +136,9 @@ def _translated(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
             raise UntranslatedError(f"has the token {_shown(token)} twice, as {known[token]} and {index}")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = {*(index for index, kind in enumerate(kinds) if kind == CONTROL), *ends_by_word(tokens)}
+    strips = any(name in str(metadata.get(NAME)).lower() for name in STRIPPING)
     added: list[dict[str, Any]] = [
-        {"id": index, "content": token, **flags, "special": index in special}
+        {"id": index, "content": token, **flags, "special": index in special, "rstrip": strips and token not in KEEPING}
         for token, index in known.items()
         if index in special or kinds[index] == USER_DEFINED
     ]

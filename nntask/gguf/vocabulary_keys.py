@@ -19,8 +19,11 @@ from .vocabulary import (
     BYTE,
     CHAT_TEMPLATE,
     CONTROL,
+    KEEPING,
+    NAME,
     NORMAL,
     SPACE,
+    STRIPPING,
     TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -38,13 +41,14 @@ _NONE: Final = {f"{PREFIX}model": "none"}
 _SHOWN: Final = 3
 
 
-def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, ends: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
+def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, ends: Sequence[int], name: str = "") -> tuple[dict[str, Any], list[str]]:
     """Key -> value that a tokenizer has in a file, and sentences about what llama.cpp would do otherwise.
 
     Args:
         files: its tokenizer.json, tokenizer_config.json and chat template, as far as it has them.
         vocab_size: V of the model; ids beyond the tokenizer's are padding.
         begin, ends: ids around texts.
+        name: of the model; it is among the keys as far as llama.cpp draws no wrong conclusion from it.
     """
     content = json.loads(files[TOKENIZER])
     tokens, kinds = _tokens(content, vocab_size)
@@ -69,7 +73,22 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
         notes.append(
             f"llama.cpp does not stop at {words}, which end a text too, as a file has three ends; nntask reads all from tokenizer.ggml.eos_token_ids"
         )
-    return {**found, WHOLE: files[TOKENIZER]}, notes
+    return {**found, WHOLE: files[TOKENIZER], **_named(name, content)}, notes
+
+
+def _named(name: str, content: Mapping[str, Any]) -> dict[str, str]:
+    """The key of a model's name: llama.cpp opens no file that is named as a Phi 3 without its tokens, and of one with them strips spaces."""
+    is_phi = any(each in name.lower() for each in STRIPPING)
+    if _strips_as_phi(content):
+        return {NAME: name if is_phi else f"{name} ({STRIPPING[0]})"}
+    return {} if is_phi or not name else {NAME: name}
+
+
+def _strips_as_phi(content: Mapping[str, Any]) -> bool:
+    """Whether the special tokens of a tokenizer.json take in the spaces behind them as those of a Phi 3 do."""
+    added = {token["content"]: token for token in content.get("added_tokens", []) if token["special"]}
+    strips = {word for word, token in added.items() if token.get("rstrip")}
+    return bool(strips) and {*KEEPING, "</s>"} <= added.keys() and strips == added.keys() - set(KEEPING)
 
 
 def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
@@ -208,7 +227,7 @@ def _single(processor: Any) -> list[int | None]:
 def _differences(content: Mapping[str, Any], tokens: Sequence[str], keys: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> Iterator[str]:
     """Sentences about texts of which llama.cpp's tokens are other ones."""
     wide = [token["content"] for token in content.get("added_tokens", []) if any(token.get(key) for key in ("lstrip", "rstrip", "single_word"))]
-    if wide:
+    if wide and not _strips_as_phi(content):
         more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
         yield f"llama.cpp keeps the spaces beside {', '.join(wide[:_SHOWN])}{more}, which this tokenizer takes in, and finds them inside words"
     written = [*([begin] if keys[f"{PREFIX}add_bos_token"] else []), None, *(ends[:1] if keys.get(f"{PREFIX}add_eos_token") else [])]

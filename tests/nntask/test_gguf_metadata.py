@@ -43,7 +43,7 @@ def config_with(name: str, *, blocks: int = 1, factors: np.ndarray | None = None
     return config_from(keys, shapes, "a.gguf", rotary_factors=factors, ties=False)[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "phi2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi2", "phi3"])
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
@@ -132,7 +132,7 @@ def test_keys_that_change_nothing_are_passed_over() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_key_that_is_written_is_read(name: str) -> None:
     """Nothing of our own files is unread or refused."""
-    families = ("gpt2", "llama", "qwen2", "qwen3", "gemma3", "phi")
+    families = ("gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3")
     config: Any = next(expressible(each) for each in families if architecture_for(CONFIGS[each].model_type) is ARCHITECTURES[name])
     values = config.to_dict() | {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None}
     keys = metadata_of(values, ARCHITECTURES[name])
@@ -218,7 +218,7 @@ def test_yarn_goes_there_and_back(tmp_path: Path, more: dict[str, Any]) -> None:
     config = replace(wide(CONFIGS["llama"]), rope_scaling=scaling, head_dim=None)
     assert ModelDirectory.open(exported(tmp_path / "model", config)).config.rope_scaling == scaling
     with pytest.raises(UsageError, match="another model in rope_scaling"):
-        exported(tmp_path / "other", replace(config, rope_scaling=replace(scaling, beta_fast=16.0)))
+        exported(tmp_path / "other", replace(config, rope_scaling=replace(scaling, original_max_position_embeddings=1024, beta_fast=8.0)))
 
 
 def test_a_window_that_llama_cpp_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
