@@ -26,8 +26,8 @@ from .config_keys import config_from
 from .metadata_keys import check_kind, unread_of_others
 from .split_files import Parts, open_parts, part_paths
 from .tensor_ranges import Heads, LocatedTensor
-from .text_ends import ids_from
-from .vocabulary import UntranslatedError, files_from
+from .text_ends import PREFIX, beyond_vocabulary, ids_from
+from .vocabulary import TOKENIZER, WHOLE, UntranslatedError, files_from
 
 _GENERATION: Final = "generation_config.json"
 _AT_ONCE: Final = 1 << 20
@@ -87,9 +87,19 @@ class GgufModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the caller to print about keys that nothing reads."""
+        """Sentences for the caller to print about keys that nothing reads, and about ids and rules that are missing."""
         listed = ", ".join(self.unread[:_SHOWN]) + (f" and {len(self.unread) - _SHOWN} more" if len(self.unread) > _SHOWN else "")
-        return [f"{self.path} has keys that neither nntask nor llama.cpp knows, and they are ignored: {listed}"] if self.unread else []
+        found = [f"{self.path} has keys that neither nntask nor llama.cpp knows, and they are ignored: {listed}"] if self.unread else []
+        if beyond := beyond_vocabulary(self._metadata, vocab_size := self.values["vocab_size"]):
+            found.append(f"{self.path} has {' and '.join(beyond)}, and its ids end at {vocab_size - 1}: they are ignored")
+        if self._metadata.get(f"{PREFIX}model") == "gpt2" and f"{PREFIX}pre" not in self._metadata and not self._has_whole:
+            found.append(f"{self.path} has no {PREFIX}pre, so texts are cut as llama.cpp cuts them then; a file that is converted anew is better")
+        return found
+
+    @property
+    def _has_whole(self) -> bool:
+        """Whether the tokenizer is the tokenizer.json in the file."""
+        return TOKENIZER in self.files and self.files[TOKENIZER] == self._metadata.get(WHOLE)
 
     @property
     def files(self) -> Mapping[str, str]:

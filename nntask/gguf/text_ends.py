@@ -32,6 +32,13 @@ def id_of(metadata: Mapping[str, Any], name: str) -> int | None:
     return value if type(value) is int else None
 
 
+def beyond_vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """Keys of ids that no token has, with their values; a value below 0 means none."""
+    ids = {name: metadata.get(PREFIX + name) for name in ("bos_token_id", *_ENDS)}
+    unset = (1 << 32) - 1  # what -1 becomes without a sign
+    return [f"{PREFIX}{name} {index}" for name, index in ids.items() if type(index) is int and vocab_size <= index != unset]
+
+
 def words_of(metadata: Mapping[str, Any]) -> list[str]:
     """The words of the vocabulary; empty if there is none."""
     tokens = metadata.get(f"{PREFIX}tokens")
