@@ -30,7 +30,7 @@ def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | Non
         DataError: the tokenizer lacks a token that the objective takes.
     """
     found = _sequences_of(source, objective, tokenizer, vocab_size, seed)
-    return PlacedTexts(found) if objective.places_texts else found
+    return PlacedTexts(found) if objective.has_text_positions else found
 
 
 def _sequences_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:

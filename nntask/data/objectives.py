@@ -93,7 +93,7 @@ class Objective:
     counts_positions: bool = field(default=False, repr=False)
 
     @property
-    def places_texts(self) -> bool:
+    def has_text_positions(self) -> bool:
         """Whether a batch has the positions of tokens in their texts."""
         return self.separates and self.counts_positions
 
@@ -106,7 +106,7 @@ class Objective:
             return ("tokens", "documents", "decoder_tokens", "targets", "factor")
         if self.kind == "classify":
             return ("tokens", "documents", *(["token_types"] if self.has_pairs and self.num_token_types > 1 else []), "targets")
-        documents = ["documents", *(["positions"] if self.places_texts else [])] if self.separates or self.form == "chat" else []
+        documents = ["documents", *(["positions"] if self.has_text_positions else [])] if self.separates or self.form == "chat" else []
         return ("tokens", "targets", *documents, *(["factor"] if documents or self.kind == "masked" else []))
 
     @property

@@ -75,7 +75,12 @@ def _check_directory(directory: Path) -> None:
         raise DataError(f"{directory} is {what}; give a directory with {CONFIG} and safetensors, or a GGUF file{how}")
     if not directory.is_dir():
         raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
-    if (directory / ADAPTER_CONFIG).is_file() and not (directory / CONFIG).exists():
+    if (directory / ADAPTER_CONFIG).is_file() and (directory / CONFIG).exists():
+        raise DataError(
+            f"{directory} has a model and adapters of PEFT beside it, which transformers would apply; merge them into the model, or move "
+            f"{ADAPTER_CONFIG} to a directory of its own to use the model without them"
+        )
+    if (directory / ADAPTER_CONFIG).is_file():
         raise DataError(f"{directory} has adapters of PEFT and no model; give a model with them merged, as nntask export RUN DIR --merge writes it")
 
 

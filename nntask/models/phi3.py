@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
+from ..errors import UsageError
 from .config_fields import count, positive, probability, token
 from .description import AttentionShape, BlockShape
 from .foreign_keys import Only, Rules, ignored, off
@@ -56,6 +57,15 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
             Joined(members=("gate", "up"), whole="gate_up_proj", axis=0),
         ),
     )
+
+    @classmethod
+    def _check(cls, values: Mapping[str, Any], source: str) -> None:
+        """Frequencies of two tables ("longrope", which older files call "su" or "yarn") are not computed, and no other scaling is of a Phi 3."""
+        super()._check(values, source)
+        if (scaling := values.get("rope_scaling")) is not None:
+            raise UsageError(
+                f"rope_type of a Phi 3 in {source} must be default, got {scaling.rope_type}; use a version of the model for shorter texts"
+            )
 
     def window(self, layer: int) -> int | None:
         """Tokens that a token sees in a block."""

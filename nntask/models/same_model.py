@@ -18,35 +18,35 @@ from .rotary import Rotary
 
 def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two configs describe the same model."""
-    return _parts(one) == _parts(other)
+    return _model_shape(one) == _model_shape(other)
 
 
 def differing_keys(ours: Any, theirs: Any) -> list[str]:
     """Fields of a config that make it another model than `theirs`, of the same family; all fields that differ where none does by itself."""
     names = [field.name for field in fields(ours) if field.name not in ours.dropouts and getattr(ours, field.name) != getattr(theirs, field.name)]
-    expected = _parts(theirs)
+    expected = _model_shape(theirs)
     alone = []
     for name in names:
         others = {each: getattr(theirs, each) for each in names if each != name}
-        if _parts(replace(ours, **others)) != expected:
+        if _model_shape(replace(ours, **others)) != expected:
             alone.append(name)
     return alone or names
 
 
-def _parts(config: ModelConfig) -> Hashable:
+def _model_shape(config: ModelConfig) -> Hashable:
     return _comparable(config.with_dropout(0.0).description)
 
 
-def _comparable(part: Any) -> Hashable:
-    """A part of a description with floats as fp32, without deviations, and of rotary positions what is computed with."""
-    if isinstance(part, float):
-        return float(np.float32(part))
-    if isinstance(part, Rotary):
-        grows = part.scaling is not None and part.scaling.rope_type == "dynamic"
-        factor = 1.0 if part.scaling is None else part.scaling.angle_factor
-        return (part.size, part.frequencies().tobytes(), float(np.float32(factor)), grows)
-    if isinstance(part, tuple):
-        return tuple(_comparable(each) for each in part)
-    if is_dataclass(part):
-        return (type(part).__name__, *(_comparable(getattr(part, field.name)) for field in fields(part) if not field.name.endswith("std")))
-    return part  # type: ignore[no-any-return]  # strings, whole numbers and None
+def _comparable(shape: Any) -> Hashable:
+    """A shape of a description with floats as fp32, without deviations, and of rotary positions what is computed with."""
+    if isinstance(shape, float):
+        return float(np.float32(shape))
+    if isinstance(shape, Rotary):
+        grows = shape.scaling is not None and shape.scaling.rope_type == "dynamic"
+        factor = 1.0 if shape.scaling is None else shape.scaling.angle_factor
+        return (shape.size, shape.frequencies().tobytes(), float(np.float32(factor)), grows)
+    if isinstance(shape, tuple):
+        return tuple(_comparable(each) for each in shape)
+    if is_dataclass(shape):
+        return (type(shape).__name__, *(_comparable(getattr(shape, field.name)) for field in fields(shape) if not field.name.endswith("std")))
+    return shape  # type: ignore[no-any-return]  # strings, whole numbers and None
