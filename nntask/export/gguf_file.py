@@ -17,7 +17,7 @@ from ..gguf.config_keys import NO_WINDOWS, config_from, metadata_of
 from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
 from ..gguf.rope_keys import rotary_factors
-from ..gguf.split_files import part_paths
+from ..gguf.split_files import shard_paths
 from ..gguf.tensor_ranges import FLOATS, Heads
 from ..gguf.text_ends import id_keys
 from ..gguf.vocabulary import NAME
@@ -38,8 +38,8 @@ def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
     Raises:
         UsageError: it exists and `force` is false or it is no GGUF file; or it is what is read, or cannot be written.
     """
-    for part in part_paths(source):
-        check_apart(path, part)
+    for shard in shard_paths(source):
+        check_apart(path, shard)
     if path.exists() or path.is_symlink():
         if not force:
             raise UsageError(f"{path} exists; name another file, or replace it with --force")

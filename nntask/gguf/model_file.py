@@ -25,7 +25,7 @@ from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
 from .config_keys import config_from
 from .metadata_keys import check_kind, unread_of_others
-from .split_files import Parts, open_parts, part_paths
+from .split_files import Shards, open_shards, shard_paths
 from .tensor_ranges import Heads, LocatedTensor
 from .text_ends import PREFIX, beyond_vocabulary, ids_from
 from .vocabulary import TOKENIZER, WHOLE, UntranslatedError, files_from
@@ -68,7 +68,7 @@ class GgufModel:
     """
 
     def __init__(self, path: Path) -> None:
-        found = open_parts(path)
+        found = open_shards(path)
         self.path = path
         shapes = {name: entry.shape for name, (_, entry) in found.tensors.items()}
         ties = _repeats_embedding(found)
@@ -142,7 +142,7 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
     """
     file = Path(path)
     try:
-        stats = [part.stat() for part in dict.fromkeys((file, *part_paths(file)))]
+        stats = [shard.stat() for shard in dict.fromkeys((file, *shard_paths(file)))]
     except OSError:
         return GgufModel(file)  # which says why
     return _opened(file, file.resolve(), *((each.st_size, each.st_mtime_ns, each.st_ino) for each in stats))
@@ -163,7 +163,7 @@ def _opened(path: Path, *_: object) -> GgufModel:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A fingerprint of a GGUF file, or of all parts of a split one: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of
+    """A fingerprint of a GGUF file, or of all shards of a split one: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of
     every tensor.
 
     See `nntask.io.safetensors_file.fingerprint_of`, which is the same of another format.
@@ -171,9 +171,9 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     Raises:
         StorageError: the file is broken.
     """
-    parts = open_parts(Path(path))
+    shards = open_shards(Path(path))
     checksum, piece, total = 0, bytearray(_AT_ONCE), 0
-    for file in parts.files:
+    for file in shards.files:
         spans = [(first, min(_AT_ONCE, file.header_nbytes - first)) for first in range(0, file.header_nbytes, _AT_ONCE)]
         for each in file.tensors.values():
             size = min(_SAMPLE, each.nbytes)
@@ -186,9 +186,9 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     return f"{total}-{checksum:08x}"
 
 
-def _factors(parts: Parts) -> np.ndarray[Any, Any] | None:
+def _factors(shards: Shards) -> np.ndarray[Any, Any] | None:
     """The values of ``rope_freqs.weight``; None if there is none."""
-    file, entry = parts.tensors.get(ROTARY_FACTORS, (None, None))
+    file, entry = shards.tensors.get(ROTARY_FACTORS, (None, None))
     if file is None or entry is None or entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
         return None
     values = np.empty(entry.nbytes // 4, np.float32)
@@ -196,11 +196,11 @@ def _factors(parts: Parts) -> np.ndarray[Any, Any] | None:
     return values
 
 
-def _repeats_embedding(parts: Parts) -> bool:
+def _repeats_embedding(shards: Shards) -> bool:
     """Whether the head is there and has the bytes of the embedding, as older converters wrote it; both are read until they differ."""
-    if HEAD not in parts.tensors or EMBEDDING not in parts.tensors:
+    if HEAD not in shards.tensors or EMBEDDING not in shards.tensors:
         return False
-    (ours, head), (theirs, embedding) = parts.tensors[HEAD], parts.tensors[EMBEDDING]
+    (ours, head), (theirs, embedding) = shards.tensors[HEAD], shards.tensors[EMBEDDING]
     if (head.type, head.shape) != (embedding.type, embedding.shape):
         return False
     left, right = np.empty((2, _AT_ONCE), np.uint8)
