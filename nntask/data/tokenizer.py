@@ -206,6 +206,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         inner = Inner.from_file(str(file)) if inside is None else Inner.from_str(inside)
     except Exception as error:  # the package raises bare Exception for any broken file
+        if opened is not None and (flaw := opened.flaw()):
+            raise DataError(f"the tokenizer in {file} {flaw}; name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
         raise DataError(f"{file} is not a tokenizer file: {error}; copy it again") from None
     return BpeTokenizer(inner, file.parent if inside is None else file)
 

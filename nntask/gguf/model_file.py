@@ -28,7 +28,7 @@ from .metadata_keys import check_kind, unread_of_others
 from .split_files import Shards, open_shards, shard_paths
 from .tensor_ranges import Heads, LocatedTensor
 from .text_ends import PREFIX, beyond_vocabulary, ids_from
-from .vocabulary import TOKENIZER, WHOLE, UntranslatedError, files_from
+from .vocabulary import TOKENIZER, WHOLE, UntranslatedError, files_from, wrong_merge
 
 _GENERATION: Final = "generation_config.json"
 _AT_ONCE: Final = 1 << 20
@@ -112,6 +112,10 @@ class GgufModel:
         """Why the file's tokenizer is not among `files`, completing "its tokenizer ..."; "" if it is, or if there is none."""
         return self._files[1]
 
+    def flaw(self) -> str:
+        """Why the tokenizers package refuses the file's tokenizer, completing "the tokenizer ..."; "" if that is not known."""
+        return wrong_merge(self._metadata)
+
     @cached_property
     def _files(self) -> tuple[Mapping[str, str], str]:
         longest = int(self.values.get("max_position_embeddings", self.values.get("n_positions")) or 0)
@@ -163,7 +167,7 @@ def _opened(path: Path, *_: object) -> GgufModel:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A fingerprint of a GGUF file, or of all shards of a split one: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of
+    """A fingerprint of a GGUF file or of all its shards: the size, and the CRC-32 of headers and of the first, middle and last 4 KiB of
     every tensor.
 
     See `nntask.io.safetensors_file.fingerprint_of`, which is the same of another format.

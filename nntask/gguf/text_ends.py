@@ -16,10 +16,12 @@ _ALL_ENDS: Final = f"{PREFIX}eos_token_ids"
 _ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 _OF_MESSAGES: Final = "<|eom_id|>"
 _OF_TURNS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>")
-_WORDS: Final = (
-    *_OF_TURNS,
-    *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", _OF_MESSAGES, "[EOS]", "<eos>", "[e~["),
-    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>"),
+_WORDS: Final = frozenset(
+    (
+        *_OF_TURNS,
+        *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", _OF_MESSAGES, "[EOS]", "<eos>", "[e~["),
+        *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>"),
+    )
 )
 """Tokens that end a text for llama.cpp, whatever the keys say; its tokens for the middle of files are no ends here."""
 _TURNED_OFF: Final = (("<|end|>", ("<|return|>", "<|call|>")), ("<|end|>", ("<|calls|>", "<|flush|>")), ("</s>", ("<|tool_response>",)))
@@ -47,8 +49,7 @@ def words_of(metadata: Mapping[str, Any]) -> list[str]:
 
 def ends_by_word(tokens: Sequence[str]) -> list[int]:
     """Ids of the tokens that end a text by their words."""
-    known = set(_WORDS)
-    found = {token: index for index, token in enumerate(tokens) if token in known}
+    found = {word: tokens.index(word) for word in _WORDS.intersection(tokens)}
     for word, others in _TURNED_OFF:
         if all(other in found for other in others):
             found.pop(word, None)

@@ -60,7 +60,8 @@ def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
         raise UntranslatedError(f"is of the kind {_shown(kind)}, and those of the kinds gpt2 and llama are read")
     if not tokens:
         raise UntranslatedError("has no tokenizer.ggml.tokens")
-    return _translated(metadata, [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)])
+    named = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)] if "" in tokens else tokens
+    return _translated(metadata, named)
 
 
 def files_from(metadata: Mapping[str, Any], longest: int, vocab_size: int) -> dict[str, str]:
@@ -124,23 +125,26 @@ def _kinds(metadata: Mapping[str, Any], count: int) -> list[int]:
     if not isinstance(given, np.ndarray) or given.dtype.kind not in "iu" or len(given) < count:
         got = f"{len(given)} of {given.dtype}" if isinstance(given, np.ndarray) else _shown(given)
         raise UntranslatedError(f"has a tokenizer.ggml.token_type that must be {count} whole numbers, one for each token, got {got}")
-    return [int(each) for each in given[:count]]
+    return list(given[:count].tolist())
 
 
 def _translated(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
     """A tokenizer.json from tokens and merges or scores."""
     kinds, is_pieces = _kinds(metadata, len(tokens)), metadata.get(f"{PREFIX}model") == "llama"
-    known: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        if kinds[index] != UNUSED and known.setdefault(token, index) != index:
-            raise UntranslatedError(f"has the token {_shown(token)} twice, as {known[token]} and {index}")
+    known = dict(zip(tokens, range(len(tokens)), strict=True))
+    if num_unused := kinds.count(UNUSED):
+        known = {token: index for index, token in enumerate(tokens) if kinds[index] != UNUSED}
+    if len(known) != len(kinds) - num_unused:
+        twice = next(index for index, token in enumerate(tokens) if kinds[index] != UNUSED and known[token] != index)
+        raise UntranslatedError(f"has the token {_shown(tokens[twice])} twice, as {twice} and {known[tokens[twice]]}")
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = {*(index for index, kind in enumerate(kinds) if kind == CONTROL), *ends_by_word(tokens)}
+    marked = sorted({*special, *(index for index, kind in enumerate(kinds) if kind == USER_DEFINED)})
     strips = any(name in str(metadata.get(NAME)).lower() for name in STRIPPING)
     added: list[dict[str, Any]] = [
-        {"id": index, "content": token, **flags, "special": index in special, "rstrip": strips and token not in KEEPING}
-        for token, index in known.items()
-        if index in special or kinds[index] == USER_DEFINED
+        {"id": index, "content": tokens[index], **flags, "special": index in special, "rstrip": strips and tokens[index] not in KEEPING}
+        for index in marked
+        if kinds[index] != UNUSED
     ]
     found = _sentence_piece(metadata, tokens, known) if is_pieces else _byte_level(metadata, known, {each["content"] for each in added})
     content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": None}
@@ -183,17 +187,23 @@ def _byte_level(metadata: Mapping[str, Any], known: Mapping[str, int], added: se
 
 
 def _pairs(metadata: Mapping[str, Any], known: Mapping[str, int], added: set[str]) -> list[list[str]]:
-    """The merges of a byte-level BPE."""
+    """The merges of a byte-level BPE, unchecked: see `wrong_merge`."""
     merges = metadata.get(f"{PREFIX}merges", [])
     if not isinstance(merges, list):
         raise UntranslatedError("has a tokenizer.ggml.merges that is no list of texts")
     if not merges and any(len(token) > 1 and token not in added for token in known):
         raise UntranslatedError("has no tokenizer.ggml.merges, without which every text would fall to single bytes")
-    pairs = [[text[:at], text[at + 1 :]] if (at := text.find(" ", 1)) > 0 else [text] for text in merges]
-    for pair, text in zip(pairs, merges, strict=True):
-        if len(pair) != 2 or not all(part in known for part in (*pair, "".join(pair))):
-            raise UntranslatedError(f"has the merge {_shown(text)} in tokenizer.ggml.merges, and a merge is two tokens that make a third one")
-    return pairs
+    return [pair.split(" ", 1) for pair in merges]
+
+
+def wrong_merge(metadata: Mapping[str, Any]) -> str:
+    """A merge that the tokenizers package refuses, completing "the tokenizer ..."; "" if there is none. Only asked for when it has refused one."""
+    known, merges = set(words_of(metadata)), metadata.get(f"{PREFIX}merges", [])
+    for text in merges if isinstance(merges, list) else []:
+        first, _, second = text.partition(" ")
+        if not {first, second, first + second} <= known:
+            return f"has the merge {_shown(text)} in tokenizer.ggml.merges, and a merge is two tokens that make a third one"
+    return ""
 
 
 def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str], known: Mapping[str, int]) -> dict[str, Any]:

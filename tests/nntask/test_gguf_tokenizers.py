@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gguf_rules import keys_of_rule, write_small
 from support.gguf_tokenizers import CORPUS, as_read, byte_level, sentence_piece
 from support.tokenizers_of_others import BEGIN, END, TURN, llama3
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from nntask.data.tokenizer import ByteTokenizer, load_tokenizer
+from nntask.errors import DataError
 from nntask.gguf.pre_tokenizers import BY_NAME, RULES
 from nntask.gguf.text_ends import ids_from
 from nntask.gguf.vocabulary import UntranslatedError, files_from
@@ -194,8 +196,6 @@ def broken_keys() -> dict[str, tuple[dict[str, Any], str]]:
         "no tokens": ({f"{PRE}tokens": []}, "has no tokenizer.ggml.tokens"),
         "no merges": ({f"{PRE}merges": None}, "has no tokenizer.ggml.merges, without which every text would fall to single bytes"),
         "empty merges": ({f"{PRE}merges": []}, "has no tokenizer.ggml.merges"),
-        "a merge without a space": ({f"{PRE}merges": ["ab"]}, "has the merge 'ab' in tokenizer.ggml.merges"),
-        "a merge of nothing": ({f"{PRE}merges": ["a \x00"]}, "and a merge is two tokens that make a third one"),
         "merges that are numbers": ({f"{PRE}merges": types}, "has a tokenizer.ggml.merges that is no list of texts"),
         "a token twice": ({f"{PRE}tokens": [*tokens[:300], "a", *tokens[301:]]}, "has the token 'a' twice"),
         "few types": ({f"{PRE}token_type": types[:-1]}, "must be 420 whole numbers, one for each token, got 419 of int32"),
@@ -221,6 +221,18 @@ def test_what_is_broken_is_told(name: str) -> None:
         files_from(keys, 16, 420)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("merge", ["ab", "", " ", "a", "a ", "a \x00", "a b c", "zz zz"])
+def test_a_merge_of_no_tokens_is_told(tmp_path: Path, merge: str) -> None:
+    """Not in the words of the tokenizers package."""
+    keys = keys_of_rule("gpt-2", ["t h", merge])
+    keys["tokenizer.ggml.tokens"] = [*keys["tokenizer.ggml.tokens"][:257], "x" * 9]
+    path = write_small(tmp_path / "model.gguf", keys, 258)
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(path)
+    told = f"the tokenizer in {path} has the merge {merge!r} in tokenizer.ggml.merges, and a merge is two tokens that make a third one; name its"
+    assert told in str(caught.value)
 
 
 def test_what_is_not_believed() -> None:
