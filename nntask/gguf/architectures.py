@@ -91,6 +91,11 @@ _INSIDE: Final = {
     "mlp.down_proj": "ffn_down",
 }
 _HEAD_NORMS: Final = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_NORMS_AROUND: Final = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _LLAMA: Final = Architecture(name="llama", model_types=("llama", "mistral"), inside=_INSIDE, outside=_OUTSIDE, paired=True)
 
 _ALL: Final = (
@@ -114,16 +119,33 @@ _ALL: Final = (
     replace(_LLAMA, name="qwen3", model_types=("qwen3",), paired=False, inside={**_INSIDE, **_HEAD_NORMS}),
     replace(
         _LLAMA,
+        name="gemma2",
+        model_types=("gemma2",),
+        paired=False,
+        norm_shift=1.0,
+        inside={**_INSIDE, **_NORMS_AROUND},
+        outside={"model.embed_tokens": "token_embd", "model.norm": "output_norm"},  # its head is the embedding
+    ),
+    replace(
+        _LLAMA,
         name="gemma3",
         model_types=("gemma3_text",),
         paired=False,
         norm_shift=1.0,
+        inside={**_INSIDE, **_HEAD_NORMS, **_NORMS_AROUND},
+    ),
+    replace(
+        _LLAMA,
+        name="phi3",
+        model_types=("phi3",),
+        paired=False,
         inside={
-            **_INSIDE,
-            **_HEAD_NORMS,
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
+            "input_layernorm": "attn_norm",
+            "self_attn.qkv_proj": "attn_qkv",
+            "self_attn.o_proj": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
         },
     ),
     replace(

@@ -18,19 +18,23 @@ import numpy as np
 
 from tiles import BlockFormat
 
-from ..errors import DataError
-from ..io.gguf_file import MAGIC, SUFFIX, GgufFile
+from ..io.gguf_file import MAGIC, SUFFIX
 from ..io.regular_file import open_regular
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
 from .config_keys import config_from
+from .metadata_keys import check_kind, unread_of_others
+from .split_files import Shards, open_shards, shard_paths
 from .tensor_ranges import Heads, LocatedTensor
-from .vocabulary import files_from, ids_from
+from .text_ends import PREFIX, beyond_vocabulary, ids_from
+from .vocabulary import TOKENIZER, WHOLE, UntranslatedError, files_from, wrong_merge
 
 _GENERATION: Final = "generation_config.json"
 _AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
+_SHOWN: Final = 8
+"""Names of keys in a sentence."""
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -56,6 +60,7 @@ class GgufModel:
     Attributes:
         values: the config, in transformers' JSON.
         tensors: transformers' name -> tensor.
+        unread: keys of the file that neither llama.cpp nor this reader knows.
 
     Raises:
         StorageError: the file is broken.
@@ -63,29 +68,63 @@ class GgufModel:
     """
 
     def __init__(self, path: Path) -> None:
-        found = GgufFile(path)
+        found = open_shards(path)
         self.path = path
-        if (count := found.metadata.get("split.count", 1)) != 1:
-            raise DataError(f"{path} is one of {count} files of a model; join them with llama-gguf-split --merge, and give the whole")
-        shapes = {name: entry.shape for name, entry in found.tensors.items()}
+        shapes = {name: entry.shape for name, (_, entry) in found.tensors.items()}
         ties = _repeats_embedding(found)
         factors = _factors(found)
-        self.values = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        check_kind(found.metadata, str(path))
+        self.values, unread = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        self.unread = (*unread, *unread_of_others(found.metadata, str(found.metadata["general.architecture"])))
         ids = ids_from(found.metadata, self.values["vocab_size"])
         self.values |= ids
         architecture, heads = ARCHITECTURES[found.metadata["general.architecture"]], Heads.of(self.values)
         self.tensors = {
-            architecture.name_there(name): LocatedTensor(found.file, name, each.type, each.shape, each.offset, architecture, heads)
-            for name, each in found.tensors.items()
+            architecture.name_there(name): LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
+            for name, (file, each) in found.tensors.items()
             if name != ROTARY_FACTORS and not (ties and name == HEAD)
         }
         self._metadata, self._ids = found.metadata, ids
 
-    @cached_property
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the caller to print about keys that nothing reads, and about ids and rules that are missing."""
+        listed = ", ".join(self.unread[:_SHOWN]) + (f" and {len(self.unread) - _SHOWN} more" if len(self.unread) > _SHOWN else "")
+        found = [f"{self.path} has keys that neither nntask nor llama.cpp knows, and they are ignored: {listed}"] if self.unread else []
+        if beyond := beyond_vocabulary(self._metadata, vocab_size := self.values["vocab_size"]):
+            found.append(f"{self.path} has {' and '.join(beyond)}, and its ids end at {vocab_size - 1}: they are ignored")
+        if self._metadata.get(f"{PREFIX}model") == "gpt2" and f"{PREFIX}pre" not in self._metadata and not self._has_whole:
+            found.append(f"{self.path} has no {PREFIX}pre, so texts are cut as llama.cpp cuts them then; a file that is converted anew is better")
+        return found
+
+    @property
+    def _has_whole(self) -> bool:
+        """Whether the tokenizer is the tokenizer.json in the file."""
+        return TOKENIZER in self.files and self.files[TOKENIZER] == self._metadata.get(WHOLE)
+
+    @property
     def files(self) -> Mapping[str, str]:
-        """Name -> content of files that a model directory has beside its weights: the tokenizer, and ids around texts."""
+        """Name -> content of files that a model directory has beside its weights: the tokenizer, if it can be translated, and ids around texts."""
+        return self._files[0]
+
+    @property
+    def untranslated(self) -> str:
+        """Why the file's tokenizer is not among `files`, completing "its tokenizer ..."; "" if it is, or if there is none."""
+        return self._files[1]
+
+    def flaw(self) -> str:
+        """Why the tokenizers package refuses the file's tokenizer, completing "the tokenizer ..."; "" if that is not known."""
+        return wrong_merge(self._metadata)
+
+    @cached_property
+    def _files(self) -> tuple[Mapping[str, str], str]:
         longest = int(self.values.get("max_position_embeddings", self.values.get("n_positions")) or 0)
-        return {**files_from(self._metadata, longest), _GENERATION: json.dumps(self._ids)}
+        generation, reason = {_GENERATION: json.dumps(self._ids)}, ""
+        try:
+            return {**files_from(self._metadata, longest, self.values["vocab_size"]), **generation}, ""
+        except UntranslatedError as error:
+            reason = str(error)
+        return generation, reason
 
     def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
         """transformers' name -> range of each tensor, and name -> format of the matrices that are quantised as products take them.
@@ -107,10 +146,19 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
     """
     file = Path(path)
     try:
-        found = file.stat()
+        stats = [shard.stat() for shard in dict.fromkeys((file, *shard_paths(file)))]
     except OSError:
         return GgufModel(file)  # which says why
-    return _opened(file, file.resolve(), found.st_size, found.st_mtime_ns, found.st_ino)
+    return _opened(file, file.resolve(), *((each.st_size, each.st_mtime_ns, each.st_ino) for each in stats))
+
+
+def file_notes(path: str | os.PathLike[str]) -> list[str]:
+    """Sentences for the caller to print about a GGUF file; none of any other path.
+
+    Raises:
+        StorageError, DataError: as of `GgufModel`.
+    """
+    return open_gguf(path).notes if is_gguf(path) else []
 
 
 @lru_cache(maxsize=1)
@@ -119,46 +167,51 @@ def _opened(path: Path, *_: object) -> GgufModel:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A fingerprint of a GGUF file: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of every tensor.
+    """A fingerprint of a GGUF file or of all its shards: the size, and the CRC-32 of headers and of the first, middle and last 4 KiB of
+    every tensor.
 
     See `nntask.io.safetensors_file.fingerprint_of`, which is the same of another format.
 
     Raises:
         StorageError: the file is broken.
     """
-    file = GgufFile(path)
-    spans = [(first, min(_AT_ONCE, file.header_nbytes - first)) for first in range(0, file.header_nbytes, _AT_ONCE)]
-    for each in file.tensors.values():
-        size = min(_SAMPLE, each.nbytes)
-        spans += [(each.offset + first, size) for first in (0, (each.nbytes - size) // 2, each.nbytes - size)]
-    checksum, piece = 0, bytearray(_AT_ONCE)
-    for offset, size in spans:
-        view = memoryview(piece)[:size]
-        read_all(file.file, view, offset)
-        checksum = zlib.crc32(view, checksum)
-    return f"{os.stat(path).st_size}-{checksum:08x}"
+    shards = open_shards(Path(path))
+    checksum, piece, total = 0, bytearray(_AT_ONCE), 0
+    for file in shards.files:
+        spans = [(first, min(_AT_ONCE, file.header_nbytes - first)) for first in range(0, file.header_nbytes, _AT_ONCE)]
+        for each in file.tensors.values():
+            size = min(_SAMPLE, each.nbytes)
+            spans += [(each.offset + first, size) for first in (0, (each.nbytes - size) // 2, each.nbytes - size)]
+        for offset, size in spans:
+            view = memoryview(piece)[:size]
+            read_all(file.file, view, offset)
+            checksum = zlib.crc32(view, checksum)
+        total += os.stat(file.path).st_size
+    return f"{total}-{checksum:08x}"
 
 
-def _factors(file: GgufFile) -> np.ndarray[Any, Any] | None:
-    """The values of ``rope_freqs.weight``; None where there is none."""
-    entry = file.tensors.get(ROTARY_FACTORS)
-    if entry is None or entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
+def _factors(shards: Shards) -> np.ndarray[Any, Any] | None:
+    """The values of ``rope_freqs.weight``; None if there is none."""
+    file, entry = shards.tensors.get(ROTARY_FACTORS, (None, None))
+    if file is None or entry is None or entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
         return None
     values = np.empty(entry.nbytes // 4, np.float32)
-    read_all(file.file, values.view(np.uint8).data, entry.offset)
+    read_all(file, values.view(np.uint8).data, entry.offset)
     return values
 
 
-def _repeats_embedding(file: GgufFile) -> bool:
+def _repeats_embedding(shards: Shards) -> bool:
     """Whether the head is there and has the bytes of the embedding, as older converters wrote it; both are read until they differ."""
-    head, embedding = file.tensors.get(HEAD), file.tensors.get(EMBEDDING)
-    if head is None or embedding is None or (head.type, head.shape) != (embedding.type, embedding.shape):
+    if HEAD not in shards.tensors or EMBEDDING not in shards.tensors:
         return False
-    ours, theirs = np.empty((2, _AT_ONCE), np.uint8)
+    (ours, head), (theirs, embedding) = shards.tensors[HEAD], shards.tensors[EMBEDDING]
+    if (head.type, head.shape) != (embedding.type, embedding.shape):
+        return False
+    left, right = np.empty((2, _AT_ONCE), np.uint8)
     for first in range(0, head.nbytes, _AT_ONCE):
         count = min(_AT_ONCE, head.nbytes - first)
-        read_all(file.file, ours[:count].data, head.offset + first)
-        read_all(file.file, theirs[:count].data, embedding.offset + first)
-        if not np.array_equal(ours[:count], theirs[:count]):
+        read_all(ours, left[:count].data, head.offset + first)
+        read_all(theirs, right[:count].data, embedding.offset + first)
+        if not np.array_equal(left[:count], right[:count]):
             return False
     return True

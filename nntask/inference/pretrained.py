@@ -132,7 +132,11 @@ class ModelSource:
         if self.checkpoint is not None:
             return []
         found = config_notes(*read_values(self.path))
-        return found if is_gguf(self.path) else found + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
+        return (
+            found + open_gguf(self.path).notes
+            if is_gguf(self.path)
+            else found + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
+        )
 
     @property
     def context(self) -> int:
@@ -152,6 +156,8 @@ class ModelSource:
             raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
         if kind == "bytes":
             return ByteTokenizer(self.config.vocab_size)
+        if kind is None and not path and is_gguf(self.path) and (reason := open_gguf(self.path).untranslated):
+            raise DataError(f"the tokenizer in {self.path} {reason}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
         if kind is None and not path:
             raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
         found = load_tokenizer(path or self.path)

@@ -22,6 +22,8 @@ from ..errors import StorageError
 from .strided_ranges import OpenFile
 
 SUFFIX: Final = ".gguf"
+_LFS: Final = b"vers"
+"""The first letters of a pointer that Git leaves in place of a large file."""
 MAGIC: Final = b"GGUF"
 ALIGNMENT: Final = 32
 """Tensors begin at multiples of it, unless the metadata says another number under `ALIGNMENT_KEY`."""
@@ -132,6 +134,8 @@ class GgufFile:
     def _start(self, cursor: _Cursor) -> tuple[int, int]:
         """(number of tensors, number of keys)."""
         magic = cursor.take(4, "its first letters")
+        if magic == _LFS:
+            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file that it stands for; fetch it with git lfs pull")
         if magic != MAGIC:
             raise cursor.broken(f"it begins with {magic!r} and not with {MAGIC!r}")
         version = cursor.scalar("I")

@@ -83,7 +83,7 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
     write_quantised(opened(tmp_path / "model.gguf"), tmp_path / "back", Conversion("f32"))
     back = read(tmp_path / "back", tiles(config))
     for key, value in of_transformers(theirs, config).items():
-        if name == "gemma3" and "norm" in key:
+        if name.startswith("gemma") and "norm" in key:
             np.testing.assert_allclose(back[key], value, atol=1e-6)
         else:
             np.testing.assert_array_equal(back[key], value)
@@ -129,7 +129,7 @@ def test_quantised_bytes_are_those_of_the_package(tmp_path: Path, name: str, kin
         assert greedy(tmp_path / "same", [3, 1, 4]) == expected
         found = read(path, tiles(config))
         for key, value in read(tmp_path / "same", tiles(config)).items():
-            np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-6 if name == "gemma3" and "norm" in key else 0)
+            np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-6 if name.startswith("gemma") and "norm" in key else 0)
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
@@ -203,9 +203,11 @@ def test_rotary_scaling(tmp_path: Path) -> None:
 def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
     """A family without an architecture, and configs of which llama.cpp's code has a constant."""
     wrong = {
-        "opt": (CONFIGS["opt"], "GGUF files are written of gemma3_text, gpt2, llama"),
+        "opt": (CONFIGS["opt"], "GGUF files are written of gemma2, gemma3_text, gpt2, llama"),
         "windows": (CONFIGS["qwen2"], "use_sliding_window True"),
         "scores": (CONFIGS["gemma3"], "query_pre_attn_scalar 24"),
+        "head": (replace(CONFIGS["gemma2"], query_pre_attn_scalar=8, tie_word_embeddings=False), "lm_head.weight has no name in GGUF files"),
+        "caps": (replace(CONFIGS["gemma2"], query_pre_attn_scalar=8, attn_logit_softcapping=None), "attn_logit_softcapping None"),
         "activation": (replace(CONFIGS["gpt2"], activation_function="relu"), "activation_function relu"),
         "layers": (replace(CONFIGS["gpt2"], scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True"),
     }

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "phi": "phi2"}
+ARCHITECTURES |= {"gemma2": "gemma2", "phi3": "phi3"}
 MODEL_ARCHES = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 KINDS = {"F32": np.float32, "F16": np.float16}
 
@@ -37,7 +38,7 @@ def converted(theirs: Any) -> dict[str, np.ndarray]:
             values = paired(values, config.num_attention_heads)
         if kind in ("llama", "mistral") and name.endswith(("k_proj.weight", "k_proj.bias")):
             values = paired(values, config.num_key_value_heads)
-        if kind == "gemma3_text" and name.endswith("norm.weight"):
+        if kind in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
             values = values + 1
         theirs_here = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs_here is not None, name
@@ -121,8 +122,11 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type in ("gemma3_text", "mistral"):
+    if config.model_type in ("gemma2", "gemma3_text", "mistral", "phi3"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, directory: Path) -> None:

@@ -14,7 +14,7 @@ from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.generator import Generator
 from nntask.inference.pretrained import ModelSource
 from nntask.inference.sampling import Sampling
-from nntask.models.gemma import Gemma3Config
+from nntask.models.gemma import Gemma2Config, Gemma3Config
 from nntask.models.gpt2 import GPT2Config
 from nntask.models.qwen import FULL, SLIDING
 from nntask.models.registry import build
@@ -29,19 +29,21 @@ def expressible(name: str) -> Any:
     config = CONFIGS[name]
     if name == "qwen2":
         return replace(config, use_sliding_window=False)
+    if name == "gemma2":
+        return replace(config, query_pre_attn_scalar=8)
     if name == "gemma3":
         return replace(config, query_pre_attn_scalar=8, layer_types=(SLIDING,) * 5 + (FULL,), num_hidden_layers=6)
     return config
 
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi", "gemma2", "phi3")
 
 
 def wide(config: Any) -> Any:
     """The config with matrices of whole blocks."""
     if isinstance(config, GPT2Config):
         return replace(config, n_embd=64, n_head=4, n_inner=96)
-    more = {"query_pre_attn_scalar": 16} if isinstance(config, Gemma3Config) else {}
+    more = {"query_pre_attn_scalar": 16} if isinstance(config, Gemma2Config | Gemma3Config) else {}
     return replace(config, **more, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 

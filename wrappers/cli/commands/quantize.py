@@ -73,3 +73,5 @@ def _print_stayed(done: Converted) -> None:
     for reason, names in done.stayed.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         print(f"stayed as it was: {', '.join(names[:_SHOWN])}{more} ({reason})")
+    for note in done.notes:
+        print(f"note: {note}")

@@ -214,9 +214,12 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
     elif settings.checkpoints.init_from:
+        from nntask.gguf import file_notes
         from nntask.hf import read_values
 
         config = _named(*read_values(Path(settings.checkpoints.init_from)))
+        for sentence in file_notes(settings.checkpoints.init_from):
+            complain(sentence)
     elif model.config_path is not None:
         config = _named(*config_values(model.config_path))
     else:

@@ -1,0 +1,85 @@
+"""GGUF files that are split into shards, as llama-gguf-split writes them: NAME-00001-of-00003.gguf and its siblings in one directory.
+
+The first shard has the metadata and every shard has tensors. Any shard names the model. Shards that are missing, or that belong to another model, are
+refused; nothing of a shard is believed beyond what `nntask.io.gguf_file` checks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError
+from ..io.gguf_file import SUFFIX, GgufFile, GgufTensor
+from ..io.strided_ranges import OpenFile
+
+_NAME: Final = re.compile(rf"(?P<stem>.*)-(?P<number>\d{{5}})-of-(?P<count>\d{{5}}){re.escape(SUFFIX)}")
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The open shards of a model; one for a file that is not split.
+
+    Args:
+        path: the path that names the model.
+        files: the shards in order.
+        tensors: name -> (file of its shard, entry).
+    """
+
+    path: Path
+    files: tuple[GgufFile, ...]
+    tensors: Mapping[str, tuple[OpenFile, GgufTensor]]
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of the first shard."""
+        return self.files[0].metadata
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """The paths of all shards by the name of one of them, present or not; the path itself if its name is that of no shard."""
+    found = _NAME.fullmatch(path.name)
+    if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
+        return [path]
+    return [path.with_name(f"{found['stem']}-{number:05d}-of-{found['count']}{SUFFIX}") for number in range(1, int(found["count"]) + 1)]
+
+
+def open_shards(path: Path) -> Shards:
+    """Open the file at a path, and the other shards of its model.
+
+    Raises:
+        StorageError: a file is broken.
+        DataError: a shard is missing, or is not of this model.
+    """
+    named = GgufFile(path)
+    count = named.metadata.get(_COUNT, 1)
+    if count == 1:
+        return Shards(path, (named,), {name: (named.file, each) for name, each in named.tensors.items()})
+    paths = shard_paths(path)
+    if len(paths) != count:
+        raise DataError(
+            f"{_COUNT} in {path} is {str(count)[:60]}, and by its name there is {len(paths)}; name shards NAME-00001-of-00002{SUFFIX} and so on, "
+            "or join them with llama-gguf-split --merge"
+        )
+    files, tensors = list[GgufFile](), dict[str, tuple[OpenFile, GgufTensor]]()
+    for number, shard in enumerate(paths):
+        if not shard.is_file():
+            raise DataError(f"{path} is one of {count} shards of a model, and {shard.name} is not beside it; copy the missing shard")
+        file = named if shard == path else GgufFile(shard)
+        if (file.metadata.get(_NUMBER), file.metadata.get(_COUNT)) != (number, count):
+            got = f"shard {file.metadata.get(_NUMBER)} of {file.metadata.get(_COUNT)}"
+            raise DataError(
+                f"{shard} is {got[:80]} by its metadata, and shard {number} of {count} by its name, counted from 0; copy the shards again"
+            )
+        if twice := tensors.keys() & file.tensors.keys():
+            raise DataError(f"{min(twice)[:80]} is in {shard} and in a shard before it; copy the shards of one model")
+        tensors |= {name: (file.file, each) for name, each in file.tensors.items()}
+        files.append(file)
+    expected = files[0].metadata.get(_TENSORS, len(tensors))
+    if expected != len(tensors):
+        raise DataError(f"{_TENSORS} in {paths[0]} is {str(expected)[:60]}, and all shards have {len(tensors)}; copy the shards of one model")
+    return Shards(path, tuple(files), tensors)
