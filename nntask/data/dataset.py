@@ -29,7 +29,8 @@ from .spec import DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
 from .tokenized import cache_errors, check_vocabulary, encoded_texts, reads_bytes, tokenizer_key, tokenizer_of
-from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer
+from .foreign_tokenizer import have_tokenizers
+from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")

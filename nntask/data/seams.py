@@ -10,13 +10,13 @@ Where the pieces of a tokenizer may go across a seam (SentencePiece's BPE has on
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from .split_rules import GPT_2, splits
+from .tokenizer_keys import steps
 
 Kind = Literal["space", "line"]
 _LETTER: Final = (
@@ -55,7 +55,7 @@ class Seams:
     @classmethod
     def of(cls, inner: Any) -> Seams:
         """Return the seams of a `tokenizers.Tokenizer`."""
-        normalizers, splitters = _steps(inner.normalizer, "normalizers"), _steps(inner.pre_tokenizer, "pretokenizers")
+        normalizers, splitters = steps(inner.normalizer, "normalizers"), steps(inner.pre_tokenizer, "pretokenizers")
         kinds = [kind for kind in _SEAMS if _is_seam(kind, normalizers, splitters, inner)]
         if not kinds:
             return cls(None, False)
@@ -116,20 +116,6 @@ def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:
         contents = {inner.normalizer.normalize_str(content) for content in some} - {""}
         found.append((re.compile("|".join(map(re.escape, contents))), inner.normalizer, size))
     return tuple(found)
-
-
-def _steps(component: Any, key: str) -> list[dict[str, Any]]:
-    """The parts of a component of a tokenizer, sequences resolved."""
-    if component is None:
-        return []
-    waiting, found = [json.loads(component.__getstate__())], []
-    while waiting:
-        step = waiting.pop(0)
-        if step["type"] == "Sequence":
-            waiting[:0] = step[key]
-        else:
-            found.append(step)
-    return found
 
 
 def _is_seam(kind: Kind, normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], inner: Any) -> bool:

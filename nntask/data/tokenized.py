@@ -22,7 +22,8 @@ from .spans import NUM_SENTINELS
 from .spec import DataSpec
 from .texts import Corpus, Text
 from .token_file import DTYPES, TokenFile, write_sidecar
-from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, stored_tokenizer, train_bpe
+from .foreign_tokenizer import have_tokenizers, stored_tokenizer
+from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 _TRAINING_NBYTES: Final = 8_000_000
 

@@ -18,7 +18,8 @@ from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.encoding import RowEncoder
 from ..data.special_tokens import GENERATION
-from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from ..data.foreign_tokenizer import has_tokenizer
+from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
