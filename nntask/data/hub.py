@@ -16,10 +16,10 @@ from typing import Final
 
 from ..config.environment import cache_directory
 from ..errors import DataError
+from .foreign_tokenizer import TOKENIZER_FILE
 from .special_tokens import SPECIAL_FILES
 from .tables import TABLES, RowText, check_tables
 from .texts import Corpus
-from .tokenizer import TOKENIZER_FILE
 
 WIKITEXT: Final = "WikiText-103"
 PROBE_SECONDS: Final = 4.0

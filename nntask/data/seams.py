@@ -1,9 +1,9 @@
 """Seams of a text: places at which it may be cut so that the parts, encoded alone, have the tokens of the whole.
 
-A tokenizer normalises a text, splits it (pre-tokenization), and encodes each piece alone. A seam is a place at which every step of that tokenizer treats
-the two sides independently. Two kinds are looked for: before a single space between two letters, and after a line feed between the end of a word or
-sentence and a letter. For each kind and each step there is a rule below; if one of the steps has none, the tokenizer has no seams of that kind, and a
-text is encoded whole. Text without a seam stays together however long it is.
+A tokenizer normalises a text, splits it (pre-tokenization), and encodes each piece alone. A seam is a place at which every step of that tokenizer
+treats the two sides independently. Two kinds are looked for: before a single space between two letters, and after a line feed between the end of a
+word or sentence and a letter. For each kind and each step there is a rule below; if one of the steps has none, the tokenizer has no seams of that
+kind, and a text is encoded whole. Text without a seam stays together however long it is.
 
 Where the pieces of a tokenizer may go across a seam (SentencePiece's BPE has one piece, the text), none of its tokens may: merges make tokens only.
 """
@@ -134,7 +134,7 @@ def _is_seam(kind: Kind, normalizers: list[dict[str, Any]], splitters: list[dict
 
 def _replaces_space(step: Mapping[str, Any]) -> bool:
     """Whether a normalizer writes spaces as SentencePiece does."""
-    return step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _METASPACE
+    return bool(step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _METASPACE)
 
 
 def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[dict[str, Any]]) -> bool:
@@ -147,7 +147,7 @@ def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[dict[str
     if name in _LOCAL or (name in _LOCAL_AT_SPACES and kind == "space"):
         return True
     if name == "Prepend":
-        return kind == "space" and step["prepend"] == _METASPACE and any(map(_replaces_space, others))
+        return bool(kind == "space" and step["prepend"] == _METASPACE and any(map(_replaces_space, others)))
     if name == "Strip":
         return kind == "space" and not step["strip_left"]
     if name != "Replace":

@@ -1,9 +1,9 @@
 r"""Proofs that a regular expression, by which a pre-tokenizer splits texts, splits at a seam and treats both sides alone as it treats the whole.
 
-A seam has two characters, one on each side. The expression is taken apart into alternatives, and these into items (a class of characters and how often
-it repeats). No match may hold a character of the left side's class followed by one of the right side's; then no attempt to match crosses the seam. There
-must be nothing that looks back, and the only look ahead is ``\s+(?!\S)`` followed by the alternative ``\s+``, which give the same pieces whether the
-text ends at the seam or goes on. An expression that this grammar does not cover is not proved.
+A seam has two characters, one on each side. The expression is taken apart into alternatives, and these into items (a class of characters and how
+often it repeats). No match may hold a character of the left side's class followed by one of the right side's; then no attempt to match crosses the
+seam. There must be nothing that looks back, and the only look ahead is ``\s+(?!\S)`` followed by the alternative ``\s+``, which give the same pieces
+whether the text ends at the seam or goes on. An expression that this grammar does not cover is not proved.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final, Literal
 Side = Literal["word", "space", "line", "letter"]
 """A class of characters: any that is no whitespace, the space, line feed, letters."""
 
+_ALL: Final[frozenset[Side]] = frozenset(("word", "space", "line", "letter"))
 GPT_2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """The expression of `ByteLevel`."""
 _AHEAD: Final = r"\s+(?!\S)"
@@ -112,12 +113,12 @@ def _sides_of(item: re.Match[str]) -> frozenset[Side]:
         left_out |= {"space"} if " " in members else set()
         left_out |= {"line"} if r"\n" in members or "\n" in members else set()
         left_out |= {"letter"} if r"\p{L}" in members else set()
-        return frozenset({"word", "space", "line", "letter"} - left_out)
+        return _ALL - left_out
     found: set[Side] = set()
     for member in members:
         found |= _sides_of_member(member)
     if "-" in members and len(members) > 1:  # a range
-        found |= {"word", "letter"} if all(len(member) > 1 or member > " " for member in members) else {"word", "space", "line", "letter"}
+        found |= {"word", "letter"} if all(len(member) > 1 or member > " " for member in members) else _ALL
     return frozenset(found)
 
 
@@ -134,7 +135,7 @@ def _sides_of_member(member: str) -> set[Side]:
         return {"word", "letter"}
     if member in _OTHERS or len(member) == 1 or (len(member) == 2 and not member[1].isalnum()):
         return {"word"}
-    return {"word", "space", "line", "letter"}
+    return set(_ALL)
 
 
 def _crosses(items: list[_Item], left: Side, right: Side) -> bool:

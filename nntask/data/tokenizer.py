@@ -92,7 +92,7 @@ class ByteTokenizer:
     """
 
     name = "bytes"
-    notes = ()
+    notes: tuple[str, ...] = ()
     terms = ""
 
     def __init__(self, vocab_size: int = _NUM_BYTES + 1) -> None:

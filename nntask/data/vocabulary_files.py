@@ -21,9 +21,7 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "bert": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "bert", "distilbert", "electra"),
 }
 """Rule -> names of tokenizer classes, and model_type of configs that name no class."""
-_QWEN_2: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_QWEN_2: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _END: Final = "<|endoftext|>"
 _SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt2": dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END),

@@ -200,10 +200,14 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
 
     Args:
         files: its tokenizer.json, tokenizer_config.json and chat template, as far as it has them.
-        vocab_size: V of the model; ids beyond the tokenizer's are padding.
+        vocab_size: V of the model; ids beyond the tokenizer's are padding, and tokens without a row of the model are left out.
         begin, ends: ids around texts.
     """
-    content = json.loads(files[TOKENIZER])
+    content, text = json.loads(files[TOKENIZER]), files[TOKENIZER]
+    if content["model"]["type"] == "BPE" and any(index >= vocab_size for index in _ids_of(content).values()):
+        content = _with_rows(content, vocab_size)
+        text = json.dumps(content, ensure_ascii=False)
+    begin, ends = None if begin is None or begin >= vocab_size else begin, [end for end in ends if end < vocab_size]
     found: dict[str, Any] = {f"{_PREFIX}model": "none"}
     if content["model"]["type"] == "BPE":
         known = _ids_of(content)
@@ -220,7 +224,17 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
         found[_TEMPLATE] = template
     found |= id_keys(begin, ends)
     found[f"{_PREFIX}add_bos_token"] = begin is not None and _puts_first(content.get("post_processor"), begin)
-    return {**found, _WHOLE: files[TOKENIZER]}
+    return {**found, _WHOLE: text}
+
+
+def _with_rows(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A tokenizer.json without the tokens that a model has no row for, such as those of images; their text is then encoded as any other."""
+    model = content["model"]
+    vocab = {token: index for token, index in model["vocab"].items() if index < vocab_size}
+    pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+    merges = [pair for pair in pairs if "".join(pair) in vocab]
+    added = [token for token in content.get("added_tokens", []) if token["id"] < vocab_size]
+    return {**content, "added_tokens": added, "model": {**model, "vocab": vocab, "merges": merges}}
 
 
 def id_keys(begin: int | None, ends: Sequence[int]) -> dict[str, Any]:

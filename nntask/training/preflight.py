@@ -12,8 +12,8 @@ from ..checkpoints.store import Checkpoint, run_of, step_directories
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
+from ..data.foreign_tokenizer import TOKENIZER_FILE
 from ..data.images import IMAGES
-from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import DataError, UsageError
 from ..hardware.machine_spec import DiskSpec
 from ..io.safetensors_file import TensorFile

@@ -58,7 +58,9 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
     "decoder in another order": {
         "tokenizer_config__json": {**FAST, "added_tokens_decoder": {str(NUM_IDS + 1): token("<|two|>"), str(NUM_IDS): token("<|extra|>")}}
     },
-    "decoder with other flags for a known token": {"tokenizer_config__json": {**FAST, "added_tokens_decoder": {"1": token("<s>", rstrip=True, special=True)}}},
+    "decoder with other flags for a known token": {
+        "tokenizer_config__json": {**FAST, "added_tokens_decoder": {"1": token("<s>", rstrip=True, special=True)}}
+    },
     "a role": {"tokenizer_config__json": {**FAST, "pad_token": "[PAD]"}},
     "a role of an object": {"tokenizer_config__json": {**FAST, "pad_token": {"__type": "AddedToken", **token("[PAD]", lstrip=True)}}},
     "a role of other inputs": {"tokenizer_config__json": {**FAST, "image_token": "<img>"}},
@@ -184,13 +186,17 @@ def test_keys_that_transformers_writes_are_all_known(tmp_path: Path) -> None:
 
 BPE = ("vocab.json", "merges.txt")
 OLD: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "opt": ("gpt2", {"config__json": {"model_type": "opt"}, "tokenizer_config__json": {"add_bos_token": True, "bos_token": "</s>", "eos_token": "</s>"}}),
+    "opt": (
+        "gpt2",
+        {"config__json": {"model_type": "opt"}, "tokenizer_config__json": {"add_bos_token": True, "bos_token": "</s>", "eos_token": "</s>"}},
+    ),
     "opt, roles in the map": (
         "gpt2",
         {
             "config__json": {"model_type": "opt"},
             "tokenizer_config__json": {"errors": "replace", "add_bos_token": True, "add_prefix_space": False, "tokenizer_class": "GPT2Tokenizer"},
-            "special_tokens_map__json": {name: token("</s>", normalized=True) for name in ("bos_token", "eos_token", "unk_token")} | {"pad_token": "<s>"},
+            "special_tokens_map__json": {name: token("</s>", normalized=True) for name in ("bos_token", "eos_token", "unk_token")}
+            | {"pad_token": "<s>"},
         },
     ),
     "gpt2": ("gpt2", {"tokenizer_config__json": {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024}}),
@@ -237,7 +243,11 @@ def test_vocabularies_without_a_tokenizer_json_are_read(case: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "files", "words"),
     [
-        ("gpt2", {"tokenizer_config__json": {"tokenizer_class": "CLIPTokenizer"}}, r"vocab.json and merges.txt and no tokenizer.json, and how a CLIPTokenizer"),
+        (
+            "gpt2",
+            {"tokenizer_config__json": {"tokenizer_class": "CLIPTokenizer"}},
+            r"vocab.json and merges.txt and no tokenizer.json, and how a CLIPTokenizer",
+        ),
         ("bert", {"config__json": {"model_type": "gpt2"}}, r"has vocab.txt and no tokenizer.json, and how a gpt2"),
     ],
 )
