@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -112,6 +113,11 @@ SPLITTERS: Final[dict[str, Callable[[], Tokenizer]]] = {
 
 def trained(name: str) -> Tokenizer:
     """A tokenizer of `SPLITTERS` with about 600 tokens and some added ones, which strip spaces, or are matched in normalised text."""
+    return Tokenizer.from_str(_trained(name))
+
+
+@cache
+def _trained(name: str) -> str:
     inner = SPLITTERS[name]()
     kind = type(inner.model).__name__
     text = [drawn_text(seed, 400) for seed in range(20)]
@@ -128,4 +134,4 @@ def trained(name: str) -> Tokenizer:
     ]  # so that no token goes across words
     inner.train_from_iterator(words if kind == "BPE" and not alphabet else text, trainer=trainer)
     inner.add_tokens([AddedToken("extra", normalized=True), AddedToken("<x>", lstrip=True, rstrip=True), AddedToken("  ", normalized=False)])
-    return inner
+    return str(inner.to_str())
