@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers
-from support.commands import refuse
+from support.commands import refuse as refusal
 from support.model_directories import TEXT, losses, write_model
 from tokenizers import AddedToken, Tokenizer
 
@@ -27,6 +28,13 @@ def here(folder: Path) -> Path:
     write_model(folder / "start")
     (folder / "text.txt").write_text(TEXT)
     return folder
+
+
+def refuse(argv: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence on stderr of a command that is refused with an exit code."""
+    found, sentence = refusal(capsys, argv)
+    assert found == code
+    return str(sentence)
 
 
 def add(directory: Path, *, until: int, words: list[str]) -> None:
@@ -100,6 +108,7 @@ def test_ids_of_defaults_that_the_model_has_no_row_for_never_come(
     assert found["text"] == tokenizer.decode(wanted[: ids["input_ids"].shape[1] + found["tokens"]])
     assert found["tokens"] == len(wanted) - ids["input_ids"].shape[1] - (found["end"] == "stop")
     if begin is None or not 0 <= begin < NUM_ROWS:
+        capsys.readouterr()  # transformers shows its progress
         words = "an empty prompt needs a bos_token_id in config.json that the model has a row for, and there is none"
         assert words in refuse(["generate", "start", "--max-new-tokens=4"], 2, capsys)
 
@@ -139,7 +148,7 @@ def test_a_continued_run_keeps_its_tokenizer(folder: Path, capsys: pytest.Captur
     flags = ["train", "--config-path=small.json", "--dataset=text", "--dataset-path=text.txt", "--batch=4", "--ncpu=1", "--sample-tokens=0"]
     assert main([*flags, "--steps=2", "--run-dir=run"]) == 0
     assert main(["train", "--resume=run", "--steps=3", "--sample-tokens=0"]) == 0
-    (data,) = Path(__import__("os").environ["NNTASK_CACHE"]).glob("data/text-*")
+    (data,) = Path(os.environ["NNTASK_CACHE"]).glob("data/text-*")
     (data / "train.bin").unlink()
     train_bpe(["quite another text " * 50], 280).save(data)
     capsys.readouterr()
