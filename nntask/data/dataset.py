@@ -241,7 +241,24 @@ def _open_tokens(spec: DataSpec) -> Dataset:
         tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
-    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec, _findings(tokenizer, train, validation))
+    findings = (*_findings(tokenizer, train, validation), *_narrow(tokenizer, train))
+    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec, findings)
+
+
+def _narrow(tokenizer: Tokenizer | None, file: TokenFile) -> tuple[Finding, ...]:
+    """The finding about a file without a sidecar that cannot hold all ids of its tokenizer."""
+    if tokenizer is None or file.is_declared or tokenizer.vocab_size <= 1 << 16:
+        return ()
+    number = tokenizer.vocab_size - (1 << 16)
+    return (
+        Finding(
+            "ids_of_two_bytes",
+            number,
+            tokenizer.vocab_size,
+            f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 cannot be in it; if a "
+            f'script wrote them so, they are others now; write them as uint32, or {{"dtype": "uint16"}} to {file.path.name}.json if none was among them',
+        ),
+    )
 
 
 def _train_bin(path: str) -> Path:

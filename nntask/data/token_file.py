@@ -43,6 +43,10 @@ class TokenFile:
         scan_nbytes: number of bytes at the head of the file that are checked on opening.
         flag: the command-line flag that named the file, for error messages.
 
+    Attributes:
+        dtype: element type.
+        is_declared: whether a sidecar says it.
+
     Raises:
         DataError: the file is missing, empty, not a whole number of tokens, or holds an id beyond the vocabulary.
     """
@@ -52,7 +56,7 @@ class TokenFile:
         self.path = Path(path)
         self.vocab_size = vocab_size
         given = _dtype_of(self.path)
-        self.dtype = given or DTYPES["uint16"]
+        self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
             self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             nbytes = os.fstat(self._fd).st_size
@@ -60,7 +64,7 @@ class TokenFile:
             raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
         if nbytes == 0:
             raise DataError(f"{self.path} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
-        self._check_format(nbytes, is_given=given is not None)
+        self._check_format(nbytes)
         if nbytes % self.dtype.itemsize:
             raise DataError(
                 f"{self.path} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
@@ -122,13 +126,8 @@ class TokenFile:
             data += piece
         return np.frombuffer(data, self.dtype)
 
-    def _check_format(self, nbytes: int, *, is_given: bool) -> None:
-        """Check that the file has no header, and no longer ids than it seems to have.
-
-        Args:
-            nbytes: size of the file.
-            is_given: whether a sidecar says the element type.
-        """
+    def _check_format(self, nbytes: int) -> None:
+        """Check that a file of a size has no header, and no longer ids than it seems to have."""
         head = os.pread(self._fd, _CHUNK_NBYTES, 0)
         number = int.from_bytes(head[:4], "little")
         if number in _LLM_C and nbytes >= _LLM_C_NBYTES:
@@ -139,7 +138,7 @@ class TokenFile:
             )
         if head.startswith(_NUMPY):
             raise DataError(f"{self.path} is an array of NumPy; write its ids alone with: numpy.load(...).astype('uint16').tofile('new.bin')")
-        size = 2 if is_given else _size_of(np.frombuffer(head[: len(head) // 16 * 16], DTYPES["uint16"]), self.vocab_size, nbytes)
+        size = 2 if self.is_declared else _size_of(np.frombuffer(head[: len(head) // 16 * 16], DTYPES["uint16"]), self.vocab_size, nbytes)
         if size == 8:
             raise DataError(f"{self.path} holds ids of eight bytes; write them as uint16 or uint32, for example with numpy.ndarray.astype")
         if size == 4:
