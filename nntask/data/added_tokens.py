@@ -1,7 +1,8 @@
 """Tokens that the files beside a tokenizer.json add to it: added_tokens_decoder, special tokens without an id, and added_tokens.json.
 
 They are added as transformers adds them: those of `added_tokens_decoder` first, in the order of their ids, then special tokens that have a role, then
-other special tokens. Without `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read. A token that tokenizer.json has keeps its id.
+other special tokens. Without `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read. A token that tokenizer.json has keeps
+its id.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ def _special(config: Mapping[str, Any]) -> Iterator[Any]:
     named = (config.get(role) for role in ROLES)
     listed = extra if isinstance(extra, list) else []
     for entry in (*named, *others.values(), *listed):
-        if isinstance(entry, str) or (isinstance(entry, Mapping) and isinstance(entry.get("content"), str)):
-            if _content(entry):
-                yield entry
+        content = entry.get("content") if isinstance(entry, Mapping) else entry
+        if isinstance(content, str) and content:
+            yield entry
 
 
 def _content(entry: Any) -> str:

@@ -255,8 +255,9 @@ def _narrow(tokenizer: Tokenizer | None, file: TokenFile) -> tuple[Finding, ...]
             "ids_of_two_bytes",
             number,
             tokenizer.vocab_size,
-            f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 cannot be in it; if a "
-            f'script wrote them so, they are others now; write them as uint32, or {{"dtype": "uint16"}} to {file.path.name}.json if none was among them',
+            f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 cannot be in it; if "
+            "a script wrote them so, they are others now; write them as uint32, or, if none was among them, "
+            f'{{"dtype": "uint16"}} to {file.path.name}.json',
         ),
     )
 

@@ -85,7 +85,8 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, v
     """The rows of lines, cut to the objective's lengths.
 
     Raises:
-        DataError: a line has not what the objective takes, or a token that is none of the model's `vocab_size`, or the tokenizer has no chat template.
+        DataError: a line has not what the objective takes, or a token that is none of the model's `vocab_size`; or the tokenizer has no chat
+            template.
     """
     encoder = RowEncoder(tokenizer)
     if objective.form == "pairs":

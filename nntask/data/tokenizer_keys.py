@@ -36,8 +36,8 @@ _REASONS: Final[Mapping[str, str]] = {
         "clean_up_tokenization_spaces errors spaces_between_special_tokens decode_with_prefix_space skip_special_tokens"
     ),
     "of tokenizers without a tokenizer.json, whose rules it has": (
-        "legacy legacy_behaviour sp_model_kwargs do_basic_tokenize never_split normalize remove_space keep_accents do_lower trim_offsets unk_id bos_id "
-        "eos_id pad_id vocab use_regex add_dummy_prefix extra_ids remove_extra_whitespaces wordpieces_prefix clean_text"
+        "legacy legacy_behaviour sp_model_kwargs do_basic_tokenize never_split normalize remove_space keep_accents do_lower trim_offsets unk_id "
+        "bos_id eos_id pad_id vocab use_regex add_dummy_prefix extra_ids remove_extra_whitespaces wordpieces_prefix clean_text"
     ),
     "of chats, which the chat template writes": "use_default_system_prompt response_schema response_template chat_control_tokens tool_parser_type",
     "of inputs that are no text": "image_token_id video_token_id audio_token_id image_seq_len num_image_tokens patch_size spatial_merge_size",
@@ -66,13 +66,13 @@ def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str)
     for key, value, given in _repeated(inner, config):
         if type(value) is bool and value != given:
             raise DataError(
-                f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so a text would have "
-                "other tokens by one than by the other; make both say what the model was trained with"
+                f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so a text would "
+                "have other tokens by one than by the other; make both say what the model was trained with"
             )
     if config.get("fix_mistral_regex") is True:
         raise DataError(
-            f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words; load and save the "
-            "tokenizer with transformers, and remove the key"
+            f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words; load and save "
+            "the tokenizer with transformers, and remove the key"
         )
     return (*_around(inner, config), *_unknown(objects))
 
@@ -114,12 +114,13 @@ def _repeated(inner: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any,
 
 def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """Notes about tokens that a config puts around a text and tokenizer.json does not, or the other way about."""
-    ids = inner.encode("", add_special_tokens=True).ids
+    whole = inner.encode("a", add_special_tokens=True)
+    ids, is_added = whole.ids, whole.special_tokens_mask
     for key, at, place in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
         value, entry = config.get(f"add_{key}"), config.get(key)
         word = entry.get("content") if isinstance(entry, Mapping) else entry
         index = inner.token_to_id(word) if isinstance(word, str) else None
-        is_put = bool(ids) and index is not None and ids[at] == index
+        is_put = bool(ids) and bool(is_added[at]) and ids[at] == index
         if type(value) is bool and index is not None and value != is_put:
             yield (
                 f"add_{key} in tokenizer_config.json is {str(value).lower()} and is not followed: tokenizer.json puts "

@@ -92,7 +92,8 @@ class TextIds:
         found = self.begin if self.alone is None else self.alone
         if not found:
             raise UsageError(
-                f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none; give the beginning of a text with --prompt"
+                f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none; "
+                "give the beginning of a text with --prompt"
             )
         return list(found)
 

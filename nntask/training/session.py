@@ -164,8 +164,8 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
     then = load_tokenizer(resumed.path)
     if isinstance(then, BpeTokenizer) and then.inner.to_str() != now.inner.to_str():
         raise DataError(
-            f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.path} is another one now, so texts would "
-            "have other ids; restore it, or start a new run"
+            f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.path} is another one now, so texts "
+            "would have other ids; restore it, or start a new run"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where texts may be cut: the tokens of the parts are those of the whole, for the splitters of published tokenizers, and unknown splitters never cut."""
+"""Where texts may be cut: the tokens of the parts are those of the whole, for the splitters of published tokenizers; others never cut."""
 
 from __future__ import annotations
 

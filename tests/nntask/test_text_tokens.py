@@ -12,7 +12,7 @@ import pytest
 from support.splitters import drawn_text, trained
 from tokenizers import AddedToken, Tokenizer
 
-from nntask.data import DataSpec, Dataset, TokenFile, load_tokenizer, open_dataset
+from nntask.data import Dataset, DataSpec, TokenFile, load_tokenizer, open_dataset
 from nntask.data import texts as text_module
 from nntask.data.json_lines import JsonLines
 from nntask.data.masking import masking_of
@@ -138,7 +138,9 @@ def test_more_ids_than_rows_are_fine_until_one_occurs(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_text("the cat\n" * 4 + "sat <image_soft_token> on\n" + "the cat\n")
     num_rows = load_tokenizer(where).vocab_size - 1
     assert ids_of(opened(tmp_path / "good.txt", where, num_rows)) == ids_of(opened(tmp_path / "good.txt", where))
-    words = rf"bad\.txt, line 5, has the token <image_soft_token> with the id {num_rows}, and the model's vocabulary has the ids 0 to {num_rows - 1}; "
+    words = (
+        rf"bad\.txt, line 5, has the token <image_soft_token> with the id {num_rows}, and the model's vocabulary has the ids 0 to {num_rows - 1}; "
+    )
     assert len(ids_of(opened(tmp_path / "bad.txt", where))) > 10
     for _ in range(2):
         with pytest.raises(DataError, match=words):
@@ -154,7 +156,9 @@ def test_more_ids_than_rows_are_fine_until_one_occurs(tmp_path: Path) -> None:
     ],
     ids=["chat", "pairs", "labels"],
 )
-def test_rows_with_an_id_beyond_the_rows_are_named(objective: Objective, line: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_an_id_beyond_the_rows_are_named(
+    objective: Objective, line: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second line of the file, in every form of rows."""
     monkeypatch.chdir(tmp_path)
     Path("t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -193,7 +197,9 @@ def ids_in(file: Path, ids: np.ndarray[Any, Any], dtype: str, *, head: bytes = b
 def test_ids_of_four_bytes_without_a_sidecar_are_told(vocab_size: int, dtype: str, tmp_path: Path) -> None:
     """Instead of twice as many of two bytes, every second of them 0 or 1; with the sidecar they are read, and ids of two bytes always are."""
     ids = np.random.default_rng(0).integers(0, vocab_size, 4001)
-    words = "ids of eight bytes; write them as" if dtype == "<i8" else r'seems to hold ids of four bytes.*write \{"dtype": "uint32"\} to train.bin.json'
+    words = (
+        "ids of eight bytes; write them as" if dtype == "<i8" else r'seems to hold ids of four bytes.*write \{"dtype": "uint32"\} to train.bin.json'
+    )
     with pytest.raises(DataError, match=words):
         TokenFile(ids_in(tmp_path / "train.bin", ids, dtype), vocab_size=vocab_size)
     if dtype != "<i8":
@@ -252,7 +258,5 @@ def test_notes_of_a_tokenizer_are_findings(tmp_path: Path) -> None:
     (where / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "sparkle": 1}))
     (tmp_path / "t.txt").write_text("the cat")
     found = opened(tmp_path / "t.txt", where)
-    assert [finding.sentence for finding in found.findings] == [
-        "tokenizer: tokenizer_config.json has sparkle, which is not known here and not used"
-    ]
+    assert [finding.sentence for finding in found.findings] == ["tokenizer: tokenizer_config.json has sparkle, which is not known here and not used"]
     assert open_dataset(replace(found.spec, dataset="text")).findings == found.findings

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import transformers
 from support.splitters import trained
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
 
 from nntask.data import DataSpec, load_tokenizer, open_dataset
 from nntask.errors import DataError
@@ -116,6 +116,21 @@ def test_ids_wrapped_to_two_bytes_are_suspected(tmp_path: Path) -> None:
     assert "train.bin holds ids of two bytes, and its tokenizer has 119,547 ids, of which those from 65,536 cannot be in it" in found.sentence
     (where / "train.bin.json").write_text('{"dtype": "uint16"}')
     assert open_dataset(DataSpec("train.bin", str(where), vocab_size=119_547)).findings == ()
+
+
+def test_a_tokenizer_that_git_has_not_fetched(tmp_path: Path) -> None:
+    """A clone without Git LFS has three lines in the place of the file."""
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(DataError, match=r"tokenizer.json is a pointer of Git LFS and not the file; fetch it with git lfs pull"):
+        load_tokenizer(tmp_path)
+
+
+def test_one_token_begins_and_ends_texts(tmp_path: Path) -> None:
+    """add_bos_token and add_eos_token are told apart where both tokens are one; a template that agrees has no note."""
+    inner = trained("gpt2")
+    inner.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    flags = {"bos_token": "</s>", "add_bos_token": True, "add_eos_token": False}
+    assert load_tokenizer(written(tmp_path / "m", inner, **flags)).notes == ()
 
 
 def test_a_mark_inside_a_text_stays(tmp_path: Path) -> None:

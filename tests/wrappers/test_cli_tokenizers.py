@@ -138,13 +138,18 @@ def test_a_directory_with_vocab_and_merges_is_used(here: Path, capsys: pytest.Ca
     assert texts[0] == texts[1]
     assert main(["train", "--resume=old", "--steps=3", "--sample-tokens=0"]) == 0
     assert main(["export", "old", "out"]) == 0
-    assert transformers.AutoTokenizer.from_pretrained(here / "out")("some words")["input_ids"] == load_tokenizer("kept").encode(["some words"])[0].tolist()
+    assert (
+        transformers.AutoTokenizer.from_pretrained(here / "out")("some words")["input_ids"]
+        == load_tokenizer("kept").encode(["some words"])[0].tolist()
+    )
 
 
 def test_a_continued_run_keeps_its_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One trained on the data, replaced in the cache by another one: the checkpoint's counts; the same one goes on."""
     (folder / "text.txt").write_text(TEXT)
-    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 280, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3}))
+    (folder / "small.json").write_text(
+        json.dumps({"model_type": "gpt2", "vocab_size": 280, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3})
+    )
     flags = ["train", "--config-path=small.json", "--dataset=text", "--dataset-path=text.txt", "--batch=4", "--ncpu=1", "--sample-tokens=0"]
     assert main([*flags, "--steps=2", "--run-dir=run"]) == 0
     assert main(["train", "--resume=run", "--steps=3", "--sample-tokens=0"]) == 0
