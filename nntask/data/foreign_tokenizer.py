@@ -96,8 +96,10 @@ def _read(file: Path, inside: str | None) -> Any:
 
     if inside is None and (size := file.stat().st_size) > LARGEST_NBYTES:
         raise DataError(f"{file} has {size:,} bytes, and a tokenizer file at most {LARGEST_NBYTES:,}; copy it again, or use another tokenizer")
-    if inside is None and file.open("rb").read(len(_POINTER)) == _POINTER:
-        raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
+    if inside is None:
+        with file.open("rb") as begin:
+            if begin.read(len(_POINTER)) == _POINTER:
+                raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
     try:
         return tokenizers.Tokenizer.from_file(str(file)) if inside is None else tokenizers.Tokenizer.from_str(inside)
     except Exception as error:  # the package raises bare Exception for any broken file

@@ -144,7 +144,8 @@ class TokenFile:
         if size == 4:
             raise DataError(
                 f"{self.path} seems to hold ids of four bytes, for every second number of two bytes is below {self._high() + 1}, and no sidecar "
-                f'says of how many they are; write {{"dtype": "uint32"}} to {self.path.name}.json beside it, or {{"dtype": "uint16"}} if its ids are of two'
+                f'says of how many they are; write {{"dtype": "uint32"}} to {self.path.name}.json beside it, or {{"dtype": "uint16"}} '
+                "if its ids are of two"
             )
 
     def _high(self) -> int:

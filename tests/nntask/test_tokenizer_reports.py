@@ -154,5 +154,5 @@ def test_words_of_the_vocabulary_beyond_the_rows_are_no_added_tokens(tmp_path: P
     where = written(tmp_path / "m", Tokenizer.from_str(json.dumps(values)))
     assert_equal(where, "the ▁<PRE> cat", "<PRE>", "the cat")
     (tmp_path / "t.txt").write_text("the cat ▁<PRE> sat")
-    with pytest.raises(DataError, match="t.txt, line 1, has the token ▁<PRE>"):
+    with pytest.raises(DataError, match=r"t\.txt, line 1, has the token ▁<PRE>"):
         open_dataset(DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(where), vocab_size=num_rows))

@@ -1,4 +1,4 @@
-"""Tokenizers of others through the command line: more ids than rows, ids of defaults, vocabularies without tokenizer.json, a tokenizer that changed."""
+"""Tokenizers of others through the command line: more ids than rows, ids of defaults, older vocabularies, a tokenizer that changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_tokenizer_with_a_token_without_a_row_is_used(here: Path, capsys: pyte
     assert main(["quantize", "start", "more.gguf", "--type=f32"]) == 0
     after = capsys.readouterr().out
     for name in ('"loss":', '"text":'):
-        found = [[json.loads(line) for line in out.splitlines() if name in line][0] for out in (before, after)]
+        found = [next(json.loads(line) for line in out.splitlines() if name in line) for out in (before, after)]
         assert {**found[0], "seconds": 0} == {**found[1], "seconds": 0}
     texts = []
     for file in ("plain.gguf", "more.gguf"):
