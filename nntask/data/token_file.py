@@ -169,11 +169,17 @@ class TokenFile:
 
 
 def _size_of(numbers: npt.NDArray[np.uint16], vocab_size: int, nbytes: int) -> int:
-    """The size of the ids of a file without a sidecar, told from its first numbers of two bytes: 4 or 8 if no ids of two bytes look so, else 2."""
-    high = (vocab_size - 1) >> 16
-    if len(numbers) < _FEWEST or nbytes % 4 or len(np.unique(numbers[::2])) < _DISTINCT or int(numbers[1::2].max()) > high:
+    """The size of the ids of a file without a sidecar, told from its first numbers of two bytes: 4 or 8 if no ids of two bytes look so, else 2.
+
+    Upper halves of longer ids are small, and lower halves are not: of many different values, most of them larger than any upper half.
+    """
+    high, lower, upper = (vocab_size - 1) >> 16, numbers[::2], numbers[1::2]
+    if len(numbers) < _FEWEST or nbytes % 4 or int(upper.max()) > high:
         return 2
-    return 8 if nbytes % 8 == 0 and len(np.unique(numbers[::4])) >= _DISTINCT and not numbers[2::4].any() and not numbers[3::4].any() else 4
+    if len(np.unique(lower)) < _DISTINCT or 2 * np.count_nonzero(lower > high) < len(lower):
+        return 2
+    is_eight = nbytes % 8 == 0 and len(np.unique(numbers[::4])) >= _DISTINCT and not numbers[2::4].any() and not numbers[3::4].any()
+    return 8 if is_eight else 4
 
 
 def _dtype_of(path: Path) -> np.dtype[Any] | None:
