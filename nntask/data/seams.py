@@ -1,6 +1,6 @@
-"""Seams of a text: places at which it may be cut so that the parts, encoded alone, have the tokens of the whole.
+"""Seams of a text: offsets at which it may be cut so that the chunks, encoded alone, have the tokens of the whole.
 
-A tokenizer normalises a text, splits it (pre-tokenization), and encodes each piece alone. A seam is a place at which every step of that tokenizer
+A tokenizer normalises a text, splits it (pre-tokenization), and encodes each piece alone. A seam is an offset at which every step of that tokenizer
 treats the two sides independently. Two kinds are looked for: before a single space between two letters, and after a line feed between the end of a
 word or sentence and a letter. For each kind and each step there is a rule below; if one of the steps has none, the tokenizer has no seams of that
 kind, and a text is encoded whole. Text without a seam stays together however long it is.
@@ -61,14 +61,14 @@ class Seams:
             return cls(None, False)
         return cls(re.compile("|".join(_SEAMS[kind] for kind in kinds)), any(each["type"] == "Prepend" for each in normalizers), _near(inner))
 
-    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+    def cut(self, pieces: Iterable[str]) -> Iterator[str]:
         """Cut a text at seams.
 
         Args:
             pieces: the text in pieces that end anywhere.
 
         Yields:
-            Parts of the text to encode alone, about as long as the pieces.
+            Chunks of the text to encode alone, about as long as the pieces.
         """
         waiting: list[str] = []
         for piece in pieces:
@@ -101,8 +101,8 @@ class Seams:
 def _finds(near: tuple[re.Pattern[str], Any, int], text: str, cut: int) -> bool:
     """Whether an added token may be near a seam."""
     pattern, normalizer, size = near
-    part = text[max(cut - size, 0) : cut + size]
-    return pattern.search(part if normalizer is None else normalizer.normalize_str(part)) is not None
+    window = text[max(cut - size, 0) : cut + size]
+    return pattern.search(window if normalizer is None else normalizer.normalize_str(window)) is not None
 
 
 def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:

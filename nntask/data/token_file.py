@@ -173,12 +173,12 @@ def _size_of(numbers: npt.NDArray[np.uint16], vocab_size: int, nbytes: int) -> i
 
     Upper halves of longer ids are small, and lower halves are not: of many different values, most of them larger than any upper half.
     """
-    high, lower, upper = (vocab_size - 1) >> 16, numbers[::2], numbers[1::2]
+    high, lower, upper = (vocab_size - 1) >> 16, numbers[::4], numbers[1::2]
     if len(numbers) < _FEWEST or nbytes % 4 or int(upper.max()) > high:
         return 2
     if len(np.unique(lower)) < _DISTINCT or 2 * np.count_nonzero(lower > high) < len(lower):
         return 2
-    is_eight = nbytes % 8 == 0 and len(np.unique(numbers[::4])) >= _DISTINCT and not numbers[2::4].any() and not numbers[3::4].any()
+    is_eight = nbytes % 8 == 0 and not numbers[2::4].any() and not numbers[3::4].any()
     return 8 if is_eight else 4
 
 

@@ -135,14 +135,14 @@ def write_tokens(
 
 
 def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replaced) -> Iterator[npt.NDArray[np.int64]]:
-    """The token ids of a text, part by part."""
+    """The token ids of a text, chunk by chunk."""
     num_lines = 0
-    for part, ids in tokenizer.encode_long(text.pieces(replaced)):
+    for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
         if len(ids) and int(ids.max()) >= vocab_size:
             wrong = first_unknown(ids, vocab_size)
-            num_lines += part.count("\n", 0, int(RowEncoder(tokenizer).with_starts(part)[1][wrong]))
+            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_starts(chunk)[1][wrong]))
             raise DataError(unknown(int(ids[wrong]), tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},"))
-        num_lines += part.count("\n")
+        num_lines += chunk.count("\n")
         yield ids
 
 

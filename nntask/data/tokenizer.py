@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
         """Encode a text that is read in pieces, with bounded memory where it can be cut (`Seams`).
 
         Yields:
-            Parts of the text, and the (n,) token ids of each; one after another they are those of the whole text.
+            Chunks of the text, and the (n,) token ids of each; one after another they are those of the whole text.
         """
 
     def word(self, token: int) -> str:
@@ -153,11 +153,11 @@ class BpeTokenizer:
         return [np.array(e.ids, np.int64) for e in self.inner.encode_batch_fast(list(texts), add_special_tokens=special)]
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Parts of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
+        """Chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
         waiting = iter(pieces)
         first = list(itertools.islice(waiting, 2))
-        parts = iter(first) if len(first) < 2 else Seams.of(self.inner).parts(itertools.chain(first, waiting))
-        return ((part, self.encode([part])[0]) for part in parts)
+        chunks = iter(first) if len(first) < 2 else Seams.of(self.inner).cut(itertools.chain(first, waiting))
+        return ((chunk, self.encode([chunk])[0]) for chunk in chunks)
 
     def word(self, token: int) -> str:
         """The token of an id, as the vocabulary has it."""

@@ -116,7 +116,7 @@ def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
     """Notes about tokens that a config puts around a text and tokenizer.json does not, or the other way about."""
     whole = inner.encode("a", add_special_tokens=True)
     ids, is_added = whole.ids, whole.special_tokens_mask
-    for key, at, place in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
+    for key, at, side in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
         value, entry = config.get(f"add_{key}"), config.get(key)
         word = entry.get("content") if isinstance(entry, Mapping) else entry
         index = inner.token_to_id(word) if isinstance(word, str) else None
@@ -124,7 +124,7 @@ def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
         if type(value) is bool and index is not None and value != is_put:
             yield (
                 f"add_{key} in tokenizer_config.json is {str(value).lower()} and is not followed: tokenizer.json puts "
-                f"{word if is_put else f'no {word}'} {place} a text"
+                f"{word if is_put else f'no {word}'} {side} a text"
             )
 
 

@@ -1,4 +1,4 @@
-"""Where texts may be cut: the tokens of the parts are those of the whole, for the splitters of published tokenizers; others never cut."""
+"""Where texts may be cut: the tokens of the chunks are those of the whole, for the splitters of published tokenizers; others never cut."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from nntask.data.split_rules import GPT_2, splits
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-def test_parts_have_the_tokens_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn texts in pieces that end anywhere, even within a word: the ids of the parts, one after another, are those of the text."""
+def test_chunks_have_the_tokens_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn texts in pieces that end anywhere, even within a word: the ids of the chunks, one after another, are those of the text."""
     monkeypatch.setattr(seams, "_SEARCHED", 200)
     inner = trained(name)
     found = Seams.of(inner)
-    num_parts = 0
+    num_chunks = 0
     for seed in range(30):
         text = drawn_text(100 + seed, 300)
         size = np.random.default_rng(seed).integers(20, 400)
-        parts = list(found.parts(text[at : at + size] for at in range(0, len(text), size)))
-        num_parts += len(parts)
+        chunks = list(found.cut(text[at : at + size] for at in range(0, len(text), size)))
+        num_chunks += len(chunks)
         whole = inner.encode(text, add_special_tokens=False).ids
-        assert [i for part in parts for i in inner.encode(part, add_special_tokens=False).ids] == whole, parts
-    assert num_parts > 60, "seams were found"
+        assert [i for chunk in chunks for i in inner.encode(chunk, add_special_tokens=False).ids] == whole, chunks
+    assert num_chunks > 60, "seams were found"
 
 
 UNKNOWN = {
@@ -54,7 +54,7 @@ def test_what_is_not_proved_is_not_cut(case: str) -> None:
     if splitter is not None:
         inner.pre_tokenizer = splitter
     pieces = ["ab cd\nef " * 5000] * 3
-    assert list(Seams.of(inner).parts(pieces)) == ["".join(pieces)]
+    assert list(Seams.of(inner).cut(pieces)) == ["".join(pieces)]
 
 
 def test_expressions_of_published_tokenizers_are_proved() -> None:
@@ -84,13 +84,13 @@ def test_added_tokens_are_never_cut() -> None:
     inner = trained("gpt2")
     inner.add_tokens([AddedToken("new york city", lstrip=True, rstrip=True, normalized=True)])
     text = ("in new york city it is new york city " + "again and " * 8) * 3000
-    parts = list(Seams.of(inner).parts(text[at : at + 7000] for at in range(0, len(text), 7000)))
-    assert len(parts) > 5
-    assert [i for part in parts for i in inner.encode(part).ids] == inner.encode(text).ids
-    assert len(list(Seams.of(inner).parts(["new york city " * 2000] * 3))) == 1
+    chunks = list(Seams.of(inner).cut(text[at : at + 7000] for at in range(0, len(text), 7000)))
+    assert len(chunks) > 5
+    assert [i for chunk in chunks for i in inner.encode(chunk).ids] == inner.encode(text).ids
+    assert len(list(Seams.of(inner).cut(["new york city " * 2000] * 3))) == 1
 
 
 def test_a_text_without_seams_is_joined_in_linear_time() -> None:
     """A line of 20 MB without a space is one part, whose pieces were looked at once each."""
     found = Seams.of(trained("gpt2"))
-    assert [len(part) for part in found.parts(["x" * (1 << 20)] * 20)] == [20 << 20]
+    assert [len(chunk) for chunk in found.cut(["x" * (1 << 20)] * 20)] == [20 << 20]

@@ -70,7 +70,7 @@ def test_memory_of_a_long_text_is_that_of_its_parts(tmp_path: Path) -> None:
     """A text of 24 MiB is encoded in parts of about 1 MiB."""
     tokenizer = load_tokenizer(tokenizer_at(tmp_path / "m"))
     pieces = ("the cat sat\n" * 87_000 for _ in range(24))
-    assert max(len(part) for part, _ in tokenizer.encode_long(pieces)) < 3 << 20
+    assert max(len(chunk) for chunk, _ in tokenizer.encode_long(pieces)) < 3 << 20
 
 
 @pytest.mark.parametrize("kind", ["text", "lines", "jsonl"])
