@@ -116,6 +116,11 @@ def stored_tokenizer(path: Path) -> bytes:
     return file.read_bytes() if file.is_file() else b"".join(each.read_bytes() for each in vocabulary_of(path))
 
 
+def other_way(path: Path) -> str:
+    """Return how else a model without a tokenizer that is read here gets one, as the end of an error message; "" if there is no other way."""
+    return f", or write its {TOKENIZER_FILE} with: {conversion(path)}" if (path / SENTENCE_PIECE).is_file() else ""
+
+
 def has_tokenizer(path: Path) -> bool:
     """Whether a model directory or a GGUF file comes with a tokenizer."""
     if is_gguf(path):

@@ -17,7 +17,7 @@ from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, 
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.encoding import RowEncoder
-from ..data.foreign_tokenizer import has_tokenizer
+from ..data.foreign_tokenizer import has_tokenizer, other_way
 from ..data.known_ids import unknown
 from ..data.special_tokens import GENERATION
 from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -157,7 +157,10 @@ class ModelSource:
         if kind == "bytes":
             return ByteTokenizer(self.config.vocab_size)
         if kind is None and not path:
-            raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
+            raise DataError(
+                f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR"
+                f"{other_way(self.path)}"
+            )
         return load_tokenizer(path or self.path)
 
     @property

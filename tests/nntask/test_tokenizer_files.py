@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, processors
 from nntask.data import load_tokenizer
 from nntask.data.encoding import RowEncoder
 from nntask.data.foreign_tokenizer import has_tokenizer
+from nntask.data.tokenizer_keys import IGNORED, USED
 from nntask.errors import DataError
 
 TEXTS = ("the cat extra <x> naïve", "<|extra|> cat", " <s>the  cat</s> [PAD]", "a<img>b <|extra|><|two|>", "", "THE Cat\n\n12 <mask> e\u0301")
@@ -184,7 +185,40 @@ def test_keys_that_transformers_writes_are_all_known(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path / "saved" / name).notes == ()
 
 
-BPE = ("vocab.json", "merges.txt")
+def test_keys_of_generation_that_transformers_has_are_all_known(tmp_path: Path) -> None:
+    """None of its defaults has a note; keys that force or forbid tokens have one, and so has an unknown one."""
+    values = transformers.GenerationConfig().to_dict()
+    sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05, "eos_token_id": [2, 1], "guidance_scale": 1.0}
+    directory = written(tmp_path / "m", generation_config__json={**values, **sampled})
+    assert load_tokenizer(directory).notes == ()
+    forced = {"suppress_tokens": [5], "forced_bos_token_id": 1, "bad_words_ids": None, "sparkle": 3}
+    (directory / "generation_config.json").write_text(json.dumps({**values, **forced}))
+    words = "generation_config.json has suppress_tokens, forced_bos_token_id, sparkle, which are not followed"
+    assert [set(note.replace(",", "").split()) for note in load_tokenizer(directory).notes] == [set(words.replace(",", "").split())]
+
+
+REAL = {
+    "Qwen 2.5": "add_bos_token add_prefix_space added_tokens_decoder additional_special_tokens bos_token chat_template clean_up_tokenization_spaces "
+    "eos_token errors model_max_length pad_token split_special_tokens tokenizer_class unk_token",
+    "Gemma 3": "add_bos_token add_eos_token added_tokens_decoder boi_token bos_token clean_up_tokenization_spaces eoi_token eos_token "
+    "extra_special_tokens image_token model_max_length pad_token processor_class sp_model_kwargs spaces_between_special_tokens tokenizer_class "
+    "unk_token use_default_system_prompt chat_template",
+    "Llama 2": "add_bos_token add_eos_token bos_token chat_template clean_up_tokenization_spaces eos_token legacy model_max_length pad_token "
+    "padding_side sp_model_kwargs tokenizer_class unk_token use_default_system_prompt",
+    "BERT": "do_lower_case model_max_length cls_token sep_token mask_token unk_token never_split do_basic_tokenize name_or_path "
+    "special_tokens_map_file strip_accents tokenize_chinese_chars tokenizer_class max_len",
+    "T5": "additional_special_tokens extra_ids sp_model_kwargs legacy eos_token unk_token pad_token model_max_length",
+}
+
+
+@pytest.mark.parametrize("model", REAL)
+def test_keys_of_published_files_are_all_known(model: str) -> None:
+    """Each is used, or ignored with a reason."""
+    for key in REAL[model].split():
+        assert key in USED or IGNORED.get(key) or key.endswith("_token"), key
+    assert not USED & set(IGNORED)
+
+
 OLD: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "opt": (
         "gpt2",
