@@ -14,7 +14,7 @@ from typing import Any, Final
 from ..errors import DataError
 from .added_tokens import ROLES
 
-_NOTHING: Final = (None, False, [], {})
+_NOTHING: Final[tuple[Any, ...]] = (None, False, [], {})
 """Values of switches and lists that change nothing."""
 _NEUTRAL: Final = (("guidance_scale", 1),)
 USED: Final = frozenset(
@@ -52,14 +52,16 @@ GENERATION_USED: Final = frozenset({"bos_token_id", "eos_token_id"})
 _GENERATION_REASONS: Final[Mapping[str, str]] = {
     "flags of generate and fields of requests say how tokens are chosen, and how many": (
         "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
-        "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups diversity_penalty early_stopping penalty_alpha max_length "
+        "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups diversity_penalty "
+        "early_stopping penalty_alpha max_length "
         "min_length max_new_tokens min_new_tokens max_time stop_strings num_return_sequences renormalize_logits remove_invalid_values low_memory"
     ),
     "a role of a token that other files declare": "pad_token_id decoder_start_token_id",
     "how transformers computes or returns the same tokens": (
         "use_cache cache_implementation cache_config return_legacy_cache output_attentions output_hidden_states output_scores output_logits "
         "return_dict_in_generate compile_config disable_compile use_mtp prompt_lookup_num_tokens max_matching_ngram_size is_assistant "
-        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit assistant_lookbehind target_lookbehind prefill_chunk_size "
+        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+        "assistant_early_exit assistant_lookbehind target_lookbehind prefill_chunk_size "
         "continuous_batching_config token_healing"
     ),
     "a record of the software that wrote the file": (
@@ -152,11 +154,8 @@ def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
 
 def _unfollowed(config: Mapping[str, Any]) -> Iterator[str]:
     """A note about the keys of generation_config.json that forbid or force tokens in transformers, or are not known."""
-    keys = [
-        key
-        for key, value in config.items()
-        if key not in GENERATION_USED and key not in GENERATION_IGNORED and value not in _NOTHING and (key, value) not in _NEUTRAL
-    ]
+    known = GENERATION_USED | set(GENERATION_IGNORED)
+    keys = [key for key, value in config.items() if key not in known and value not in _NOTHING and (key, value) not in _NEUTRAL]
     if keys:
         yield f"generation_config.json has {', '.join(keys)}, which {'is' if len(keys) == 1 else 'are'} not followed"
 
