@@ -17,8 +17,8 @@ from typing import Any, Final, Literal, TypeVar, cast
 from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
+from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
-from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
 from ..models.interface import LanguageConfig, ModelConfig

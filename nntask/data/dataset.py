@@ -19,6 +19,7 @@ from .chat import ChatTemplate
 from .corpora import stdlib_corpus, text_corpus
 from .examples import Source, examples_of
 from .findings import Finding
+from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
 from .images import IMAGES, open_images
 from .json_lines import JSONL, RowTexts, json_lines, line_corpus
@@ -28,12 +29,13 @@ from .sampler import Examples, Shuffled
 from .spec import DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, check_vocabulary, encoded_texts, reads_bytes, tokenizer_key, tokenizer_of
-from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer
+from .tokenized import cache_errors, encoded_texts, findings_of, reads_bytes, tokenizer_key, tokenizer_of
+from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
-_FORMAT: Final = "2"  # raise when the meaning of cached files changes
+_FORMAT: Final = "2"  # raise when the meaning of cached rows changes
+_TEXT_FORMAT: Final = "3"  # raise when the meaning of cached texts changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +210,20 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         return _open_rows(spec, report)
     corpus = corpus_of(spec)
     with cache_errors():
-        fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
+        fingerprint, key = (hashlib.sha256(f"{_TEXT_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
-        check_vocabulary(tokenizer, spec)
         train = encoded_texts(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = encoded_texts(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
-    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec)
+    findings = _findings(tokenizer, train, validation)
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec, findings=findings)
+
+
+def _findings(tokenizer: Tokenizer | None, *files: TokenFile | None) -> tuple[Finding, ...]:
+    """The findings about a tokenizer and the texts of token files."""
+    notes = () if tokenizer is None else tokenizer.notes
+    found = [Finding("tokenizer_notes", len(notes), 0, f"tokenizer: {'; '.join(notes)}")] if notes else []
+    return (*found, *(each for file in files if file is not None for each in findings_of(file.path)))
 
 
 def _open_tokens(spec: DataSpec) -> Dataset:
@@ -229,11 +238,28 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     known = path.with_name(TOKENIZER_FILE)
     if spec.tokenizer_path or (spec.tokenizer in ("auto", "bpe") and known.is_file()):
         tokenizer = load_tokenizer(spec.tokenizer_path or known)
-        check_vocabulary(tokenizer, spec)
         tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
-    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec)
+    findings = (*_findings(tokenizer, train, validation), *_narrow(tokenizer, train))
+    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec, findings)
+
+
+def _narrow(tokenizer: Tokenizer | None, file: TokenFile) -> tuple[Finding, ...]:
+    """The finding about a file without a sidecar that cannot hold all ids of its tokenizer."""
+    if tokenizer is None or file.is_declared or tokenizer.vocab_size <= 1 << 16:
+        return ()
+    number = tokenizer.vocab_size - (1 << 16)
+    return (
+        Finding(
+            "ids_of_two_bytes",
+            number,
+            tokenizer.vocab_size,
+            f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 cannot be in it; if "
+            "a script wrote them so, they are others now; write them as uint32, or, if none was among them, "
+            f'{{"dtype": "uint16"}} to {file.path.name}.json',
+        ),
+    )
 
 
 def _train_bin(path: str) -> Path:
@@ -258,16 +284,16 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
-        check_vocabulary(tokenizer, spec)
         found = []
         for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
             if split and not (directory / name).is_dir():
                 report(f"tokenising {split.num_lines()} rows to {directory / name}")
-                write_rows(directory / name, encoded_rows(split, objective, tokenizer), pack)
+                write_rows(directory / name, encoded_rows(split, objective, tokenizer, spec.vocab_size), pack)
             found.append(RowFile(directory / name, NUM_FIELDS[objective.form]) if split else None)
     train, validation = found
     assert train is not None  # there are lines for training
-    return Dataset(spec.dataset, train, validation if validation and validation.num_rows else None, tokenizer, fingerprint, -1, spec)
+    has_validation = validation is not None and validation.num_rows > 0
+    return Dataset(spec.dataset, train, validation if has_validation else None, tokenizer, fingerprint, -1, spec, _findings(tokenizer))
 
 
 def _template_key(spec: DataSpec) -> str:

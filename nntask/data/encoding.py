@@ -18,16 +18,12 @@ class RowEncoder:
     A tokenizer whose template puts nothing around a text, and plain bytes, end each text with their end-of-text id.
 
     Args:
-        tokenizer: the tokenizer; its own cutting and padding are not used.
+        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._inner: Any = None
-        if isinstance(tokenizer, BpeTokenizer):
-            self._inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
-            self._inner.no_truncation()
-            self._inner.no_padding()
+        self._inner: Any = tokenizer.inner if isinstance(tokenizer, BpeTokenizer) else None
         has_template = self._inner is not None and self._inner.num_special_tokens_to_add(False) > 0
         self._end = [] if has_template else [tokenizer.end_of_text]
 

@@ -12,6 +12,7 @@ from ..errors import DataError
 from .chat import ChatTemplate
 from .encoding import RowEncoder
 from .json_lines import JsonLines, Record
+from .known_ids import check_known
 from .objectives import IGNORED, Form, Objective
 from .row_file import Row, RowFile
 from .spans import rows_of_pairs
@@ -80,23 +81,27 @@ class Rows:
         return {"tokens": tokens, "targets": targets, "documents": documents}
 
 
-def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer) -> Iterator[Row]:
+def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, vocab_size: int) -> Iterator[Row]:
     """The rows of lines, cut to the objective's lengths.
 
     Raises:
-        DataError: a line has not what the objective takes, or the tokenizer has no chat template.
+        DataError: a line has not what the objective takes, or a token that is none of the model's `vocab_size`; or the tokenizer has no chat
+            template.
     """
     encoder = RowEncoder(tokenizer)
     if objective.form == "pairs":
         assert objective.target_length is not None  # filled in
         for line in lines:
-            yield encoder.text(line.text("input"), objective.length), encoder.text(line.text("target"), objective.target_length)
+            pair = encoder.text(line.text("input"), objective.length), encoder.text(line.text("target"), objective.target_length)
+            check_known(np.concatenate(pair), tokenizer, vocab_size, line.where)
+            yield pair
     elif objective.form == "labels":
         for line in lines:
             second = line.text("pair") if "pair" in line.values else None
             if second is not None and not objective.has_pairs:
                 raise DataError(f'{line.where} has a "pair" and the first line has none; give all lines one, or none')
             ids, types = encoder.pair(line.text("text"), second, objective.length)
+            check_known(ids, tokenizer, vocab_size, line.where)
             yield ids, types, np.array([label_of(line, objective)], np.int32)
     else:
         template = ChatTemplate.of(tokenizer, objective.template)
@@ -104,6 +109,7 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer) -
             ids, counts = template.encoded(line, encoder)
             limit = objective.length + 1  # the last id is a target only
             if counts[1:limit].any():  # else nothing would be learnt of it
+                check_known(ids[:limit], tokenizer, vocab_size, line.where)
                 yield ids[:limit], counts[:limit].astype(np.int32)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..io.json_file import LARGEST_NBYTES, read_object
+from .added_tokens import ADDED_TOKENS
 
 END_OF_TEXT: Final = "<|endoftext|>"
 GENERATION: Final = "generation_config.json"
@@ -25,7 +26,7 @@ _CONFIG: Final = "config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _WORDS: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
-SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
+SPECIAL_FILES: Final = (*_KEPT, _CONFIG, ADDED_TOKENS)
 """Names of the files beside tokenizer.json that are read."""
 _PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"), ("[CLS]", "[SEP]"))
 """(begin, end) of a text as words: GPT-2, Llama 3, Llama 2, BERT."""
@@ -56,6 +57,27 @@ class Special:
         return {"bos_token_id": self.bos, "eos_token_id": list(self.eos) if len(self.eos) > 1 else self.eos[0] if self.eos else None}
 
 
+def companions(directory: Path | None) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Read the files beside a tokenizer.json.
+
+    Args:
+        directory: directory of the tokenizer's files, or a GGUF file; None if it has no files.
+
+    Returns:
+        Name -> text of the files to save with the tokenizer, and name -> content of all JSON files.
+
+    Raises:
+        DataError: a file is broken.
+    """
+    if directory is None:
+        return {}, {}
+    if is_gguf(directory):
+        files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
+        return files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")}
+    files = {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
+    return files, {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+
+
 def read_special(directory: Path | None, inner: Any) -> Special:
     """The ids around texts of a tokenizer.
 
@@ -66,14 +88,7 @@ def read_special(directory: Path | None, inner: Any) -> Special:
     Raises:
         DataError: a file is broken.
     """
-    if directory is not None and is_gguf(directory):
-        files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
-        objects = {name: json.loads(text) for name, text in files.items() if name.endswith(".json")}
-    else:
-        files = {} if directory is None else {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
-        objects = (
-            {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
-        )
+    files, objects = companions(directory)
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
     if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import DataError
-from .texts import PIECE_NBYTES, Text
+from .texts import PIECE_NBYTES, Replaced, Text, decoded
 
 TABLES: Final = (".parquet", ".arrow")
 _COLUMN: Final = "text"
@@ -33,13 +33,16 @@ class RowText(Text):
     files: tuple[Path, ...] = ()
     select: int = -1
 
-    def pieces(self) -> Iterator[str]:
+    def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
         """The text in pieces of whole rows, about 1 MiB each.
+
+        Args:
+            replaced: counter of the bytes of text files that are replaced.
 
         Raises:
             DataError: a file cannot be read, or has no column of texts.
         """
-        rows = (row for file in self.files for row in rows_of(file))
+        rows = (row for file in self.files for row in rows_of(file, replaced))
         size, piece = 0, []
         for row in itertools.islice(rows, self.select if self.select >= 0 else None):
             piece.append(row if row.endswith("\n") else row + "\n")
@@ -51,8 +54,12 @@ class RowText(Text):
             yield "".join(piece)
 
 
-def rows_of(file: Path) -> Iterator[str]:
+def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
     """The rows of one file.
+
+    Args:
+        file: a parquet, arrow or text file.
+        replaced: counter of the bytes of text files that are replaced.
 
     Raises:
         DataError: the file cannot be read or has no column of texts, or pyarrow is missing.
@@ -61,10 +68,20 @@ def rows_of(file: Path) -> Iterator[str]:
         if file.suffix in TABLES:
             yield from _table_rows(file)
         else:
-            with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-                yield from lines
+            with file.open("rb") as lines:
+                yield from _lines(decoded(lines, file, replaced))
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}; copy it again") from None
+
+
+def _lines(pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of a text in pieces, each with its line feed."""
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from (line + "\n" for line in lines)
+    if rest:
+        yield rest
 
 
 def check_tables(files: Sequence[Path]) -> None:

@@ -5,15 +5,69 @@ from __future__ import annotations
 import codecs
 import hashlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from ..errors import DataError
 
 PIECE_NBYTES: Final = 1 << 20
 _MOST_WRONG: Final = 0.1
-"""Share of bytes that are not UTF-8, at the head of a file, above which it is no text; one in another alphabet's old encoding has more."""
+"""Share of bytes that are not UTF-8, at the head of a file, above which it is no text."""
+_SOME_WRONG: Final = 0.001
+_FEW: Final = 8
+"""A file with a larger share, more such bytes than these few, and most of its bytes above 127 among them, is text in an older encoding."""
+_BOM: Final = "\ufeff"
+_MARKS: Final = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+
+
+@dataclass(slots=True)
+class Replaced:
+    """Counter of the bytes of texts that were not UTF-8.
+
+    Attributes:
+        nbytes: number of bytes that were replaced.
+        total: number of bytes that were read.
+        files: files in which bytes were replaced.
+    """
+
+    nbytes: int = 0
+    total: int = 0
+    files: list[Path] = field(default_factory=list)
+
+    def add(self, path: Path, wrong: int, total: int) -> None:
+        """Count the bytes of a piece of a file."""
+        self.nbytes, self.total = self.nbytes + wrong, self.total + total
+        if wrong and self.files[-1:] != [path]:
+            self.files.append(path)
+
+
+def decoded(file: BinaryIO, path: Path, replaced: Replaced | None = None) -> Iterator[str]:
+    """Decode a file in UTF-8, in pieces of about 1 MiB that end at the end of a line, or within a line that is longer than 1 MiB.
+
+    Bytes that are not UTF-8 are replaced by U+FFFD. A byte order mark at the head of the file is left out.
+
+    Args:
+        file: the file, at its beginning.
+        path: its path, for the counter.
+        replaced: counter of the bytes that are replaced.
+    """
+    rest, is_head, is_last = b"", True, False
+    while not is_last:
+        piece = file.read(PIECE_NBYTES)
+        if piece and not piece.endswith(b"\n"):
+            piece += file.readline(PIECE_NBYTES)
+        is_last = not piece
+        piece = rest + piece
+        text, used = codecs.utf_8_decode(piece, "replace", is_last)
+        rest = piece[used:]
+        if replaced is not None:
+            wrong = used - len(codecs.utf_8_decode(piece[:used], "ignore", True)[0].encode()) if "\ufffd" in text else 0
+            replaced.add(path, wrong, used)
+        if is_head and text:
+            text, is_head = text.removeprefix(_BOM), False
+        if text:
+            yield text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +84,11 @@ class Text:
     path: Path | None
     content: str = ""
 
-    def pieces(self) -> Iterator[str]:
-        """The text in pieces of about 1 MiB, which end at the end of a line, or within a line that is longer than 1 MiB.
+    def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
+        """The text in pieces, as of `decoded`.
 
-        Bytes that are not UTF-8 are replaced by U+FFFD.
+        Args:
+            replaced: counter of the bytes that are replaced.
 
         Raises:
             DataError: the file cannot be read.
@@ -43,14 +98,7 @@ class Text:
             return
         try:
             with self.path.open("rb") as file:
-                decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-                while piece := file.read(PIECE_NBYTES):
-                    if not piece.endswith(b"\n"):
-                        piece += file.readline(PIECE_NBYTES)
-                    if text := decode(piece):
-                        yield text
-                if text := decode(b"", final=True):
-                    yield text
+                yield from decoded(file, self.path, replaced)
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}; copy it again, or leave it out") from None
 
@@ -91,7 +139,7 @@ def check_texts(corpus: Corpus, path: str, flag: str) -> None:
         flag: the command-line flag that named it, for the message.
 
     Raises:
-        DataError: a file holds NUL bytes, or too much that is not UTF-8; or it cannot be read.
+        DataError: a file holds NUL bytes, or is in another encoding; or it cannot be read.
     """
     for text in (*corpus.train, *corpus.validation):
         if text.path is None:
@@ -101,17 +149,24 @@ def check_texts(corpus: Corpus, path: str, flag: str) -> None:
                 head = file.read(PIECE_NBYTES)
         except OSError as error:
             raise DataError(f"cannot read {text.path}: {error.strerror}; copy it again, or leave it out") from None
-        wrong = "it holds NUL bytes" if b"\0" in head else _what_is_wrong(head)
+        wrong = _what_is_wrong(head)
         if wrong:
             which = f"{flag} {path}" if text.path == Path(path) else f"{text.path} in {flag} {path}"
             raise DataError(f"{which} is not text in UTF-8: {wrong}; convert it, or leave it out (the tokenizer bytes takes any file)")
 
 
 def _what_is_wrong(head: bytes) -> str:
-    """Says how much of the bytes is not UTF-8; "" if it is little."""
+    """Says how much of the bytes is not UTF-8; "" if it is little, which is counted when the text is encoded."""
+    if mark := next((name for mark, name in _MARKS.items() if head.startswith(mark)), ""):
+        return f"it begins with the byte order mark of {mark}"
+    if b"\0" in head:
+        return "it holds NUL bytes"
     try:
         head.decode("utf-8")
     except UnicodeDecodeError:
-        share = 1 - len(head.decode("utf-8", "ignore").encode("utf-8")) / len(head)
-        return f"{share:.0%} of its bytes are no part of a character" if share > _MOST_WRONG else ""
+        wrong = len(head) - len(head.decode("utf-8", "ignore").encode("utf-8"))
+        share, others = wrong / len(head), len(head.translate(None, bytes(range(128))))
+        if share > _MOST_WRONG or (share > _SOME_WRONG and wrong > _FEW and wrong > others // 2):
+            hint = "" if share > _MOST_WRONG else ", as in a text in an older encoding such as Windows-1252"
+            return f"{share:{'.0%' if share > _MOST_WRONG else '.1%'}} of its bytes are no part of a character{hint}"
     return ""

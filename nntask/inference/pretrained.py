@@ -7,7 +7,7 @@ with what its tokenizer puts before a text, or, if nothing is given at all, with
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +17,10 @@ from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, 
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
 from ..data.encoding import RowEncoder
+from ..data.foreign_tokenizer import has_tokenizer, other_way
+from ..data.known_ids import unknown
 from ..data.special_tokens import GENERATION
-from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
@@ -47,7 +49,7 @@ class TextIds:
         begin: ids in front of every text; without a prompt they are all there is.
         alone: ids that a text begins with if there is no prompt; None where `begin` will do.
         stop: ids that end a text.
-        vocab_size: ids that may come; a run has learnt nothing about those beyond its tokenizer's.
+        vocab_size: ids that may come, all with a row of the model; a run has learnt nothing about those beyond its tokenizer's.
         adds_special: whether the tokenizer puts ids of its own before a prompt.
         encodes_rows: whether a prompt is a whole row of its own, as in training: what an encoder reads.
     """
@@ -65,21 +67,36 @@ class TextIds:
         inner = getattr(self.tokenizer, "inner", None)
         return str(token if inner is None else inner.id_to_token(token))
 
+    def known(self, ids: Iterable[int]) -> list[int]:
+        """The ids of a prompt, as Python's numbers.
+
+        Raises:
+            UsageError: the model has no row for one of them.
+        """
+        found = [int(each) for each in ids]
+        wrong = next((each for each in found if each >= self.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(unknown(wrong, self.tokenizer, self.vocab_size, "the prompt"))
+        return found
+
     def prompt(self, text: str) -> list[int]:
         """Ids that a text beginning with `text` begins with.
 
         Raises:
-            UsageError: there is no text, and the model knows no beginning of one.
+            UsageError: there is no text, and the model knows no beginning of one; or it has no row for a token of the text.
         """
         if self.encodes_rows:
             if not text:
                 raise UsageError("an empty prompt is nothing that this model could read; give a text with --prompt")
-            return [int(i) for i in RowEncoder(self.tokenizer).text(text, LARGEST_COUNT)]
+            return self.known(RowEncoder(self.tokenizer).text(text, LARGEST_COUNT))
         if text:
-            return [*self.begin, *(int(i) for i in self.tokenizer.encode([text], special=self.adds_special)[0])]
+            return self.known([*self.begin, *self.tokenizer.encode([text], special=self.adds_special)[0]])
         found = self.begin if self.alone is None else self.alone
         if not found:
-            raise UsageError(f"an empty prompt needs a bos_token_id in {CONFIG}, and there is none; give the beginning of a text with --prompt")
+            raise UsageError(
+                f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none; "
+                "give the beginning of a text with --prompt"
+            )
         return list(found)
 
 
@@ -149,7 +166,7 @@ class ModelSource:
 
         Raises:
             UsageError: `path` is given although the model has its tokenizer.
-            DataError: there is none, or it is of another model.
+            DataError: there is none, or its files are broken.
         """
         kind = self._tokenizer_kind()
         if kind is not None and path:
@@ -159,14 +176,11 @@ class ModelSource:
         if kind is None and not path and is_gguf(self.path) and (reason := open_gguf(self.path).untranslated):
             raise DataError(f"the tokenizer in {self.path} {reason}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
         if kind is None and not path:
-            raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
-        found = load_tokenizer(path or self.path)
-        if found.vocab_size > self.config.vocab_size:
             raise DataError(
-                f"the tokenizer at {path or self.path} has {found.vocab_size} ids and the model's vocabulary {self.config.vocab_size}; "
-                "name the one that made the model's training data"
+                f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR"
+                f"{other_way(self.path)}"
             )
-        return found
+        return load_tokenizer(path or self.path)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -193,7 +207,7 @@ class ModelSource:
                 (tokenizer.begin_of_text,),
                 None,
                 frozenset(tokenizer.special.eos),
-                tokenizer.vocab_size,
+                min(tokenizer.vocab_size, self.config.vocab_size),
                 adds_special=False,
                 encodes_rows=rows,
             )
@@ -211,12 +225,12 @@ class ModelSource:
         return read_object(file, "the file") if file.is_file() else {}
 
     def _ids(self, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-        """The ids under a key, which may be one number, a list, or null."""
+        """The ids under a key, which may be one number, a list, or null; those without a row, such as defaults of transformers, never come."""
         value = values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(each) is int and 0 <= each < self.config.vocab_size for each in found):
-            raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
-        return tuple(found)
+        if not all(type(each) is int for each in found):
+            raise DataError(f"{key} in {self.path} must be an id or a list of ids, got {value!r}; copy the directory again")
+        return tuple(each for each in found if 0 <= each < self.config.vocab_size)
 
     @property
     def is_quantised(self) -> bool:

@@ -7,7 +7,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from ..config.run_config import LanguageRun
+from ..data.known_ids import check_known
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..models.language import LanguageModel
@@ -29,10 +32,12 @@ def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) ->
 
     Raises:
         UsageError: they are more than a sequence has.
+        DataError: the model has no row for one of them.
     """
     if tokenizer is None:
         return [0]
     ids = [tokenizer.begin_of_text, *(int(i) for i in tokenizer.encode([run.settings.run.prompt])[0])]
+    check_known(np.array(ids), tokenizer, run.model.config.vocab_size, "--prompt, with the token before a text,")
     if len(ids) > length:
         raise UsageError(f"--prompt has {len(ids)} tokens with the one before a text, and a sequence --seq-len = {length}; shorten it")
     return ids
@@ -52,7 +57,7 @@ def sample_text(
         [prompt],
         run.settings.run.sample_tokens,
         replace(HOW, seed=run.model.seed),
-        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        vocab_size=min(tokenizer.vocab_size, model.config.vocab_size) if tokenizer else None,
         stop=tokenizer.special.eos if tokenizer else (),
     )
     new = [token for (token,) in takewhile(lambda _: not stopped(), drawn) if token is not None]

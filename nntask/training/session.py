@@ -20,7 +20,9 @@ from ..config.toml import to_toml
 from ..config.units import format_size
 from ..data.batch import Cursor
 from ..data.dataset import Dataset
+from ..data.foreign_tokenizer import TOKENIZER_FILE
 from ..data.sampler import BatchStream
+from ..data.tokenizer import BpeTokenizer, load_tokenizer
 from ..engine.interface import Counters, StepEngine, Trained
 from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
@@ -37,6 +39,8 @@ from .signals import Interrupts
 
 if TYPE_CHECKING:
     from scheduler import Runtime
+
+    from ..checkpoints.store import Checkpoint
 
 MOST_NAMES: Final = 8
 """Workers that are named one by one."""
@@ -136,6 +140,7 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
             raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
+        _check_tokenizer(resumed, dataset)
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
     stream = BatchStream(
@@ -145,6 +150,23 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     if run.traced is not None and not first <= run.traced[0] <= run.traced[1] <= last:
         raise UsageError(f"--trace-steps must lie within steps {first} to {last} of this run, got {settings.observe.trace_steps}; change or drop it")
     return stream
+
+
+def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
+    """Check that the tokenizer of the data is the one that the checkpoint was saved with.
+
+    Raises:
+        DataError: it is another one, which gives texts other ids.
+    """
+    now = dataset.tokenizer
+    if not isinstance(now, BpeTokenizer) or not (resumed.path / TOKENIZER_FILE).is_file():
+        return
+    then = load_tokenizer(resumed.path)
+    if isinstance(then, BpeTokenizer) and then.inner.to_str() != now.inner.to_str():
+        raise DataError(
+            f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.path} is another one now, so texts "
+            "would have other ids; restore it, or start a new run"
+        )
 
 
 def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:

@@ -47,7 +47,10 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
             why = "this model's tokenizer has no chat template; start the server with --chat-template FILE, or use /v1/completions"
             raise ApiError(400, why, param="messages")
         text = template.prompt(asked.messages, "the request")
-        found = [int(each) for each in ids.tokenizer.encode([text])[0]]
+        try:
+            found = ids.known(ids.tokenizer.encode([text])[0])
+        except UsageError as error:
+            raise ApiError(400, str(error), param="messages") from None
         return [Prompt((*(ids.begin if tuple(found[: len(ids.begin)]) != ids.begin else ()), *found), text)]
     prompts = []
     for each in asked.prompts:

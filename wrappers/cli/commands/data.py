@@ -65,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     )
     done = tokenize_dataset(spec, Path(settings.output), lambda sentence: print(sentence, flush=True))
     print(f"wrote {done.num_train:,} tokens for training and {done.num_validation:,} for validation, {done.tokenizer} of {done.vocab_size:,} ids")
+    for note in done.notes:
+        print(note)
     print(_how_to_use(settings, done))
     return 0
 

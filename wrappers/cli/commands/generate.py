@@ -94,6 +94,8 @@ def run(argv: Sequence[str]) -> int:
         check_writes(source.config)
     _check_search(asked)
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
+    for note in ids.tokenizer.notes:
+        print(f"tokenizer: {note}", file=sys.stderr, flush=True)
     tiling = generation_tiling(source.config, is_quantised=source.is_quantised)
     begins = [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
@@ -204,7 +206,7 @@ def prompts_of(asked: TextSettings) -> list[str]:
     if not asked.prompt_file:
         return [asked.prompt]
     try:
-        with open(asked.prompt_file, encoding="utf-8") as file:
+        with open(asked.prompt_file, encoding="utf-8-sig") as file:
             text = file.read()
     except OSError as error:
         raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None

@@ -79,6 +79,8 @@ def run(argv: Sequence[str]) -> int:
     length = checked_length(asked.seq_len, source.config, source.context)
     dataset, tokenizer = _open(asked, source)
     split, file = _split_of(asked, dataset)
+    for finding in dataset.findings:
+        print(finding.sentence, file=sys.stderr, flush=True)
     begin = perf_counter()
     if file.num_tokens > 1:  # else `perplexity` says what is wrong
         check_scoring(source, asked.dtype, machine, batch=asked.batch, length=min(length, file.num_tokens - 1))
