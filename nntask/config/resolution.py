@@ -18,6 +18,7 @@ from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.spec import DataSpec
+from ..data.special_tokens import CHAT_TEMPLATE
 from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
@@ -113,7 +114,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
         "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
         "length": Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
         "saving": Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
-        "data": data_spec(settings, config),
+        "data": data_spec(settings, config, resumed),
         "machine": machine,
         "cluster": cluster_of(settings.cluster),
         "start": Start(
@@ -229,9 +230,11 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
     return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
 
 
-def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
-    """The data part of the settings."""
-    data = settings.data
+def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:
+    """Return the data part of the settings; a run whose chat template is gone is continued with the one that its checkpoint keeps."""
+    data, objective = settings.data, objective_of(settings, config)
+    if resumed is not None and objective.template and not Path(objective.template).exists() and (resumed.path / CHAT_TEMPLATE).is_file():
+        objective = replace(objective, template=str(resumed.path / CHAT_TEMPLATE))
     return DataSpec(
         dataset=data.dataset,
         path=data.dataset_path,
@@ -240,7 +243,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
         tokenizer=data.tokenizer,
         tokenizer_path=data.tokenizer_path,
         vocab_size=config.vocab_size,
-        objective=objective_of(settings, config),
+        objective=objective,
     )
 
 

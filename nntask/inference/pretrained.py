@@ -1,7 +1,8 @@
 """A trained model on disk, whatever wrote it: a run, one of its checkpoints, or a model directory of transformers.
 
-A text of a run begins behind an end of text, as every text of its training data did, and ends at the next one. A text of a model directory begins
-with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends at its eos_token_id.
+A text of a model directory begins with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends
+at its eos_token_id. A text of a run that began with such a directory, or learnt conversations, begins in the same way. A text of any other run begins
+behind an end of text, as every text of its training data did. A conversation begins with what its chat template writes, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
-from ..data.encoding import RowEncoder
-from ..data.special_tokens import GENERATION
+from ..data.encoding import RowEncoder, conversation_ids
+from ..data.special_tokens import CHAT_TEMPLATE, GENERATION
 from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
@@ -29,6 +30,7 @@ from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..tiling.model_tiling import ModelTiling
 from ..training.initial_weights import load_model
+from .samples import begins_as_rows
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
@@ -62,6 +64,10 @@ class TextIds:
         """A special token as it is written in a text."""
         inner = getattr(self.tokenizer, "inner", None)
         return str(token if inner is None else inner.id_to_token(token))
+
+    def conversation(self, text: str) -> list[int]:
+        """Ids of a conversation that a chat template has written."""
+        return conversation_ids(self.tokenizer, text)
 
     def prompt(self, text: str) -> list[int]:
         """Ids that a text beginning with `text` begins with.
@@ -138,7 +144,8 @@ class ModelSource:
         if kind is not None and path:
             raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
         if kind == "bytes":
-            return ByteTokenizer(self.config.vocab_size)
+            template = self.path / CHAT_TEMPLATE
+            return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else None)
         if kind is None and not path:
             raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
         found = load_tokenizer(path or self.path)
@@ -169,15 +176,10 @@ class ModelSource:
         """
         rows = self.config.objective != "causal"
         if self.checkpoint is not None:
-            return TextIds(
-                tokenizer,
-                (tokenizer.begin_of_text,),
-                None,
-                frozenset(tokenizer.special.eos),
-                tokenizer.vocab_size,
-                adds_special=False,
-                encodes_rows=rows,
-            )
+            adds_special = begins_as_rows(self.settings, self.checkpoint.state.get("form"))
+            begin = (tokenizer.begin_of_text,)
+            ends = frozenset(tokenizer.special.eos)
+            return TextIds(tokenizer, () if adds_special else begin, begin, ends, tokenizer.vocab_size, adds_special=adds_special, encodes_rows=rows)
         values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
         alone, ends = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
         return TextIds(tokenizer, (), alone[:1], frozenset(ends), self.config.vocab_size, adds_special=True, encodes_rows=rows)
