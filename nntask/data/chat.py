@@ -2,7 +2,7 @@
 
 Templates are programs of others: they run in Jinja's sandbox, without access to files or attributes of objects. What is the assistant's is what
 stands in ``{% generation %}`` blocks; for a template without them, what it adds to the messages before when the answer comes (`chat_answers`). What a
-row holds and its template does not write is refused: tools, function calls, reasoning, whole messages. Jinja2 is imported when a conversation is read.
+row holds and its template does not write is refused: tools, function calls, reasoning, whole messages. Jinja2 is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class ChatTemplate:
                     is_written = True  # a refusal of the mark tells nothing
                 if not is_written:
                     raise DataError(
-                        f"{found.where} has a message of the role {message['role']} that the chat template of {self._name} leaves out: {said[:40]!r}; "
-                        "name another template with --chat-template FILE, or remove the message"
+                        f"{found.where} has a message of the role {message['role']} that the chat template of {self._name} leaves out: "
+                        f"{said[:40]!r}; name another template with --chat-template FILE, or remove the message"
                     )
                 changed = True
             if counts is not None and message["role"] == ASSISTANT:

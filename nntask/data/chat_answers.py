@@ -9,7 +9,7 @@ mark, and ends with what closes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os.path import commonprefix
+from itertools import pairwise
 from typing import Any, Final
 
 from ..errors import DataError
@@ -85,7 +85,7 @@ class Answers:
         return _MARK in self._marked(self._messages, at)
 
     def _ordered(self, spans: list[Span]) -> list[Span]:
-        if any(begin < end for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)):
+        if any(begin < end for (_, end), (begin, _) in pairwise(spans)):
             raise Untold
         return spans
 
@@ -107,7 +107,7 @@ class Answers:
             except DataError:
                 raise Untold from None
             closing = alone[self._content(until, at, alone)[1] :]
-        return self._behind_prompt(at, begin), end + _num_common(closing, self._text[end:])
+        return self._behind_prompt(at, begin), end + _num_whole(closing, self._text[end:])
 
     def _content(self, messages: Sequence[Message], at: int, text: str) -> Span:
         """Return where the text differs from the text with a mark instead of what a message says.
@@ -118,9 +118,9 @@ class Answers:
         other = self._marked(messages, at)
         if other.count(_MARK) != 1:
             raise Untold
-        begin = len(commonprefix([text, other]))
-        ends = commonprefix([text[begin:][::-1], other[max(begin, other.index(_MARK) + len(_MARK)) :][::-1]])
-        return begin, len(text) - len(ends)
+        begin = _num_equal(text, other)
+        behind = other[max(begin, other.index(_MARK) + len(_MARK)) :]
+        return begin, len(text) - _num_equal(text[begin:][::-1], behind[::-1])
 
     def _behind_prompt(self, at: int, begin: int) -> int:
         """Return where an answer begins whose content begins at `begin`: behind the prompt for it, or as much of the prompt as is there."""
@@ -143,14 +143,21 @@ class Answers:
                 without, with_prompt = self._write(messages, prompts=False), self._write(messages, prompts=True)
             except DataError:
                 continue
-            if prompt := with_prompt[_num_common(without, with_prompt) :]:
+            if prompt := with_prompt[_num_whole(without, with_prompt) :]:
                 return prompt
         return ""
 
 
-def _num_common(text: str, other: str) -> int:
+def _num_equal(text: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    least, most = 0, min(len(text), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if text[least:middle] == other[least:middle] else (least, middle - 1)
+    return least
+
+
+def _num_whole(text: str, other: str) -> int:
     """Return how many characters two texts begin with in common, without a part of a special token in which they begin to differ."""
-    common = commonprefix([text, other])
-    if len(common) == len(text):
-        return len(common)
-    return 1 + max(common.rfind(end) for end in _TOKEN_ENDS)
+    number = _num_equal(text, other)
+    return number if number == len(text) else 1 + max(text[:number].rfind(end) for end in _TOKEN_ENDS)

@@ -82,8 +82,9 @@ def reads_of(jinja: jinja2.Environment, source: str) -> TemplateReads:
     """
     tree = jinja.parse(source)
     asks_for_strings = any(each.name == "string" and _is_arguments(each.node) for each in tree.find_all(jinja2.nodes.Test))
-    writes_objects = any(each.name in _OF_OBJECTS and each.node is not None and _is_arguments(each.node) for each in tree.find_all(jinja2.nodes.Filter))
-    writes_objects |= any(each.attr in _OF_OBJECTS and _is_arguments(each.node) for each in tree.find_all(jinja2.nodes.Getattr))
+    written = [each.node for each in tree.find_all(jinja2.nodes.Filter) if each.name in _OF_OBJECTS]
+    written += [each.node for each in tree.find_all(jinja2.nodes.Getattr) if each.attr in _OF_OBJECTS]
+    writes_objects = any(node is not None and _is_arguments(node) for node in written)
     return TemplateReads(frozenset(_names(tree)), writes_objects and not asks_for_strings)
 
 

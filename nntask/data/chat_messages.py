@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def messages_of(line: Record) -> list[Mapping[str, Any]]:
 
 
 def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) -> dict[str, Any]:
-    """Return a message as a template gets it: without null values and the weight, reasoning under the names that templates read, content that is text.
+    """Return a message as a template gets it: without null values and the weight, with reasoning under the names that templates read, with text.
 
     Raises:
         DataError: the content is neither a string nor parts of text.
@@ -91,7 +92,8 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     content = found.get("content")
     if isinstance(content, list):
         if not all(isinstance(each, Mapping) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
-            raise DataError(f'{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {{"type": "text", "text": "..."}}')
+            shape = '{"type": "text", "text": "..."}'
+            raise DataError(f"{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
         if "text" not in reads.names:  # such a template would write the list as Python does
             found["content"] = "".join(each["text"] for each in content)
     elif content is not None and not isinstance(content, str):
@@ -114,7 +116,9 @@ def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise DataError(f'{where} must have 0 or 1 as the "weight" of a message, got {json.dumps(weight)[:40]}; an answer is learnt or not')
     if weight == 1 and role != ASSISTANT:
-        raise DataError(f'{where} has "weight" 1 in a message of the role {role}, and only what the role {ASSISTANT} says is learnt; remove the weight')
+        raise DataError(
+            f'{where} has "weight" 1 in a message of the role {role}, and only what the role {ASSISTANT} says is learnt; remove the weight'
+        )
     return role == ASSISTANT and weight != 0
 
 
@@ -126,10 +130,8 @@ def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
     """
     value = line.values.get(name)
     if isinstance(value, str) and value.strip():
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-        except (ValueError, RecursionError):
-            pass
     if is_nothing(value):
         return None
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):

@@ -263,7 +263,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         tokenizer = tokenizer_of(spec, corpus, directory, report)
         check_vocabulary(tokenizer, spec)
         tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer
-        found, findings = [], []
+        found, findings = [], list[Finding]()
         for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
             if split and not (directory / name).is_dir():
                 report(f"tokenising {split.num_lines()} rows to {directory / name}")

@@ -1,7 +1,7 @@
 """Keys of rows and of messages that other programs write: each is used, ignored for a reason, or refused since it changes what the row means.
 
-A refused key with nothing in it (null, an empty string, list or object, false) is ignored. Any other key is unknown: it is ignored as well, and counted
-by `RowCounts`, so that a run names it once. The table in the reference is generated from this one.
+A refused key with nothing in it (null, an empty string, list or object, false) is ignored. Any other key is unknown: it is ignored as well, and
+counted by `RowCounts`, so that a run names it once.
 """
 
 from __future__ import annotations
@@ -37,14 +37,24 @@ _PROVENANCE: Final = {
     **_all("ignored", "names the row", "id", "_id", "idx", "index", "row_id", "uuid", "hash", "key"),
     **_all("ignored", "names what the row is from", "conversation_id", "conv_id", "session_id", "question_id", "prompt_id", "source", "dataset"),
     **_all("ignored", "names what the row is from", "origin", "url", "license", "author", "model", "generator", "subset", "split", "config"),
-    **_all("ignored", "describes the row", "metadata", "meta", "tags", "category", "topic", "full_topic", "task", "domain", "language", "lang", "type"),
+    **_all(
+        "ignored", "describes the row", "metadata", "meta", "tags", "category", "topic", "full_topic", "task", "domain", "language", "lang", "type"
+    ),
     **_all("ignored", "describes the row", "created", "created_at", "date", "timestamp", "version"),
     **_all("ignored", "measures the row", "score", "quality", "difficulty", "rating", "num_turns", "num_tokens", "token_count", "length"),
 }
 _MEDIA: Final = _all("refused", "a text model reads no media", "image", "images", "video", "videos", "audio", "audios", "files")
-_WEIGHTS: Final = _all("refused", "all rows count alike; repeat a row, or leave it out", "weight", "sample_weight", "loss_weight", "loss_scale", "importance")
+_WEIGHTS: Final = _all(
+    "refused", "all rows count alike; repeat a row, or leave it out", "weight", "sample_weight", "loss_weight", "loss_scale", "importance"
+)
 _PREFERENCES: Final = _all(
-    "refused", "preferences are not learnt; keep the better answer as the conversation", "chosen", "rejected", "rejected_response", "kto_tag", "margin"
+    "refused",
+    "preferences are not learnt; keep the better answer as the conversation",
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "kto_tag",
+    "margin",
 )
 
 ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {

@@ -177,9 +177,8 @@ class ModelSource:
         rows = self.config.objective != "causal"
         if self.checkpoint is not None:
             adds_special = begins_as_rows(self.settings, self.checkpoint.state.get("form"))
-            begin = (tokenizer.begin_of_text,)
-            ends = frozenset(tokenizer.special.eos)
-            return TextIds(tokenizer, () if adds_special else begin, begin, ends, tokenizer.vocab_size, adds_special=adds_special, encodes_rows=rows)
+            begin, stop = (tokenizer.begin_of_text,), frozenset(tokenizer.special.eos)
+            return TextIds(tokenizer, () if adds_special else begin, begin, stop, tokenizer.vocab_size, adds_special=adds_special, encodes_rows=rows)
         values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
         alone, ends = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
         return TextIds(tokenizer, (), alone[:1], frozenset(ends), self.config.vocab_size, adds_special=True, encodes_rows=rows)

@@ -16,7 +16,9 @@ from nntask.data import Dataset, open_dataset
 from nntask.data.chat import ChatTemplate
 from nntask.data.findings import counts as counts_of
 from nntask.data.json_lines import Record
-from nntask.data.row_keys import ROW_KEYS, is_nothing
+from nntask.data.objectives import Objective
+from nntask.data.row_counts import RowCounts
+from nntask.data.row_keys import ROW_KEYS, is_nothing, unknown_keys
 from nntask.errors import DataError
 
 TALK = [
@@ -82,7 +84,7 @@ def test_other_weights_are_refused(weight: Any) -> None:
 def test_rows_without_an_answer_to_learn_are_counted(rows_of: Callable[..., Dataset]) -> None:
     """Those beyond the length, and those whose answers have weight 0; a second run from the cache says the same."""
     long = [{"role": "user", "content": "q" * 200}, TALK[1]]
-    rows = [{"messages": TALK}, {"messages": long}, {"messages": long[:0] + [TALK[0], {**TALK[1], "weight": 0}]}, {"messages": TALK + long}]
+    rows = [{"messages": TALK}, {"messages": long}, {"messages": [TALK[0], {**TALK[1], "weight": 0}]}, {"messages": TALK + long}]
     dataset = rows_of("chat", rows, 150)
     assert dataset.train.num_rows == 2
     sentences = [finding.sentence for finding in dataset.findings]
@@ -113,28 +115,26 @@ def test_cut_pairs_and_texts_are_counted(rows_of: Callable[..., Dataset]) -> Non
 def test_every_key_of_the_table(kind: str, rows_of: Callable[..., Dataset]) -> None:
     """A refused key is refused with its reason unless there is nothing in it; an ignored one changes nothing."""
     row = ROWS[kind][1]
-    plain = rows_of(kind, [row])
-    for key, rule in ROW_KEYS[kind].items():
-        if rule.use == "refused":
-            with pytest.raises(DataError, match=f'line 1 has "{key}", which is not read: '):
-                rows_of(kind, [{**row, key: "x"}])
-            for value in (None, "", [], {}, False):
-                assert rows_of(kind, [{**row, key: value}]).findings == plain.findings
-        elif rule.use == "ignored":
-            found = rows_of(kind, [{**row, key: "x"}])
-            assert (found.findings, list(map(list, found.train.row(0)))) == (plain.findings, list(map(list, plain.train.row(0))))
+    rules = ROW_KEYS[kind]
+    for key in (key for key, rule in rules.items() if rule.use == "refused"):
+        with pytest.raises(DataError, match=f'line 1 has "{key}", which is not read: '):
+            unknown_keys({**row, key: "x"}, kind, "line 1")
+        assert [unknown_keys({**row, key: value}, kind, "line 1") for value in (None, "", [], {}, False)] == [[]] * 5
+    plain, more = rows_of(kind, [row]), rows_of(kind, [{**row, **{key: "x" for key, rule in rules.items() if rule.use == "ignored"}}])
+    assert (more.findings, list(map(list, more.train.row(0)))) == (plain.findings, list(map(list, plain.train.row(0))))
+    with pytest.raises(DataError, match='line 1 has "weight", which is not read: all rows count alike'):
+        rows_of(kind, [{**row, "weight": 0.5}])
 
 
 def test_every_key_of_messages(rows_of: Callable[..., Dataset]) -> None:
     """The same; what the template must write is refused if it does not, and known templates write it."""
-    for key, rule in ROW_KEYS["message"].items():
-        row = {"messages": [TALK[0], {**TALK[1], key: "x"}]}
-        if rule.use in ("refused", "written"):
-            with pytest.raises(DataError, match=f'line 1 has (a message with )?"{key}"'):
-                rows_of("chat", [row])
-            assert rows_of("chat", [{"messages": [TALK[0], {**TALK[1], key: None}]}]).findings == ()
-        elif rule.use == "ignored":
-            assert rows_of("chat", [row]).findings == ()
+    rules = ROW_KEYS["message"]
+    for key in (key for key, rule in rules.items() if rule.use in ("refused", "written")):
+        with pytest.raises(DataError, match=f'line 1 has (a message with )?"{key}"'):
+            ChatTemplate(CHATML, "t.jinja", {}).rendered(Record({"messages": [TALK[0], {**TALK[1], key: "x"}]}, "line 1"), RowCounts(Objective(), ""))
+    ignored = {key: "x" for key, rule in rules.items() if rule.use == "ignored"}
+    nothing = {key: None for key, rule in rules.items() if rule.use in ("refused", "written")}
+    assert rows_of("chat", [{"messages": [TALK[0], {**TALK[1], **ignored, **nothing}]}]).findings == ()
 
 
 def test_a_template_that_writes_whole_messages_leaves_nothing_out() -> None:
