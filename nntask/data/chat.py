@@ -92,6 +92,7 @@ class ChatTemplate:
         found = conversation_of(line, self._reads)
         if counts is not None:
             counts.check("message", line.values[MESSAGES], line.where)
+            counts.add("nulls_in_tools", found.has_nulls)
 
         def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
             return self._render(messages, found.where, prompts=prompts, given=found.given)[0]

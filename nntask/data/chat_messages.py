@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MESSAGES: Final = "messages"
 ASSISTANT: Final = "assistant"
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_VALUES: Final = frozenset(("default", "const", "enum", "examples"))
+"""Keys of a schema under which null is a value."""
 _VARIABLES: Final = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "conversation", "padding")
 )
@@ -34,6 +36,7 @@ class Conversation:
         learnt: whether each message is an answer that is learnt.
         given: further variables of the template.
         where: the place of the row, for messages.
+        has_nulls: whether tools or the arguments of calls have null values, as tables of columns add them.
     """
 
     said: list[Mapping[str, Any]]
@@ -41,6 +44,7 @@ class Conversation:
     learnt: list[bool]
     given: Mapping[str, Any]
     where: str
+    has_nulls: bool
 
 
 def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
@@ -58,9 +62,10 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
     given: dict[str, Any] = {}
     for name in ("tools", "documents"):
         given[name] = _list_under(line, name)
+    given["tools"], has_nulls = _without_nulls(given["tools"])
     given |= _variables(line)
     messages = [plain_message(each, reads, line.where) for each in found]
-    return Conversation(found, messages, learnt, given, line.where)
+    return Conversation(found, messages, learnt, given, line.where, has_nulls or any(map(_has_null_arguments, found)))
 
 
 def messages_of(line: Record) -> list[Mapping[str, Any]]:
@@ -91,7 +96,7 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
         found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
     content = found.get("content")
     if isinstance(content, list):
-        if not all(isinstance(each, Mapping) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
+        if not all(map(_is_text, content)):
             shape = '{"type": "text", "text": "..."}'
             raise DataError(f"{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
         if "text" not in reads.names:  # such a template would write the list as Python does
@@ -101,6 +106,12 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     if reads.takes_objects and isinstance(found.get("tool_calls"), list):
         found["tool_calls"] = [_with_object(each) for each in found["tool_calls"]]
     return found
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message is text and nothing else."""
+    is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return is_text and all(key in ("type", "text") or is_nothing(value) for key, value in part.items())
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -137,6 +148,31 @@ def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; mend the line')
     return value
+
+
+def _without_nulls(value: Any) -> tuple[Any, bool]:
+    """Return tools without the null values of their schemas, which say nothing, and whether there were any."""
+    if isinstance(value, list):
+        entries = [_without_nulls(each) for each in value]
+        return [each for each, _ in entries], any(has_nulls for _, has_nulls in entries)
+    if not isinstance(value, Mapping):
+        return value, False
+    found, has_nulls = {}, False
+    for key, each in value.items():
+        if each is None and key not in _VALUES:
+            has_nulls = True
+            continue
+        found[key], within = (each, False) if key in _VALUES else _without_nulls(each)
+        has_nulls |= within
+    return found, has_nulls
+
+
+def _has_null_arguments(message: Mapping[str, Any]) -> bool:
+    """Whether a call in a message has an object of arguments with a null value."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    arguments = [each.get("arguments") for each in functions if isinstance(each, Mapping)]
+    return any(isinstance(each, Mapping) and None in each.values() for each in arguments)
 
 
 def _variables(line: Record) -> dict[str, Any]:

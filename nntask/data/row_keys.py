@@ -23,14 +23,20 @@ class KeyRule:
     Args:
         use: used; written by the chat template, or the row is refused; ignored; refused.
         reason: what it is used for, why it is ignored, or what to do instead.
+        usual: value of a refused key that asks for what is done anyway.
     """
 
     use: Use
     reason: str
+    usual: object = False
+
+    def is_refused(self, value: Any) -> bool:
+        """Return whether a value of the key is refused."""
+        return self.use == "refused" and value is not self.usual and (value is False or not is_nothing(value))
 
 
-def _all(use: Use, reason: str, *keys: str) -> dict[str, KeyRule]:
-    return dict.fromkeys(keys, KeyRule(use, reason))
+def _all(use: Use, reason: str, *keys: str, usual: object = False) -> dict[str, KeyRule]:
+    return dict.fromkeys(keys, KeyRule(use, reason, usual))
 
 
 _PROVENANCE: Final = {
@@ -105,7 +111,8 @@ ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
         **_all("written", "what the assistant says instead of an answer", "refusal"),
         **_all("ignored", "names the message", "id", "uuid", "timestamp", "created", "model", "index"),
         **_all("ignored", "written by templates that know it", "name", "tool_call_id", "annotations"),
-        **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train", "training", "train_detail", "loss", "loss_scale", "mask"),
+        **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train", "training", "loss", usual=True),
+        **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train_detail", "loss_scale", "mask"),
         **_all("refused", "a message is a whole one; join it with what it begins", "prefix", "partial"),
     },
 }
@@ -144,7 +151,7 @@ def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[s
         rule = rules.get(key)
         if rule is None:
             found.append(key)
-        elif rule.use == "refused" and not is_nothing(value):
+        elif rule.is_refused(value):
             what = "a message with" if kind == "message" else ""
             raise DataError(f'{where} has {what}{" " if what else ""}"{key}", which is not read: {rule.reason}, or remove the key')
     return found
