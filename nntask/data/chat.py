@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from .row_keys import ROW_KEYS, is_nothing
 from .tokenizer import Tokenizer
 
 __all__ = ["MESSAGES", "ChatSource", "ChatTemplate"]
+
+_WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
 
 class ChatTemplate:
@@ -77,10 +79,14 @@ class ChatTemplate:
             DataError: the line has no messages, none of the assistant, or the template refuses them.
         """
         text, answers = self.rendered(line, counts)
-        ids, starts, ends = encoder.with_places(clean(text))
+        ids, starts, places = encoder.with_places(clean(text))
         is_answer = np.zeros(len(ids), np.bool_)
         for begin, end in answers:
-            is_answer |= (starts < end) & (ends > begin)  # also of tokens that begin before it, such as a word with its space
+            is_answer |= (starts >= begin) & (starts < end)
+            first = int(np.searchsorted(starts, begin))
+            while first and places[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
+                first -= 1
+                is_answer[first] = True
         return ids, is_answer
 
     def rendered(self, line: Record, counts: RowCounts | None = None) -> tuple[str, list[tuple[int, int]]]:
@@ -146,15 +152,15 @@ class ChatTemplate:
         Raises:
             DataError: there is one.
         """
-        for key, value in found.said[at].items():
-            rule, names = ROW_KEYS["message"].get(key), names_of(key)
-            if rule is None or rule.use != "written" or is_nothing(value) or names & self._reads.names:
+        for key in _WRITTEN & found.said[at].keys():
+            names = names_of(key)
+            if is_nothing(found.said[at][key]) or names & self._reads.names:
                 continue
             less = {key: value for key, value in found.messages[at].items() if key not in names}
             if self._render([*found.messages[:at], less, *found.messages[at + 1 :]], found.where, given=found.given)[0] == text:
                 raise DataError(
-                    f'{found.where} has "{key}" in a message, {rule.reason}, and the chat template of {self._name} does not write it; '
-                    "name a template that does with --chat-template FILE, or remove the key"
+                    f'{found.where} has "{key}" in a message, {ROW_KEYS["message"][key].reason}, and the chat template of {self._name} does not '
+                    "write it; name a template that does with --chat-template FILE, or remove the key"
                 )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:

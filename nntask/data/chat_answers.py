@@ -73,7 +73,7 @@ class Answers:
         """
         try:
             before = self._write(self._messages[:at], prompts=True)
-            until = self._write(self._messages[: at + 1], prompts=False)
+            until = self._text if at == len(self._messages) - 1 else self._write(self._messages[: at + 1], prompts=False)
         except DataError:
             return self._within(at)
         if until.startswith(before) and self._text.startswith(until):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from .special_tokens import END_OF_TEXT
 from .tokenizer import BpeTokenizer, Tokenizer
 
 Ids = npt.NDArray[np.int32]
+Places = Sequence[tuple[int, int]]
 
 
 class RowEncoder:
@@ -55,13 +57,13 @@ class RowEncoder:
         found = self._inner.post_process(one, two, True)
         return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32), sum(before) > sum(lengths)
 
-    def with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(n,) ids of a text without a template, and the first and last (excluded) character of each."""
+    def with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], Places]:
+        """(n,) ids of a text without a template, the character that each begins with, and the first and last (excluded) character of each."""
         if self._inner is None:
             return _byte_places(self._tokenizer, text)
         found = self._inner.encode(text, add_special_tokens=False)
-        places = np.array(found.offsets, np.int64).reshape(-1, 2)
-        return np.array(found.ids, np.int32), places[:, 0], places[:, 1]
+        places = found.offsets
+        return np.array(found.ids, np.int32), np.array([start for start, _ in places], np.int64), places
 
     def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
         ids = [each.astype(np.int32) for each in self._tokenizer.encode([first] if second is None else [first, second])]
@@ -79,25 +81,23 @@ def conversation_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [int(each) for each in ids]
 
 
-def _byte_places(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(n,) ids of plain bytes, and the first and last (excluded) character of each; the end of text is one id where the tokenizer has it.
+def _byte_places(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.int64], Places]:
+    """(n,) ids of plain bytes, with their places as of `RowEncoder.with_places`; the end of text is one id where the tokenizer has it.
 
     Templates write the end of text as a word, and the tokenizer of an exported run reads it as one id.
     """
     end = tokenizer.end_of_text
-    ids, starts, ends, at = [], [], [], 0
+    ids, starts, at = [], [], 0
     for number, piece in enumerate(text.split(END_OF_TEXT) if end > ord("\n") else [text]):
         if number:
             ids.append(np.array([end], np.int32))
             starts.append(np.array([at], np.int64))
             at += len(END_OF_TEXT)
-            ends.append(np.array([at], np.int64))
         ids.append(tokenizer.encode([piece])[0].astype(np.int32))
-        places = np.repeat(np.arange(at, at + len(piece)), [len(each.encode("utf-8", "replace")) for each in piece])
-        starts.append(places)
-        ends.append(places + 1)
+        starts.append(np.repeat(np.arange(at, at + len(piece)), [len(each.encode("utf-8", "replace")) for each in piece]))
         at += len(piece)
-    return np.concatenate(ids), np.concatenate(starts), np.concatenate(ends)
+    found = np.concatenate(starts)
+    return np.concatenate(ids), found, [(int(start), int(start) + 1) for start in found]
 
 
 def _cut(first: int, second: int, most: int) -> tuple[int, int]:

@@ -66,8 +66,8 @@ _SENTENCES: Final = {
     "inputs_cut": "{number} of {total} {part} inputs are longer than --seq-len {length} and are cut; raise --seq-len",
     "outputs_cut": "{number} of {total} {part} outputs are longer than --target-len {target_length} and are cut; raise --target-len",
     "nulls_in_tools": (
-        "{number} of {total} {part} conversations have null values in tools or in the arguments of calls, which tables of columns add for what a tool "
-        "does not have: those of tools are left out, and those of arguments are learnt; write such rows without them"
+        "{number} of {total} {part} conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
+        "tool does not have: those of tools are left out, and those of arguments are learnt; write such rows without them"
     ),
     "answers_changed": (
         "{number} of {total} {part} answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "

@@ -138,7 +138,7 @@ def test_answers_that_are_rewritten_later_are_told() -> None:
 def test_a_system_prompt_is_not_lost() -> None:
     """The first template of its kind wrote none, others write it before a last question only."""
     for source in (PHI3, MISTRAL):
-        with pytest.raises(DataError, match="role system that the chat template of t.jinja leaves out: 'be brief'"):
+        with pytest.raises(DataError, match=r"role system that the chat template of t\.jinja leaves out: 'be brief'"):
             rendered(source, {"messages": [{"role": "system", "content": "be brief"}, *TALK]})
     with pytest.raises(DataError, match="System role not supported"):
         rendered(GEMMA, {"messages": [{"role": "system", "content": "be brief"}, *TALK]})
