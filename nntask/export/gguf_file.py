@@ -11,6 +11,8 @@ import numpy as np
 
 from tiles import BLOCK_FORMATS
 
+from ..data.chat_source import templates_of
+from ..data.special_tokens import CHAT_TEMPLATE
 from ..errors import DataError, StorageError, UsageError
 from ..gguf.architectures import ARCHITECTURES, POSITIONS, ROTARY_FACTORS, Architecture, architecture_for
 from ..gguf.config_keys import config_from, metadata_of, rotary_factors
@@ -132,4 +134,6 @@ def _vocabulary(source: Convertible) -> dict[str, Any]:
     if source.tokenizer is None:
         return {"tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos)}
     files = tokenizer_files(source.tokenizer, source.config.n_positions)
+    if template := templates_of(files).get("default"):  # of several by name
+        files[CHAT_TEMPLATE] = template
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos)

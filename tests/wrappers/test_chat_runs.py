@@ -84,6 +84,16 @@ def test_the_template_given_is_kept(here: Path, has_template: bool, capsys: pyte
         assert conversation(place) == expected, place
 
 
+def test_a_template_by_name_is_in_a_gguf_file(here: Path) -> None:
+    """Of several templates the default one; a file has one."""
+    about = json.loads((here / "base" / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": QWEN2}, {"name": "default", "template": SMOLLM}]
+    (here / "base" / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": named}))
+    assert main(["quantize", "base", "q.gguf", "--type=f32"]) == 0
+    assert templates_of(open_gguf(here / "q.gguf").files) == {"default": SMOLLM}
+    assert conversation("q.gguf") == conversation("base")
+
+
 def test_a_template_that_changed_is_another_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file is still there and says something else, so the rows are others."""
     assert main([*TRAIN, "--init-from=base", "--chat-template=qwen.jinja", "--seq-len=128", "--run-dir=run"]) == 0
