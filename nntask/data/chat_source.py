@@ -6,10 +6,10 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..errors import DataError
+from ..io.regular_file import read_text
 from .special_tokens import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from .tokenizer import ByteTokenizer, Tokenizer
 
@@ -43,7 +43,7 @@ class ChatSource:
         config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
         if file:
             try:
-                source = Path(file).read_text(encoding="utf-8-sig")
+                source = read_text(file).removeprefix("\ufeff")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
             return cls(source, file, _words(tokenizer, config, source))

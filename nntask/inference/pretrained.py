@@ -25,6 +25,7 @@ from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, stored_ranges
 from ..io.json_file import read_object
+from ..io.regular_file import read_text
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
@@ -145,7 +146,7 @@ class ModelSource:
             raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
         if kind == "bytes":
             template = self.path / CHAT_TEMPLATE
-            return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else None)
+            return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: read_text(template)} if template.is_file() else None)
         if kind is None and not path:
             raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
         found = load_tokenizer(path or self.path)
