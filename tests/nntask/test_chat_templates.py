@@ -151,8 +151,8 @@ def test_the_date_is_fixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", ["", "indent=2", "separators=(',', ':')", "sort_keys=true", "ensure_ascii=true, indent=1"])
 def test_json_in_templates(tmp_path: Path, options: str) -> None:
     """All options that transformers' filter has."""
-    place = chat_tokenizer(tmp_path / "tok", SMOLLM + "{{ tools | tojson(" + options + ") }}")
-    check(place, {"messages": TALK, "tools": [{"name": "é <b>", "at": [1, {"z": None, "a": True}]}]})
+    place = chat_tokenizer(tmp_path / "tok", SMOLLM + "{{ documents | tojson(" + options + ") }}")
+    check(place, {"messages": TALK, "documents": [{"name": "é <b>", "at": [1, {"z": None, "a": True}]}]})
 
 
 def test_blocks_are_marked_as_transformers_marks_them(tmp_path: Path) -> None:
