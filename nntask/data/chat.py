@@ -79,12 +79,12 @@ class ChatTemplate:
             DataError: the line has no messages, none of the assistant, or the template refuses them.
         """
         text, answers = self.rendered(line, counts)
-        ids, starts, places = encoder.with_places(clean(text))
+        ids, starts, offsets = encoder.with_offsets(clean(text))
         is_answer = np.zeros(len(ids), np.bool_)
         for begin, end in answers:
             is_answer |= (starts >= begin) & (starts < end)
             first = int(np.searchsorted(starts, begin))
-            while first and places[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
+            while first and offsets[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
                 first -= 1
                 is_answer[first] = True
         return ids, is_answer

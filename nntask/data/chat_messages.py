@@ -108,10 +108,10 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     return found
 
 
-def _is_text(part: Any) -> bool:
-    """Whether a part of a message is text and nothing else."""
-    is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    return is_text and all(key in ("type", "text") or is_nothing(value) for key, value in part.items())
+def _is_text(entry: Any) -> bool:
+    """Whether an entry of the content of a message is text and nothing else."""
+    is_text = isinstance(entry, Mapping) and entry.get("type") == "text" and isinstance(entry.get("text"), str)
+    return is_text and all(key in ("type", "text") or is_nothing(value) for key, value in entry.items())
 
 
 def text_of(message: Mapping[str, Any]) -> str:

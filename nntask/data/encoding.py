@@ -12,7 +12,7 @@ from .special_tokens import END_OF_TEXT
 from .tokenizer import BpeTokenizer, Tokenizer
 
 Ids = npt.NDArray[np.int32]
-Places = Sequence[tuple[int, int]]
+Offsets = Sequence[tuple[int, int]]
 
 
 class RowEncoder:
@@ -57,13 +57,13 @@ class RowEncoder:
         found = self._inner.post_process(one, two, True)
         return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32), sum(before) > sum(lengths)
 
-    def with_places(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], Places]:
+    def with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
         """(n,) ids of a text without a template, the character that each begins with, and the first and last (excluded) character of each."""
         if self._inner is None:
-            return _byte_places(self._tokenizer, text)
+            return _byte_offsets(self._tokenizer, text)
         found = self._inner.encode(text, add_special_tokens=False)
-        places = found.offsets
-        return np.array(found.ids, np.int32), np.array([start for start, _ in places], np.int64), places
+        offsets = found.offsets
+        return np.array(found.ids, np.int32), np.array([start for start, _ in offsets], np.int64), offsets
 
     def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
         ids = [each.astype(np.int32) for each in self._tokenizer.encode([first] if second is None else [first, second])]
@@ -77,12 +77,12 @@ class RowEncoder:
 
 def conversation_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a conversation that a chat template has written: those that training on it learns, without a beginning of its own."""
-    ids = tokenizer.encode([text])[0] if isinstance(tokenizer, BpeTokenizer) else _byte_places(tokenizer, text)[0]
+    ids = tokenizer.encode([text])[0] if isinstance(tokenizer, BpeTokenizer) else _byte_offsets(tokenizer, text)[0]
     return [int(each) for each in ids]
 
 
-def _byte_places(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.int64], Places]:
-    """(n,) ids of plain bytes, with their places as of `RowEncoder.with_places`; the end of text is one id where the tokenizer has it.
+def _byte_offsets(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
+    """(n,) ids of plain bytes, with their offsets as of `RowEncoder.with_offsets`; the end of text is one id where the tokenizer has it.
 
     Templates write the end of text as a word, and the tokenizer of an exported run reads it as one id.
     """

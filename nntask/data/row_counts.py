@@ -19,11 +19,11 @@ class RowCounts:
 
     Args:
         objective: what is learnt, with the lengths that rows are cut to.
-        part: "training" or "validation".
+        split: "training" or "validation".
     """
 
-    def __init__(self, objective: Objective, part: str) -> None:
-        self._objective, self._part = objective, part
+    def __init__(self, objective: Objective, split: str) -> None:
+        self._objective, self._split = objective, split
         self.num_rows = 0
         self._numbers: Counter[str] = Counter()
         self._unknown: Counter[str] = Counter()
@@ -43,12 +43,12 @@ class RowCounts:
 
     def findings(self) -> Iterator[Finding]:
         """Return what there is to say."""
-        before = "" if self._part == "training" else "validation_"
+        before = "" if self._split == "training" else "validation_"
         for key, sentence in _SENTENCES.items():
             number, total = self._numbers[key], self._numbers["answers"] if key == "answers_changed" else self.num_rows
             if number:
                 terms = {"length": self._objective.length, "target_length": self._objective.target_length}
-                yield Finding(before + key, number, total, sentence.format(number=number, total=total, part=self._part, **terms))
+                yield Finding(before + key, number, total, sentence.format(number=number, total=total, split=self._split, **terms))
         if self._unknown:
             named = ", ".join(f"{key} in {number}" for key, number in self._unknown.most_common(_MOST_NAMED))
             more = f" and {len(self._unknown) - _MOST_NAMED} others" if len(self._unknown) > _MOST_NAMED else ""
@@ -56,21 +56,21 @@ class RowCounts:
                 f"{before}unknown_keys",
                 len(self._unknown),
                 0,
-                f"keys that mean nothing here are ignored in {self.num_rows} {self._part} rows: {named}{more}",
+                f"keys that mean nothing here are ignored in {self.num_rows} {self._split} rows: {named}{more}",
             )
 
 
 _SENTENCES: Final = {
-    "rows_left_out": "{number} of {total} {part} conversations have no answer to learn within --seq-len {length} and are left out; raise --seq-len",
-    "rows_cut": "{number} of {total} {part} rows are longer than --seq-len {length} and are cut; raise --seq-len",
-    "inputs_cut": "{number} of {total} {part} inputs are longer than --seq-len {length} and are cut; raise --seq-len",
-    "outputs_cut": "{number} of {total} {part} outputs are longer than --target-len {target_length} and are cut; raise --target-len",
+    "rows_left_out": "{number} of {total} {split} conversations have no answer to learn within --seq-len {length} and are left out; raise --seq-len",
+    "rows_cut": "{number} of {total} {split} rows are longer than --seq-len {length} and are cut; raise --seq-len",
+    "inputs_cut": "{number} of {total} {split} inputs are longer than --seq-len {length} and are cut; raise --seq-len",
+    "outputs_cut": "{number} of {total} {split} outputs are longer than --target-len {target_length} and are cut; raise --target-len",
     "nulls_in_tools": (
-        "{number} of {total} {part} conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
+        "{number} of {total} {split} conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
         "tool does not have: those of tools are left out, and those of arguments are learnt; write such rows without them"
     ),
     "answers_changed": (
-        "{number} of {total} {part} answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "
+        "{number} of {total} {split} answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "
         "with what is between <think> and </think>, or writes it otherwise"
     ),
 }

@@ -218,3 +218,16 @@ def test_named_templates(tmp_path: Path) -> None:
     place = chat_tokenizer(tmp_path / "tok", named)
     assert "# Tools" not in check(place, {"messages": TALK})[0]
     assert "# Tools" in check(place, {"messages": TALK, "tools": TOOLS})[0]
+
+
+def test_named_templates_in_files(tmp_path: Path) -> None:
+    """transformers writes each into a file of its own; a tokenizer that is saved again has all of them."""
+    named = [{"name": "default", "template": SMOLLM}, {"name": "tool_use", "template": QWEN2}]
+    theirs = transformers.AutoTokenizer.from_pretrained(chat_tokenizer(tmp_path / "tok", named))
+    theirs.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").is_file()
+    (tmp_path / "again").mkdir()
+    load_tokenizer(tmp_path / "saved").save(tmp_path / "again")
+    for place in ("saved", "again"):
+        assert "# Tools" not in check(tmp_path / place, {"messages": TALK})[0]
+        assert "# Tools" in check(tmp_path / place, {"messages": TALK, "tools": TOOLS})[0]
