@@ -62,7 +62,10 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
     given: dict[str, Any] = {}
     for name in ("tools", "documents"):
         given[name] = _list_under(line, name)
-    given["tools"], has_nulls = _without_nulls(given["tools"])
+    try:
+        given["tools"], has_nulls = _without_nulls(given["tools"])
+    except RecursionError:
+        raise DataError(f'{line.where} has "tools" that are nested too deeply; mend or remove the line') from None
     given |= _variables(line)
     messages = [plain_message(each, reads, line.where) for each in found]
     return Conversation(found, messages, learnt, given, line.where, has_nulls or any(map(_has_null_arguments, found)))

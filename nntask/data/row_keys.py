@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from ..errors import DataError
 
-RowKind = Literal["text", "pairs", "labels", "chat", "message"]
+RowKind = Literal["pairs", "labels", "chat", "message"]
 Use = Literal["used", "written", "ignored", "refused"]
 
 
@@ -64,7 +64,6 @@ _PREFERENCES: Final = _all(
 )
 
 ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
-    "text": {**_PROVENANCE, **_all("used", "the text", "text")},
     "pairs": {
         **_PROVENANCE,
         **_MEDIA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,7 @@ def test_a_system_prompt_is_not_lost() -> None:
         ({"messages": [USER, {**REPLY, "content": {"text": "ho"}}]}, 'must have a string under "content"'),
         ({"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ho"}]}, "has no message of the role assistant"),
         ({"messages": json.dumps(TALK)}, 'must have "messages", such as'),
+        ({"messages": TALK, "tools": [reduce(lambda inner, _: {"a": inner}, range(5000), {})]}, '"tools" that are nested too deeply'),
         ({"messages": TALK, "chat_template": SMOLLM}, '"chat_template", which is not read: all rows have one template'),
     ],
 )

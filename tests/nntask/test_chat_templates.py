@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from support.chat_templates import BLOCKS, DEEPSEEK, LLAMA, QWEN2, QWEN3, SMOLLM
 
 from nntask.data import load_tokenizer
 from nntask.data.chat import ChatTemplate
+from nntask.data.chat_answers import Answers
 from nntask.data.encoding import RowEncoder
 from nntask.data.json_lines import Record
 from nntask.errors import DataError
@@ -231,3 +233,20 @@ def test_named_templates_in_files(tmp_path: Path) -> None:
     for place in ("saved", "again"):
         assert "# Tools" not in check(tmp_path / place, {"messages": TALK})[0]
         assert "# Tools" in check(tmp_path / place, {"messages": TALK, "tools": TOOLS})[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "gemma3", "smollm", "mistral", "deepseek", "blocks"])
+def test_both_ways_of_telling_answers_agree(name: str) -> None:
+    """Where the beginnings of a conversation are beginnings of its text, a mark in place of an answer finds the same characters; drawn from a seed."""
+    draw = random.Random(7)
+    words = ["a cat", "<|im_end|>", "yes\n\nno", "[INST]", "é 😀", "a", "assistant", "<|im_start|>assistant\n", "]", "the the"]
+    template = ChatTemplate(TEMPLATES[name].replace("{%- generation %}", "").replace("{%- endgeneration %}", ""), "t.jinja", {"eos_token": "</s>"})
+
+    def write(messages: Any, *, prompts: bool) -> str:
+        return template._render(messages, "line 1", prompts=prompts)[0]
+
+    for _ in range(40):
+        talk = [{"role": ("user", "assistant")[at % 2], "content": draw.choice(words) + draw.choice(words)} for at in range(2 * draw.randint(1, 3))]
+        answers = Answers(write, talk, write(talk, prompts=False))
+        for at in range(1, len(talk), 2):
+            assert answers.span(at) == answers._within(at), talk
