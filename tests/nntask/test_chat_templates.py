@@ -237,7 +237,7 @@ def test_named_templates_in_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma", "gemma3", "smollm", "mistral", "deepseek", "blocks"])
 def test_both_ways_of_telling_answers_agree(name: str) -> None:
-    """Where the beginnings of a conversation are beginnings of its text, a mark in place of an answer finds the same characters; drawn from a seed."""
+    """Where beginnings of a conversation are beginnings of its text, a mark in place of an answer finds the same characters."""
     draw = random.Random(7)
     words = ["a cat", "<|im_end|>", "yes\n\nno", "[INST]", "é 😀", "a", "assistant", "<|im_start|>assistant\n", "]", "the the"]
     template = ChatTemplate(TEMPLATES[name].replace("{%- generation %}", "").replace("{%- endgeneration %}", ""), "t.jinja", {"eos_token": "</s>"})
