@@ -18,7 +18,6 @@ from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
 from ..data.spec import DataSpec
-from ..data.special_tokens import CHAT_TEMPLATE
 from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
@@ -27,7 +26,20 @@ from ..tiling.model_tiling import ModelTiling, default_tiling, divisors
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
 from .objective import objective_of, with_objective
-from .run_config import LanguageRun, LanguageSpec, Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
+from .run_config import (
+    LanguageRun,
+    LanguageSpec,
+    Length,
+    ModelSpec,
+    OptimizerSpec,
+    RunConfig,
+    Saving,
+    ScheduleSpec,
+    Start,
+    StepSpec,
+    TileChoice,
+    with_kept_template,
+)
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -231,11 +243,9 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
 
 
 def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:
-    """Return the data part of the settings; a run whose chat template is gone is continued with the one that its checkpoint keeps."""
-    data, objective = settings.data, objective_of(settings, config)
-    if resumed is not None and objective.template and not Path(objective.template).exists() and (resumed.path / CHAT_TEMPLATE).is_file():
-        objective = replace(objective, template=str(resumed.path / CHAT_TEMPLATE))
-    return DataSpec(
+    """Return the data part of the settings, for a run that goes on from a checkpoint or a new one."""
+    data = settings.data
+    found = DataSpec(
         dataset=data.dataset,
         path=data.dataset_path,
         val_path=data.val_path,
@@ -243,8 +253,9 @@ def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoi
         tokenizer=data.tokenizer,
         tokenizer_path=data.tokenizer_path,
         vocab_size=config.vocab_size,
-        objective=objective,
+        objective=objective_of(settings, config),
     )
+    return found if resumed is None else with_kept_template(found, resumed)
 
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:

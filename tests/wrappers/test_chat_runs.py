@@ -14,10 +14,13 @@ from support.model_directories import losses, write_model
 from support.objective_data import CHATML, lines_in
 from support.served import CONFIG, write_served_model
 
-from nntask.data import ChatSource, ChatTemplate, load_tokenizer
+from nntask.checkpoints.store import find_checkpoint
+from nntask.config.run_config import with_kept_template
+from nntask.data import ChatSource, ChatTemplate, DataSpec, load_tokenizer
 from nntask.data.chat_source import templates_of
 from nntask.data.encoding import RowEncoder
 from nntask.data.json_lines import Record
+from nntask.data.objectives import Objective
 from nntask.gguf.model_file import open_gguf
 from nntask.inference import ModelSource
 from wrappers.cli import main
@@ -165,3 +168,17 @@ def test_findings_of_rows_are_said_and_kept(here: Path, capsys: pytest.CaptureFi
         summary = json.loads((here / run / "summary.json").read_text())
         assert summary["data"]["rows_left_out"] == {"number": 2, "total": 5}
     assert losses(here / "a") == losses(here / "b")
+
+
+def test_a_run_that_restarts_itself_follows_its_checkpoint(here: Path) -> None:
+    """A cluster that changes is a run that goes on from a newer checkpoint, when the older one with the template may be gone."""
+    assert main([*TRAIN, "--init-from=base", "--chat-template=qwen.jinja", "--seq-len=128", "--run-dir=run", "--steps=2", "--save-every=1"]) == 0
+    older, newer = (find_checkpoint(here / "run" / "checkpoints" / f"step-00000{step}") for step in (1, 2))
+    spec = DataSpec(objective=Objective(form="chat", template="qwen.jinja"))
+    assert with_kept_template(spec, older) == spec
+    (here / "qwen.jinja").unlink()
+    again = with_kept_template(spec, older)
+    assert again.objective.template == str(older.path / "chat_template.jinja")
+    Path(again.objective.template).unlink()
+    assert with_kept_template(again, newer).objective.template == str(newer.path / "chat_template.jinja")
+    assert with_kept_template(DataSpec(), newer) == DataSpec()
