@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MESSAGES: Final = "messages"
 ASSISTANT: Final = "assistant"
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_GIVEN: Final = frozenset(("tools", "documents", "chat_template_kwargs"))
+"""Keys of a row that are variables of the template."""
 _VALUES: Final = frozenset(("default", "const", "enum", "examples"))
 """Keys of a schema under which null is a value."""
 _VARIABLES: Final = frozenset(
@@ -59,16 +61,17 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
     """
     found = messages_of(line)
     learnt = [_is_learnt(each, line.where) for each in found]
-    given: dict[str, Any] = {}
-    for name in ("tools", "documents"):
-        given[name] = _list_under(line, name)
-    try:
-        given["tools"], has_nulls = _without_nulls(given["tools"])
-    except RecursionError:
-        raise DataError(f'{line.where} has "tools" that are nested too deeply; mend or remove the line') from None
-    given |= _variables(line)
     messages = [plain_message(each, reads, line.where) for each in found]
-    return Conversation(found, messages, learnt, given, line.where, has_nulls or any(map(_has_null_arguments, found)))
+    has_nulls = any("tool_calls" in each and _has_null_arguments(each) for each in found)
+    given: dict[str, Any] = {"tools": None, "documents": None}
+    if not _GIVEN.isdisjoint(line.values):
+        given = {name: _list_under(line, name) for name in given} | _variables(line)
+        try:
+            given["tools"], tools_have_nulls = _without_nulls(given["tools"])
+        except RecursionError:
+            raise DataError(f'{line.where} has "tools" that are nested too deeply; mend or remove the line') from None
+        has_nulls |= tools_have_nulls
+    return Conversation(found, messages, learnt, given, line.where, has_nulls)
 
 
 def messages_of(line: Record) -> list[Mapping[str, Any]]:
@@ -93,6 +96,8 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     Raises:
         DataError: the content is neither a string nor parts of text.
     """
+    if len(message) == 2 and isinstance(message.get("content"), str):  # nearly all are so
+        return dict(message)
     found = {key: value for key, value in message.items() if value is not None and key != "weight"}
     reasoning = next((found[key] for key in _REASONING if key in found), None)
     if reasoning is not None:
