@@ -48,7 +48,12 @@ class ChatSource:
                 raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
             return cls(source, file, _words(tokenizer, config, source))
         named = templates_of(files)
-        if "default" not in named:
+        if named and "default" not in named:
+            raise DataError(
+                f"the tokenizer of the data has chat templates named {', '.join(sorted(named))} and none named default; "
+                "write one of them to a file and name it with --chat-template FILE"
+            )
+        if not named:
             raise DataError(
                 "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
                 "or the tokenizer of a model for conversations with --tokenizer-path DIR"

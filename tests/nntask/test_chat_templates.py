@@ -222,6 +222,13 @@ def test_named_templates(tmp_path: Path) -> None:
     assert "# Tools" in check(place, {"messages": TALK, "tools": TOOLS})[0]
 
 
+def test_named_templates_without_a_default_are_listed(tmp_path: Path) -> None:
+    """transformers refuses them, too."""
+    place = chat_tokenizer(tmp_path / "tok", [{"name": "rag", "template": SMOLLM}, {"name": "tool_use", "template": QWEN2}])
+    with pytest.raises(DataError, match="has chat templates named rag, tool_use and none named default"):
+        ChatTemplate.of(load_tokenizer(place), "")
+
+
 def test_named_templates_in_files(tmp_path: Path) -> None:
     """transformers writes each into a file of its own; a tokenizer that is saved again has all of them."""
     named = [{"name": "default", "template": SMOLLM}, {"name": "tool_use", "template": QWEN2}]
