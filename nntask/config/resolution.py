@@ -26,7 +26,20 @@ from ..tiling.model_tiling import ModelTiling, default_tiling, divisors
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
 from .objective import objective_of, with_objective
-from .run_config import LanguageRun, LanguageSpec, Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
+from .run_config import (
+    LanguageRun,
+    LanguageSpec,
+    Length,
+    ModelSpec,
+    OptimizerSpec,
+    RunConfig,
+    Saving,
+    ScheduleSpec,
+    Start,
+    StepSpec,
+    TileChoice,
+    with_kept_template,
+)
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -113,7 +126,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
         "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
         "length": Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
         "saving": Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
-        "data": data_spec(settings, config),
+        "data": data_spec(settings, config, resumed),
         "machine": machine,
         "cluster": cluster_of(settings.cluster),
         "start": Start(
@@ -229,10 +242,10 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
     return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
 
 
-def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
-    """The data part of the settings."""
+def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:
+    """Return the data part of the settings, for a run that goes on from a checkpoint or a new one."""
     data = settings.data
-    return DataSpec(
+    found = DataSpec(
         dataset=data.dataset,
         path=data.dataset_path,
         val_path=data.val_path,
@@ -242,6 +255,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
         vocab_size=config.vocab_size,
         objective=objective_of(settings, config),
     )
+    return found if resumed is None else with_kept_template(found, resumed)
 
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:

@@ -16,13 +16,15 @@ from typing import Final
 from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
 from .chat import ChatTemplate
+from .chat_source import with_template
 from .corpora import stdlib_corpus, text_corpus
 from .examples import Source, examples_of
-from .findings import Finding
+from .findings import FINDINGS, Finding, read_findings
 from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
 from .images import IMAGES, open_images
 from .json_lines import JSONL, RowTexts, json_lines, line_corpus
+from .row_counts import RowCounts
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
 from .sampler import Examples, Shuffled
@@ -34,7 +36,8 @@ from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
-_FORMAT: Final = "2"  # raise when the meaning of cached rows changes
+_FORMAT: Final = "2"  # raise when the meaning of cached rows changes; fingerprints of runs contain it
+_ROWS_FORMAT: Final = "rows 1"  # of rows; fingerprints of runs do not contain it
 _TEXT_FORMAT: Final = "3"  # raise when the meaning of cached texts changes
 
 
@@ -281,19 +284,22 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         terms = f"{_FORMAT} {replace(objective, template='', mask_probability=0.0)} {tokenizer_key(spec)} {_template_key(spec)}"
         digests = [split.digest() if split else "" for split in lines]
         fingerprint = hashlib.sha256(f"{terms} {digests[0]}".encode()).hexdigest()
-        key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
+        key = hashlib.sha256(f"{_ROWS_FORMAT} {terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
-        found = []
+        tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer
+        found, findings = [], list[Finding](_findings(tokenizer))
         for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
             if split and not (directory / name).is_dir():
                 report(f"tokenising {split.num_lines()} rows to {directory / name}")
-                write_rows(directory / name, encoded_rows(split, objective, tokenizer, spec.vocab_size), pack)
+                counts = RowCounts(objective, "training" if name == "train.rows" else "validation")
+                write_rows(directory / name, encoded_rows(split, objective, tokenizer, spec.vocab_size, counts), pack, counts.findings)
             found.append(RowFile(directory / name, NUM_FIELDS[objective.form]) if split else None)
+            findings += read_findings(directory / name / FINDINGS) if split else ()
     train, validation = found
     assert train is not None  # there are lines for training
-    has_validation = validation is not None and validation.num_rows > 0
-    return Dataset(spec.dataset, train, validation if has_validation else None, tokenizer, fingerprint, -1, spec, _findings(tokenizer))
+    validation = validation if validation and validation.num_rows else None
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, tuple(findings))
 
 
 def _template_key(spec: DataSpec) -> str:

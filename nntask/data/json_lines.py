@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..errors import DataError
+from .row_keys import format_hint
 from .texts import Corpus, Text
 
 JSONL: Final = "jsonl"
@@ -40,6 +41,8 @@ class Record:
         value = self.values.get(key)
         if not isinstance(value, str):
             what = f"{type(value).__name__} there" if key in self.values else f"the keys {', '.join(self.values) or 'none'}"
+            if hint := format_hint(self.values):
+                raise DataError(f'{self.where} must have a string under "{key}", got {hint}')
             raise DataError(f'{self.where} must have a string under "{key}", got {what}; mend or remove the line')
         return clean(value)
 
@@ -67,6 +70,8 @@ class JsonLines:
         for number, (line, where) in enumerate(self._lines()):
             if number == self.select:
                 return
+            if not number and line.lstrip().startswith("["):
+                raise DataError(f"{where} holds one array and not an object a line; turn it into lines: jq -c '.[]' FILE > FILE.jsonl")
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:

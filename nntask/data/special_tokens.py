@@ -22,6 +22,7 @@ END_OF_TEXT: Final = "<|endoftext|>"
 GENERATION: Final = "generation_config.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+_MORE_TEMPLATES: Final = "additional_chat_templates"
 _CONFIG: Final = "config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _WORDS: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS)
@@ -89,6 +90,8 @@ def read_special(directory: Path | None, inner: Any) -> Special:
         DataError: a file is broken.
     """
     files, objects = companions(directory)
+    if directory is not None and directory.is_dir():
+        files = {name: text for name, text in {**files, **_named_templates(directory, files, objects)}.items() if text}
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
     if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids
@@ -103,6 +106,21 @@ def read_special(directory: Path | None, inner: Any) -> Special:
                 break
     mask = _by_word(objects, "mask_token", inner) or tuple(each for each in map(inner.token_to_id, _MASKS) if each in special)
     return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None)
+
+
+def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a tokenizer_config.json with all chat templates of a directory that has several, each in a file, as transformers writes them.
+
+    The config lists them by name, and no file of one template stands above the list.
+    """
+    named = {file.stem: _text(file) for file in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
+    if not named:
+        return {}
+    if CHAT_TEMPLATE in files:
+        named = {"default": files[CHAT_TEMPLATE], **named}
+    entries = [{"name": name, "template": template} for name, template in named.items()]
+    about = {**objects.get(TOKENIZER_CONFIG, {}), "chat_template": entries}
+    return {TOKENIZER_CONFIG: json.dumps(about, indent=2, ensure_ascii=False) + "\n", CHAT_TEMPLATE: ""}
 
 
 def _is_json(file: Path) -> bool:

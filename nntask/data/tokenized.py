@@ -140,7 +140,7 @@ def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replac
     for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
         if len(ids) and int(ids.max()) >= vocab_size:
             wrong = first_unknown(ids, vocab_size)
-            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_starts(chunk)[1][wrong]))
+            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_offsets(chunk)[1][wrong]))
             raise DataError(unknown(int(ids[wrong]), tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},"))
         num_lines += chunk.count("\n")
         yield ids

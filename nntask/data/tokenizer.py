@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -31,16 +31,14 @@ class Tokenizer(Protocol):
         vocab_size: the largest id plus one.
         notes: what its files say and is not followed, a sentence each.
         terms: what its tokens follow from besides the bytes of its file; "" if nothing.
+        special: the ids around texts, as far as they are known, and the files that declare them.
     """
 
     name: str
     vocab_size: int
     notes: tuple[str, ...]
     terms: str
-
-    @property
-    def special(self) -> Special:
-        """The ids around texts, as far as they are known, and the files that declare them."""
+    special: Special
 
     @property
     def begin_of_text(self) -> int:
@@ -86,6 +84,7 @@ class ByteTokenizer:
 
     Args:
         vocab_size: number of ids of the model.
+        files: name -> content of the files that are kept with it: a chat template.
 
     Raises:
         DataError: the model has fewer than 256 ids.
@@ -95,12 +94,12 @@ class ByteTokenizer:
     notes: tuple[str, ...] = ()
     terms = ""
 
-    def __init__(self, vocab_size: int = _NUM_BYTES + 1) -> None:
+    def __init__(self, vocab_size: int = _NUM_BYTES + 1, files: Mapping[str, str] | None = None) -> None:
         if vocab_size < _NUM_BYTES:
             raise DataError(f"plain bytes need a vocabulary of at least {_NUM_BYTES}, the model has {vocab_size}; raise vocab_size in the config")
         self.vocab_size = min(vocab_size, _NUM_BYTES + 1)
         self.end_of_text = self.begin_of_text = _NUM_BYTES if vocab_size > _NUM_BYTES else ord("\n")
-        self.special = Special(self.begin_of_text, (self.end_of_text,))
+        self.special = Special(self.begin_of_text, (self.end_of_text,), files or {})
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """(n,) bytes of each text in UTF-8; `special` has no effect."""
@@ -125,7 +124,8 @@ class ByteTokenizer:
         return lengths
 
     def save(self, directory: Path) -> None:
-        """Write no file: plain bytes need no table."""
+        """Write a chat template if there is one; plain bytes need no table."""
+        _save_files(self.special, directory)
 
 
 class BpeTokenizer:
@@ -200,8 +200,12 @@ class BpeTokenizer:
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and its companion files to `directory`."""
         self.inner.save(str(directory / TOKENIZER_FILE), pretty=False)
-        for name, content in self.special.files.items():
-            (directory / name).write_text(content, encoding="utf-8")
+        _save_files(self.special, directory)
+
+
+def _save_files(special: Special, directory: Path) -> None:
+    for name, content in special.files.items():
+        (directory / name).write_text(content, encoding="utf-8")
 
 
 def _is_byte_level(inner: Any) -> bool:

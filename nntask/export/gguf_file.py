@@ -11,6 +11,8 @@ import numpy as np
 
 from tiles import BLOCK_FORMATS
 
+from ..data.chat_source import templates_of
+from ..data.special_tokens import CHAT_TEMPLATE
 from ..errors import DataError, StorageError, UsageError
 from ..gguf.architectures import ARCHITECTURES, POSITIONS, ROTARY_FACTORS, Architecture, architecture_for
 from ..gguf.config_keys import NO_WINDOWS, config_from, metadata_of
@@ -147,4 +149,6 @@ def _vocabulary(source: Convertible, name: str) -> tuple[dict[str, Any], list[st
     if source.tokenizer is None:
         return {NAME: name, "tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos, ())}, []
     files = tokenizer_files(source.tokenizer, source.config.n_positions)
+    if template := templates_of(files).get("default"):  # of several by name
+        files[CHAT_TEMPLATE] = template
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos, name=name)

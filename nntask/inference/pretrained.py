@@ -1,7 +1,8 @@
 """A trained model on disk, whatever wrote it: a run, one of its checkpoints, or a model directory of transformers.
 
-A text of a run begins behind an end of text, as every text of its training data did, and ends at the next one. A text of a model directory begins
-with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends at its eos_token_id.
+A text of a model directory begins with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends
+at its eos_token_id. A text of a run that began with such a directory, or learnt conversations, begins in the same way. A text of any other run begins
+behind an end of text, as every text of its training data did. A conversation begins with what its chat template writes, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
-from ..data.encoding import RowEncoder
+from ..data.encoding import RowEncoder, conversation_ids
 from ..data.foreign_tokenizer import has_tokenizer, other_way
 from ..data.known_ids import unknown
-from ..data.special_tokens import GENERATION
+from ..data.special_tokens import CHAT_TEMPLATE, GENERATION
 from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, read_values, stored_ranges
 from ..io.json_file import read_object
+from ..io.regular_file import read_text
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
@@ -33,6 +35,7 @@ from ..models.registry import config_notes
 from ..tiling.model_tiling import ModelTiling
 from ..training.initial_weights import load_model
 from .generation_keys import check_generation, generation_notes
+from .samples import begins_as_rows
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
@@ -78,6 +81,14 @@ class TextIds:
         if wrong is not None:
             raise UsageError(unknown(wrong, self.tokenizer, self.vocab_size, "the prompt"))
         return found
+
+    def conversation(self, text: str) -> list[int]:
+        """Ids of a conversation that a chat template has written.
+
+        Raises:
+            UsageError: the model has no row for one of them.
+        """
+        return self.known(conversation_ids(self.tokenizer, text))
 
     def prompt(self, text: str) -> list[int]:
         """Ids that a text beginning with `text` begins with.
@@ -172,7 +183,8 @@ class ModelSource:
         if kind is not None and path:
             raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
         if kind == "bytes":
-            return ByteTokenizer(self.config.vocab_size)
+            template = self.path / CHAT_TEMPLATE
+            return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: read_text(template)} if template.is_file() else None)
         if kind is None and not path and is_gguf(self.path) and (reason := open_gguf(self.path).untranslated):
             raise DataError(f"the tokenizer in {self.path} {reason}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
         if kind is None and not path:
@@ -202,15 +214,10 @@ class ModelSource:
         """
         rows = self.config.objective != "causal"
         if self.checkpoint is not None:
-            return TextIds(
-                tokenizer,
-                (tokenizer.begin_of_text,),
-                None,
-                frozenset(tokenizer.special.eos),
-                min(tokenizer.vocab_size, self.config.vocab_size),
-                adds_special=False,
-                encodes_rows=rows,
-            )
+            adds_special = begins_as_rows(self.settings, self.checkpoint.state.get("form"))
+            begin, stop = (tokenizer.begin_of_text,), frozenset(tokenizer.special.eos)
+            vocab_size = min(tokenizer.vocab_size, self.config.vocab_size)
+            return TextIds(tokenizer, () if adds_special else begin, begin, stop, vocab_size, adds_special=adds_special, encodes_rows=rows)
         check_generation(self._object(GENERATION), str(self.path / GENERATION))
         values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
         alone, ends = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))

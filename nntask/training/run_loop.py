@@ -92,6 +92,7 @@ def _state_of(run: LanguageRun, dataset: Dataset) -> dict[str, Any]:
         "settings": asdict(run.settings),
         "data": dataset.fingerprint,
         "tokenizer": dataset.tokenizer.name if dataset.tokenizer else None,
+        "form": dataset.spec.objective.form,
         "versions": versions(),
         **({} if run.start.frozen_base is None else {"base": run.start.frozen_base.to_dict()}),
     }

@@ -15,11 +15,13 @@ from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from nntask.config.environment import VARIABLES
 from nntask.config.settings import TrainSettings
+from nntask.data.row_keys import ROW_KEYS
 from nntask.models.registry import FAMILIES
 from nntask.telemetry.metrics import StepRecord
 from wrappers.cli.commands.plan import OWN_FLAGS
@@ -161,13 +163,30 @@ def test_flags_of_plan() -> None:
     assert named == [name for name in OWN_FLAGS if name != "json"]
 
 
-def test_environment_table() -> None:
-    """The page of environment variables shows a row for each variable of the registry, and its flag exists; pages name no other variable."""
+def registry_tables() -> ModuleType:
+    """The module that makes tables of the reference."""
     spec = spec_from_file_location("registry_tables", DOCS / "_ext" / "registry_tables.py")
     assert spec is not None
     assert spec.loader is not None
     tables = module_from_spec(spec)
     spec.loader.exec_module(tables)
+    return tables
+
+
+def test_table_of_row_keys() -> None:
+    """The page of keys of rows shows each key of the registry once for each kind of row."""
+    assert ":::{rows-table}" in (DOCS / "reference" / "rows.md").read_text()
+    shown = [
+        (cells[0], key)
+        for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in registry_tables().rows_markdown().splitlines()[2:])
+        for key in re.findall(r"`([^`]+)`", cells[1])
+    ]
+    assert sorted(shown) == sorted((kind, key) for kind, rules in ROW_KEYS.items() for key in rules)
+
+
+def test_environment_table() -> None:
+    """The page of environment variables shows a row for each variable of the registry, and its flag exists; pages name no other variable."""
+    tables = registry_tables()
     assert ":::{environment-table}" in (DOCS / "reference" / "environment.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.environment_markdown().splitlines()[2:]]
     assert rows == [[f"`{each.name}`", f"`--{each.flag}`" if each.flag else "", each.help] for each in VARIABLES]

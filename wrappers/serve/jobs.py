@@ -48,10 +48,12 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
             raise ApiError(400, why, param="messages")
         text = template.prompt(asked.messages, "the request")
         try:
-            found = ids.known(ids.tokenizer.encode([text])[0])
+            found = ids.conversation(text)
         except UsageError as error:
             raise ApiError(400, str(error), param="messages") from None
-        return [Prompt((*(ids.begin if tuple(found[: len(ids.begin)]) != ids.begin else ()), *found), text)]
+        if not found:
+            raise ApiError(400, "the chat template writes nothing for this conversation; change the messages", param="messages")
+        return [Prompt(tuple(found), text)]
     prompts = []
     for each in asked.prompts:
         try:
