@@ -66,7 +66,7 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
     """
     found = data_files(str(path), "--dataset-path", _is_any, _has_rows)
     files, empty = _filled(found.train, f"--dataset-path {path}")
-    sentences, findings = (found.sentence,) if found.sentence else (), (*found.findings, *empty)
+    sentences, findings = tuple(filter(None, (found.sentence,))), (*found.findings, *empty)
     name = Path(path).name
     if val_path:
         scored = scored_corpus(val_path)

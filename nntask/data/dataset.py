@@ -21,7 +21,7 @@ from .directories import is_named
 from .examples import Source, examples_of
 from .findings import Finding
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
-from .images import IMAGES, open_images
+from .images import IMAGES, open_images, told_images
 from .json_lines import JSONL, RowTexts, json_lines, line_corpus, told_lines
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
@@ -207,7 +207,7 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
     if spec.dataset == "train.bin":
         return _open_tokens(spec)
     if spec.dataset == IMAGES:
-        return _open_images(spec)
+        return _open_images(spec, report)
     if spec.objective.form in NUM_FIELDS:
         return _open_rows(spec, report)
     corpus = corpus_of(spec)
@@ -246,7 +246,9 @@ def _train_bin(path: str) -> Path:
     return Path(path) / "train.bin" if Path(path).is_dir() else Path(path)
 
 
-def _open_images(spec: DataSpec) -> Dataset:
+def _open_images(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
+    if sentence := told_images(spec.path, spec.val_path, spec.objective):
+        report(sentence)
     train, validation = open_images(spec.path, spec.val_path, spec.objective)
     return Dataset(IMAGES, train, validation, None, train.digest(), spec.select, spec)
 

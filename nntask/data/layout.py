@@ -134,8 +134,8 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     """The splits of ``data/NAME-00000-of-00001.EXTENSION``; None without such a file."""
     parts: dict[str, list[str]] = {}
     for name in files:
-        if found := _SHARD.fullmatch(name):
-            parts.setdefault(found.group(1), []).append(name)
+        if shard := _SHARD.fullmatch(name):
+            parts.setdefault(shard.group(1), []).append(name)
     if not parts:
         return None
     found = chosen_parts(listing, "shards of the Hub", {name: tuple(names) for name, names in parts.items()})

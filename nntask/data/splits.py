@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ..errors import DataError
@@ -74,8 +74,8 @@ class Splits:
 
     def within(self, folder: str) -> Splits:
         """The same with names from the directory above `folder`."""
-        names = ("train", "validation", "test", "others", "metadata")
-        return replace(self, **{name: tuple(f"{folder}/{each}" for each in getattr(self, name)) for name in names})
+        parts = (self.train, self.validation, self.test, self.others, self.metadata)
+        return Splits(self.layout, *(tuple(f"{folder}/{name}" for name in names) for names in parts))
 
     def sentence(self, where: str) -> str:
         """One line that says which files were taken for what."""
