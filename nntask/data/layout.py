@@ -166,7 +166,7 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     if not train:
         train, others = others, ()
     elif len(others) > len(claims):
-        if not validation and not test:
+        if all(splits_in(PurePosixPath(name).name) <= {"train"} for name in others) and not validation and not test:
             return None  # a name by chance: nothing here is kept apart
         raise DataError(
             f"{listing.where} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
