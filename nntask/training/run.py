@@ -38,6 +38,7 @@ from .continuation import interrupted, left_behind
 from .initial_weights import check_files, check_weights, model_to_start_from, new_weights
 from .loop import Hooks
 from .preflight import check_directory, check_start, warn_of_disk, with_known_base
+from .run_directory import own_directory
 from .run_lock import RunLock
 from .run_loop import run_loop
 from .session import Opened, Session, UntiledModel, about_tiled, begin, counts_of, stream_of
@@ -65,6 +66,12 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
     """
+    with own_directory(run) as new:
+        return _train(new, cluster)
+
+
+def _train(run: RunConfig, cluster: Cluster | None) -> int:
+    """As `train`, in a directory of its own."""
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
         check_installed()
@@ -111,6 +118,11 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     """As `train`, of a model that is not made of tiles, on this machine."""
+    with own_directory(run) as new:
+        return _train_untiled(new, model)
+
+
+def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
         check_installed()

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tiles.kernels import kernel_versions
 
 from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
-from ..config.resolution import RUNS
+from ..config.resolution import RUNS, default_run_dir
+from ..config.run_config import LanguageRun
 from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
 from .run_lock import LOCK
 
+Run = TypeVar("Run", bound=LanguageRun)
 CONFIG: Final = RUN_CONFIG
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
@@ -59,6 +63,30 @@ def _never_began(path: Path) -> bool:
     return not names or (
         CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, PLAN, TRACE} and not (metrics.exists() and metrics.stat().st_size)
     )
+
+
+@contextmanager
+def own_directory(run: Run) -> Iterator[Run]:
+    """Make the directory of a new run that names none, so that no run that begins in the same second has the same; removed if it stays empty."""
+    if run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run:
+        yield run
+        return
+    directory, had_runs = run.directory, RUNS.is_dir()
+    while True:
+        try:
+            directory.mkdir(parents=True)
+            break
+        except FileExistsError:
+            directory = default_run_dir(run.name)
+        except OSError:  # which the check of the directory reports
+            break
+    try:
+        yield replace(run, directory=directory)
+    finally:
+        with suppress(OSError):  # it holds a run
+            directory.rmdir()
+            if not had_runs:
+                RUNS.rmdir()
 
 
 def newest_run() -> Path:
@@ -129,6 +157,7 @@ def summary_of(
         "tokens_per_second": whole.tokens / whole.seconds if whole.seconds else 0.0,
         "loss_first": whole.loss_first,
         "loss_last": whole.loss_last,
+        **_validations(whole),
         "peak_bytes": stats["peak_bytes"],
         "budget_bytes": stats["budget_bytes"],
         "moved_bytes": whole.moved_bytes,
@@ -145,6 +174,18 @@ def summary_of(
         "data": counts(findings),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
+    }
+
+
+def _validations(whole: Totals) -> dict[str, float | int | None]:
+    """The validation losses of summary.json; none for a run that validated nothing."""
+    if whole.validation_last is None:
+        return {}
+    return {
+        "validation_loss_first": whole.validation_first,
+        "validation_loss_last": whole.validation_last,
+        "validation_loss_least": whole.validation_least,
+        "validation_loss_least_step": whole.validation_least_step,
     }
 
 
