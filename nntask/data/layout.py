@@ -162,12 +162,13 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     train, test = (tuple(name for name, found in claims.items() if split in found) for split in ("train", "test"))
     validation = tuple(name for name, found in claims.items() if found == {"validation"})
     others = tuple(name for name in files if name not in claims)
+    kept_apart = validation or test or any(splits_in(PurePosixPath(name).name) - {"train"} for name in others)
     _check_configs(listing, train)
     if not train:
         train, others = others, ()
-    elif len(others) > len(claims):
-        if all(splits_in(PurePosixPath(name).name) <= {"train"} for name in others) and not validation and not test:
-            return None  # a name by chance: nothing here is kept apart
+    elif len(others) > len(claims) and not kept_apart:
+        return None  # a name by chance: nothing here is for validation or test
+    elif len(others) >= len(claims) and kept_apart:
         raise DataError(
             f"{listing.where} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
             f"or {listing.flag} '{listing.root}/**' to train on all"

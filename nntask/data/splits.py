@@ -122,7 +122,7 @@ def chosen_parts(listing: Listing, layout: str, parts: Mapping[str, tuple[str, .
         folders: whether a part can be passed as a folder of its name, else by a pattern.
 
     Raises:
-        DataError: several parts may be for training.
+        DataError: several parts may be for training, or the one that is shares a file with another.
     """
     train = [name for name in parts if "train" in splits_in(name)] or [name for name in parts if not splits_in(name)]
     exact = [name for name in train if name.lower() == "train"] or train
@@ -133,6 +133,11 @@ def chosen_parts(listing: Listing, layout: str, parts: Mapping[str, tuple[str, .
             f"pass one, as in {listing.flag} {passed}"
         )
     chosen = exact[0] if exact else ""
+    for name, files in parts.items():
+        if shared := set(parts.get(chosen, ())) & set(files) if name != chosen else ():
+            raise DataError(
+                f"{listing.where} has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE"
+            )
     found: dict[str, list[str]] = {"train": list(parts.get(chosen, ())), "validation": [], "test": [], "others": []}
     for name, files in parts.items():
         if name != chosen:

@@ -74,6 +74,7 @@ def test_splits_by_name(files: list[str], train: list[str], validation: list[str
          "--dataset-path 'd/data/train_sft-00000-of-00001.parquet'"),
         (["data/a-00000-of-00002.parquet", "data/a-00001-of-00002.parquet", "data/b-00000-of-00001.parquet"], "--dataset-path 'd/data/a-*'"),
         (["train_test.jsonl", "x.jsonl"], "train_test.jsonl, whose name is of the splits test and train; pass what is to train"),
+        (["a cat.txt", "a dog.txt", "a train.txt", "test tubes.txt"], "'d/**' to train on all"),
         (["train/a.py", "test/a.py", *(f"{n}.py" for n in "abcdef")], "6 files (a.py, b.py, c.py, ...) of no split; pass what is to train"),
         (["snapshots/1/a.txt", "snapshots/2/a.txt", "blobs/0"], "has 2 snapshots of a repository; name one, as in d/snapshots/1"),
     ],
@@ -211,6 +212,8 @@ def test_the_card_of_a_repository(configs: str, train: list[str], test: list[str
         ("  a: 3\n", "must be a list, got dict"),
         ("- config_name: en\n  data_files:\n  - split: train_a\n    path: en/*\n  - split: train_b\n    path: fr/*\n",
          "train_a and train_b may be for training"),
+        ("- config_name: en\n  data_files:\n  - split: train\n    path: '*/*'\n  - split: test\n    path: fr/*\n",
+         "has fr/a.jsonl in the splits train and test; pass the files that are to train"),
     ],
 )  # fmt: skip
 def test_a_card_that_leaves_it_open_is_refused(configs: str, words: str) -> None:
