@@ -27,6 +27,8 @@ STDLIB_NBYTES: Final = 8_000_000
 _SKIPPED: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__", "encodings", "ensurepip", "turtledemo"}
 )
+_MACHINE_ONLY: Final = ("config-", "pydoc_data/")
+"""Folders whose sources are of this machine's build, or are topics already."""
 _LINES: Final = (".jsonl", ".ndjson")
 _TOPICS: Final = "pydoc/"
 
@@ -43,7 +45,7 @@ def stdlib_corpus(select: int = -1) -> Corpus:
     texts.append(Text(_TOPICS + "builtins", None, _builtin_docs()))
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [Text(str(path.relative_to(root).as_posix()), path) for path in walk(root, (".py",), _SKIPPED)]
-    texts += sorted((s for s in sources if not s.name.startswith("pydoc_data/")), key=lambda s: _hash(s.name))
+    texts += sorted((s for s in sources if not s.name.startswith(_MACHINE_ONLY)), key=lambda s: _hash(s.name))
     kept, nbytes = [], 0
     for text in texts:
         size = text.path.stat().st_size if text.path else len(text.content.encode())

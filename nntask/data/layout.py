@@ -27,7 +27,9 @@ _SHARD: Final = re.compile(r"data/(\w[\w.]*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", INFOS, DICT})
 """Files that describe a dataset wherever they are."""
 _ABOUT: Final = re.compile(
-    r"(readme|licen[cs]e|copying|notice|citation|changelog|authors|contributing|requirements)([-_.].*)?|config\.json|dummy_data\.zip", re.IGNORECASE
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|authors|contributing|requirements)([-_][^.]*)?(\.(md|txt|rst|html|cff|pdf))?"
+    r"|config\.json|dummy_data\.zip",
+    re.IGNORECASE,
 )
 """Names of files that are about the data, where the directory shows other signs of being a dataset."""
 
@@ -66,7 +68,8 @@ def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callab
     if found is None:
         plain = tuple(name for name in files if not rows or name not in asides)
         return Splits("", plain, metadata=tuple(name for name in listing.files if name in about or (rows and name in asides)))
-    return replace(found, metadata=tuple(name for name in listing.files if name in about or (name in asides and name not in found.train)))
+    taken = {*found.train, *found.validation, *found.test}
+    return replace(found, metadata=tuple(name for name in listing.files if name in about or (name in asides and name not in taken)))
 
 
 def _is_metadata(name: str, listing: Listing) -> bool:

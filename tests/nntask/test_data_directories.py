@@ -320,3 +320,51 @@ def test_folders_of_images_may_be_splits(tmp_path: Path) -> None:
     images(tmp_path / "d", ["extra/a/0.png"])
     with pytest.raises(DataError, match=r"must have a folder for each split or for each class, got extra, .*; name the folder of the classes, as in"):
         open_images("d", "", objective)
+
+
+def written(root: Path, names: Sequence[str]) -> None:
+    """Files whose text is their name, as JSON lines if they are called so."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(json.dumps({"text": name}) + "\n" if name.endswith(".jsonl") else name)
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "validation"),
+    [
+        (["articles/train.txt", *(f"articles/{number}.txt" for number in range(4))], None, []),  # one of many is called after a split
+        (["train/val_234.txt", "train/a.txt", "valid/train_1.txt"], ["train/a.txt", "train/val_234.txt"], ["valid/train_1.txt"]),  # folders decide
+        (["to-train.txt", "to-test.txt"], ["to-train.txt"], []),
+        (["local_dataset/train.txt", "local_dataset/test.txt"], ["local_dataset/train.txt"], []),
+        (["train.txt", "valid.txt", "README.md", "LICENSE", "requirements.txt"], ["train.txt"], ["valid.txt"]),
+    ],
+)
+def test_directories_of_public_reports(tmp_path: Path, names: list[str], train: list[str] | None, validation: list[str]) -> None:
+    """Directories that other programs read otherwise than their users meant."""
+    written(tmp_path / "d", names)
+    dataset = opened("d")
+    if train is None:
+        assert sorted(texts(dataset) + texts(dataset, "validation")) == sorted(names)
+    else:
+        assert (texts(dataset), texts(dataset, "validation")) == (train, validation)
+
+
+def test_most_articles_are_not_dropped_for_words_in_their_names(tmp_path: Path) -> None:
+    """Of a folder of articles few have the word of a split: it is refused, and the pattern that the message names takes all."""
+    written(tmp_path / "d", [*(f"{n}.txt" for n in range(60)), "a train.txt", "a test.txt", "test match 2.txt", "valid points.txt"])
+    with pytest.raises(DataError) as error:
+        opened("d")
+    assert (
+        "60 files (0.txt, 1.txt, 10.txt, ...) of no split; pass what is to train, as in --dataset-path 'd/a train.txt', or --dataset-path 'd/**'"
+        in str(error.value)
+    )
+    dataset = opened("d/**")
+    assert len(texts(dataset) + texts(dataset, "validation")) == 64
+
+
+def test_a_validation_folder_that_experiments_share_by_a_link(tmp_path: Path) -> None:
+    """The linked folder validates."""
+    written(tmp_path, ["valid/v.jsonl", "one/train/t.jsonl"])
+    (tmp_path / "one" / "valid").symlink_to("../valid")
+    dataset = opened("one", "jsonl")
+    assert (texts(dataset), texts(dataset, "validation")) == (["one/train/t.jsonl"], ["valid/v.jsonl"])

@@ -244,6 +244,18 @@ def test_metadata_is_no_text() -> None:
     assert decided(["README.md", "a.txt"], {"README.md": "---\ntask_categories:\n- text-generation\n---\n"}).train == ("a.txt",)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_metadata"),
+    [
+        *((name, True) for name in ("README.md", "readme_zh.md", "LICENSE", "LICENSE-APACHE", "license.txt", "CITATION.cff", "requirements.txt")),
+        *((name, False) for name in ("authors.jsonl", "citation.parquet", "notices.txt", "license_texts.jsonl", "readers.txt")),
+    ],
+)
+def test_names_of_files_about_the_data(name: str, is_metadata: bool) -> None:
+    """Beside rows; files of rows are data whatever they are called."""
+    assert (decided(["a.jsonl", "b.jsonl", name]).metadata == (name,)) is is_metadata
+
+
 def test_the_cache_of_the_hub() -> None:
     """One snapshot is read, not its blobs."""
     files = ["blobs/0", "refs/main", "snapshots/1/train.txt", "snapshots/2/train.txt", "snapshots/2/test.txt"]
