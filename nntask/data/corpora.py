@@ -44,7 +44,7 @@ def stdlib_corpus(select: int = -1) -> Corpus:
     texts = [Text(_TOPICS + name, None, content.strip() + "\n") for name, content in sorted(topics.topics.items())]
     texts.append(Text(_TOPICS + "builtins", None, _builtin_docs()))
     root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [Text(str(path.relative_to(root).as_posix()), path) for path in walk(root, (".py",), _SKIPPED)]
+    sources = [Text(str(path.relative_to(root).as_posix()), path) for path in walk(root, ".py", _SKIPPED)]
     texts += sorted((s for s in sources if not s.name.startswith(_MACHINE_ONLY)), key=lambda s: _hash(s.name))
     kept, nbytes = [], 0
     for text in texts:

@@ -118,7 +118,7 @@ def _files_of_pattern(path: str) -> tuple[Path, ...]:
 
 def _listing(root: Path, where: str) -> Listing:
     """The files of a directory, and the contents of those that describe it."""
-    files = tuple(file.relative_to(root).as_posix() for file in walk(root, (), _SKIPPED))
+    files = tuple(_names(root, _SKIPPED))
     documents = {}
     for name in files:
         if is_document(name):
@@ -130,16 +130,21 @@ def _listing(root: Path, where: str) -> Listing:
     return Listing(where, str(root), files, documents)
 
 
-def walk(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield the files below a directory with one of the suffixes, sorted by path; every file if no suffix is given.
+def walk(root: Path, suffix: str, skipped: frozenset[str]) -> Iterator[Path]:
+    """Yield the files below a directory whose names end so, sorted by path.
 
     Hidden files and folders are left out. A link to a folder outside the directory is followed.
 
     Args:
         root: the directory.
-        suffixes: ends of names.
+        suffix: end of names; "" for any.
         skipped: names of folders that are left out.
     """
+    return (root / name for name in _names(root, skipped) if name.endswith(suffix))
+
+
+def _names(root: Path, skipped: frozenset[str]) -> Iterator[str]:
+    """The paths of `walk` below the directory, with "/"."""
     inside = os.path.realpath(root)
     followed = set[str]()
 
@@ -152,8 +157,8 @@ def walk(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iter
         followed.add(target)
         return True
 
-    for directory, folders, names in os.walk(root, followlinks=True):
+    top = os.fspath(root)
+    for directory, folders, names in os.walk(top, followlinks=True):
         folders[:] = sorted(f for f in folders if f not in skipped and not f.startswith(".") and is_walked(os.path.join(directory, f)))
-        for name in sorted(names):
-            if not name.startswith(".") and name.endswith(suffixes or ""):
-                yield Path(directory, name)
+        below = os.path.relpath(directory, top).replace(os.sep, "/") + "/" if directory != top else ""
+        yield from (below + name for name in sorted(names) if not name.startswith("."))

@@ -13,13 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import PurePosixPath
 from typing import Final
 
 from ..errors import DataError
 from .cards import CARD, CardConfig, card_configs, is_dataset_card, matching
 from .saved import DICT, STATE, object_in, saved_splits
-from .splits import Listing, Splits, chosen_parts, named, splits_in, splits_in_folders
+from .splits import Listing, Splits, base_name, chosen_parts, named, splits_in, splits_in_folders
 
 INFOS: Final = "dataset_infos.json"
 HEAD: Final = "refs/main"
@@ -36,7 +35,7 @@ _ABOUT: Final = re.compile(
 
 def is_document(name: str) -> bool:
     """Whether `splits_of` reads the content of a file."""
-    return name in (CARD, INFOS, HEAD) or PurePosixPath(name).name in (DICT, STATE)
+    return name in (CARD, INFOS, HEAD) or base_name(name) in (DICT, STATE)
 
 
 def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callable[[str], bool]) -> Splits:
@@ -57,7 +56,7 @@ def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callab
     if saved is not None:
         return saved
     about = frozenset(name for name in listing.files if _is_metadata(name, listing))
-    asides = frozenset(name for name in listing.files if name not in about and _ABOUT.fullmatch(PurePosixPath(name).name))
+    asides = frozenset(name for name in listing.files if name not in about and _ABOUT.fullmatch(base_name(name)))
     config = _card_config(listing)
     files = tuple(name for name in listing.files if is_data(name) and name not in about)
     rows = 2 * sum(map(has_rows, files)) > sum(name not in asides for name in files)
@@ -73,7 +72,7 @@ def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callab
 
 
 def _is_metadata(name: str, listing: Listing) -> bool:
-    return PurePosixPath(name).name in _DESCRIPTIONS or (name == CARD and is_dataset_card(listing.documents.get(CARD, "")))
+    return base_name(name) in _DESCRIPTIONS or (name == CARD and is_dataset_card(listing.documents.get(CARD, "")))
 
 
 def _snapshot(listing: Listing) -> str:
@@ -143,7 +142,7 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
         return None
     found = chosen_parts(listing, "shards of the Hub", {name: tuple(names) for name, names in parts.items()})
     taken = {name for names in parts.values() for name in names}
-    return replace(found, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(PurePosixPath(name).name)))
+    return replace(found, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(base_name(name))))
 
 
 def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
@@ -156,7 +155,7 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     layout = "names of folders"
     if not any("train" in found for found in claims.values()):
         layout = layout if claims else "names of files"
-        claims |= {name: found for name in files if name not in claims and (found := splits_in(PurePosixPath(name).name))}
+        claims |= {name: found for name in files if name not in claims and (found := splits_in(base_name(name)))}
     if not claims:
         return None
     for name, found in claims.items():
@@ -165,7 +164,7 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     train, test = (tuple(name for name, found in claims.items() if split in found) for split in ("train", "test"))
     validation = tuple(name for name, found in claims.items() if found == {"validation"})
     others = tuple(name for name in files if name not in claims)
-    kept_apart = validation or test or any(splits_in(PurePosixPath(name).name) - {"train"} for name in others)
+    kept_apart = validation or test or any(splits_in(base_name(name)) - {"train"} for name in others)
     _check_configs(listing, train)
     if not train:
         train, others = others, ()

@@ -9,16 +9,17 @@ import bz2
 import contextlib
 import gzip
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import IO, Final, cast
+from pathlib import Path
+from typing import IO, Any, Final
 
 from ..errors import DataError
 
 PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which `inner_suffix` looks behind."""
-_READERS: Final[Mapping[bytes, tuple[str, Callable[[Path], object]]]] = {
+_READERS: Final[Mapping[bytes, tuple[str, Callable[[IO[bytes]], Any]]]] = {
     b"\x1f\x8b\x08": ("gzip", gzip.open),
     b"BZh": ("bzip2", bz2.open),
     b"\xfd7zXZ\x00": ("xz", lzma.open),
@@ -38,8 +39,8 @@ _HEAD_NBYTES: Final = 512
 
 def inner_suffix(name: str) -> str:
     """The suffix of a name, in lower case, without that of a compression."""
-    path = PurePosixPath(name.lower())
-    return path.with_suffix("").suffix if path.suffix in PACKED else path.suffix
+    root, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(root)[1] if suffix in PACKED else suffix
 
 
 @contextlib.contextmanager
@@ -51,14 +52,16 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """
     kind = ""
     try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD_NBYTES)
-        check_head(path, head)
-        kind, reader = _reader_of(head)
-        with cast(IO[bytes], reader(path)) as file:
-            if kind:
-                _check_tar(path, cast(gzip.GzipFile, file).peek(_HEAD_NBYTES))
-            yield file
+        with path.open("rb") as packed:
+            head = packed.peek(_HEAD_NBYTES)[:_HEAD_NBYTES]
+            check_head(path, head)
+            kind, reader = _reader_of(head)
+            if reader is None:
+                yield packed
+                return
+            with reader(packed) as file:
+                _check_tar(path, file.peek(_HEAD_NBYTES))
+                yield file
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a whole {kind} file: {error}; copy it again") from None
     except OSError as error:
@@ -71,9 +74,9 @@ def check_head(path: Path, head: bytes) -> None:
     Raises:
         DataError: they are.
     """
-    for magic, what in _UNREAD.items():
-        if head.startswith(magic):
-            raise DataError(f"{path} {what}, or leave it out")
+    if head.startswith(tuple(_UNREAD)):
+        what = next(what for magic, what in _UNREAD.items() if head.startswith(magic))
+        raise DataError(f"{path} {what}, or leave it out")
     _check_tar(path, head)
 
 
@@ -82,9 +85,9 @@ def _check_tar(path: Path, head: bytes) -> None:
         raise DataError(f"{path} is a tar archive, which is not read; unpack it with tar -xf, or leave it out")
 
 
-def _reader_of(head: bytes) -> tuple[str, Callable[[Path], object]]:
-    """Name of the compression of a file that begins so, and what opens it; "" for none."""
+def _reader_of(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | None]:
+    """Name of the compression of a file that begins so, and what unpacks it; None for a file that is not compressed."""
     for magic, (kind, reader) in _READERS.items():
         if head.startswith(magic) and (kind != "bzip2" or head[4:10] in _BZIP2_BLOCK):
             return kind, reader
-    return "", lambda path: path.open("rb")
+    return "", None

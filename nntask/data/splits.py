@@ -93,6 +93,11 @@ def named(files: Sequence[str]) -> str:
     return f"{len(files):,} file{'' if len(files) == 1 else 's'} ({', '.join(files[:_MOST_NAMES])}{more})"
 
 
+def base_name(name: str) -> str:
+    """The last part of a path."""
+    return name.rpartition("/")[2]
+
+
 def splits_in(name: str) -> frozenset[Split]:
     """The splits whose keywords are words of a name, in any case."""
     return frozenset(_KEYWORDS[found.group(1).lower()] for found in _WORD.finditer(name))

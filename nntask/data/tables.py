@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..errors import DataError
@@ -25,7 +25,7 @@ _MAGIC_NBYTES: Final = 512
 
 def is_table(name: str) -> bool:
     """Whether a file is a table, by its name."""
-    return PurePosixPath(name).suffix.lower() in TABLES
+    return name.lower().endswith(TABLES)
 
 
 class TableTexts(Collection[Text]):
