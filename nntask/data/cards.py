@@ -31,13 +31,13 @@ class CardConfig:
     Args:
         name: its name.
         is_default: whether the card says so.
-        parts: split -> patterns of its files; empty if the card names none.
+        patterns: split -> patterns of its files; empty if the card names none.
         folder: folder of its files; "" if the card names none.
     """
 
     name: str
     is_default: bool
-    parts: Mapping[str, tuple[str, ...]]
+    patterns: Mapping[str, tuple[str, ...]]
     folder: str
 
 
@@ -91,30 +91,30 @@ def _config(entry: Any, path: str) -> CardConfig:
     listed = [files] if isinstance(files, str) else files if isinstance(files, list) else [] if files is None else None
     if listed is None:
         raise DataError(f"{wrong}; mend it, or name the files")
-    parts: dict[str, tuple[str, ...]] = {}
+    patterns: dict[str, tuple[str, ...]] = {}
     for each in listed:
         split, paths = (each.get("split"), each.get("path")) if isinstance(each, dict) else ("train", each)
         paths = [paths] if isinstance(paths, str) else paths
         if not isinstance(split, str) or not isinstance(paths, list) or not all(isinstance(name, str) for name in paths):
             raise DataError(f"{wrong}; mend it, or name the files")
-        parts[split] = (*parts.get(split, ()), *paths)
-    if far := [name for names in parts.values() for name in names if "://" in name]:
+        patterns[split] = (*patterns.get(split, ()), *paths)
+    if far := [name for names in patterns.values() for name in names if "://" in name]:
         raise DataError(f"the card {path} names {far[0]}, which is on another machine; fetch it, and name the file")
     folder = str(entry.get("data_dir") or "").removeprefix("./").rstrip("/")
     name = entry["config_name"]
-    return CardConfig(name, name == "default" or entry.get("default") is True, parts, "" if folder == "." else folder)
+    return CardConfig(name, name == "default" or entry.get("default") is True, patterns, "" if folder == "." else folder)
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The paths that match a pattern: ``*`` stays within a folder, ``**`` does not."""
-    parts = pattern.removeprefix("./").split("/")
+    folders = pattern.removeprefix("./").split("/")
     expression = ""
-    for at, part in enumerate(parts):
-        last = at == len(parts) - 1
-        if part == "**":
+    for at, folder in enumerate(folders):
+        last = at == len(folders) - 1
+        if folder == "**":
             expression += ".*" if last else "(?:.*/)?"
         else:
-            expression += "".join(_translated(each) for each in _PIECE.findall(part)) + ("" if last else "/")
+            expression += "".join(_translated(each) for each in _PIECE.findall(folder)) + ("" if last else "/")
     matches = re.compile(expression).fullmatch
     return [name for name in names if matches(name)]
 

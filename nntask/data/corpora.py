@@ -83,7 +83,7 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
 
 
 def scored_corpus(path: str) -> Corpus:
-    """The texts of --val-path, as the training texts of a corpus without a validation part.
+    """The texts of --val-path, as the training texts of a corpus without validation texts.
 
     Raises:
         DataError: as `text_corpus`.
@@ -111,11 +111,11 @@ def _held_out(found: DataFiles, files: Sequence[Path], select: int, corpus: Corp
 
 def _texts(found: DataFiles, files: Sequence[Path], split: Literal["all", "train", "validation"] = "all") -> Texts:
     """The texts of files, neighbouring tables as one collection of rows."""
-    parts: list[Collection[Text]] = []
+    members: list[Collection[Text]] = []
     for tables, group in itertools.groupby(files, lambda file: is_table(file.name)):
-        members = tuple(group)
-        parts.append(TableTexts(members, split) if tables else tuple(Text(found.name_of(file), file) for file in members))
-    return Texts(parts)
+        neighbours = tuple(group)
+        members.append(TableTexts(neighbours, split) if tables else tuple(Text(found.name_of(file), file) for file in neighbours))
+    return Texts(members)
 
 
 def _first(texts: Texts, select: int) -> Collection[Text]:
@@ -124,8 +124,8 @@ def _first(texts: Texts, select: int) -> Collection[Text]:
 
 def _empty_rows(*texts: Collection[Text]) -> tuple[Finding, ...]:
     """A finding about the empty rows of tables; none if there are none."""
-    tables = [part for each in texts if isinstance(each, Texts) for part in each.parts() if isinstance(part, TableTexts)]
-    count, total = sum(part.num_empty for part in tables), sum(part.num_rows for part in tables)
+    tables = [table for each in texts if isinstance(each, Texts) for table in each.innermost() if isinstance(table, TableTexts)]
+    count, total = sum(table.num_empty for table in tables), sum(table.num_rows for table in tables)
     return (Finding("rows_empty", count, total, f"{count:,} of {total:,} rows are empty and are left out"),) if count else ()
 
 

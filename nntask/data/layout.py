@@ -18,7 +18,7 @@ from typing import Final
 from ..errors import DataError
 from .cards import CARD, CardConfig, card_configs, is_dataset_card, matching
 from .saved import DICT, STATE, object_in, saved_splits
-from .splits import Listing, Splits, base_name, chosen_parts, named, splits_in, splits_in_folders
+from .splits import Listing, Splits, base_name, named, named_splits, splits_in, splits_in_folders
 
 INFOS: Final = "dataset_infos.json"
 HEAD: Final = "refs/main"
@@ -98,10 +98,10 @@ def _card_config(listing: Listing) -> CardConfig | None:
     Raises:
         DataError: the card has several configs and no default.
     """
-    configs = [each for each in card_configs(listing.documents.get(CARD, ""), f"{listing.root}/{CARD}") if each.parts or each.folder]
+    configs = [each for each in card_configs(listing.documents.get(CARD, ""), f"{listing.root}/{CARD}") if each.patterns or each.folder]
     defaults = configs if len(configs) == 1 else [each for each in configs if each.is_default]
     if configs and len(defaults) != 1:
-        name = configs[0].folder or next(iter(configs[0].parts.values()))[0]
+        name = configs[0].folder or next(iter(configs[0].patterns.values()))[0]
         raise DataError(
             f"the card of {listing.where} has {len(configs)} configs, {', '.join(each.name for each in configs[:8])}, and "
             f"{'no default' if not defaults else 'several defaults'}; pass the files of one, as in {listing.flag} '{listing.root}/{name}'"
@@ -116,32 +116,34 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
         DataError: no file is what the card names.
     """
     layout = f"card, config {config.name}"
-    if not config.parts:
+    if not config.patterns:
         inside = listing.below(config.folder)
         found = _by_names(inside, tuple(name[len(config.folder) + 1 :] for name in files if name.startswith(f"{config.folder}/")))
         plain = Splits("", listing.in_order(name for name in files if name.startswith(f"{config.folder}/")))
         found = found.within(config.folder) if found else plain
     else:
-        parts = {split: tuple(dict.fromkeys(name for each in patterns for name in matching(each, files))) for split, patterns in config.parts.items()}
-        present = {split: names for split, names in parts.items() if names}
+        by_split = {
+            split: tuple(dict.fromkeys(name for each in wanted for name in matching(each, files))) for split, wanted in config.patterns.items()
+        }
+        present = {split: names for split, names in by_split.items() if names}
         if not present:
-            wanted = next(iter(config.parts.values()))[0]
-            raise DataError(f"the card of {listing.where} names {wanted}, and no such file with data is there; copy the directory again")
-        found = chosen_parts(listing, layout, present)
+            missing = next(iter(config.patterns.values()))[0]
+            raise DataError(f"the card of {listing.where} names {missing}, and no such file with data is there; copy the directory again")
+        found = named_splits(listing, layout, present)
     taken = {*found.train, *found.validation, *found.test, *found.others}
     return replace(found, layout=layout, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(name)))
 
 
 def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     """The splits of ``data/NAME-00000-of-00001.EXTENSION``; None without such a file."""
-    parts: dict[str, list[str]] = {}
+    by_split: dict[str, list[str]] = {}
     for name in files:
         if shard := _SHARD.fullmatch(name):
-            parts.setdefault(shard.group(1), []).append(name)
-    if not parts:
+            by_split.setdefault(shard.group(1), []).append(name)
+    if not by_split:
         return None
-    found = chosen_parts(listing, "shards of the Hub", {name: tuple(names) for name, names in parts.items()})
-    taken = {name for names in parts.values() for name in names}
+    found = named_splits(listing, "shards of the Hub", {name: tuple(names) for name, names in by_split.items()})
+    taken = {name for names in by_split.values() for name in names}
     return replace(found, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(base_name(name))))
 
 
@@ -151,26 +153,26 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     Raises:
         DataError: a file is of several splits, or most are of none.
     """
-    claims = {name: found for name in files if (found := splits_in_folders(name))}
+    marked = {name: found for name in files if (found := splits_in_folders(name))}
     layout = "names of folders"
-    if not any("train" in found for found in claims.values()):
-        layout = layout if claims else "names of files"
-        claims |= {name: found for name in files if name not in claims and (found := splits_in(base_name(name)))}
-    if not claims:
+    if not any("train" in found for found in marked.values()):
+        layout = layout if marked else "names of files"
+        marked |= {name: found for name in files if name not in marked and (found := splits_in(base_name(name)))}
+    if not marked:
         return None
-    for name, found in claims.items():
+    for name, found in marked.items():
         if "train" in found and len(found) > 1:
             raise DataError(f"{listing.where} has {name}, whose name is of the splits {' and '.join(sorted(found))}; {_advice(listing, name)}")
-    train, test = (tuple(name for name, found in claims.items() if split in found) for split in ("train", "test"))
-    validation = tuple(name for name, found in claims.items() if found == {"validation"})
-    others = tuple(name for name in files if name not in claims)
+    train, test = (tuple(name for name, found in marked.items() if split in found) for split in ("train", "test"))
+    validation = tuple(name for name, found in marked.items() if found == {"validation"})
+    others = tuple(name for name in files if name not in marked)
     kept_apart = validation or test or any(splits_in(base_name(name)) - {"train"} for name in others)
     _check_configs(listing, train)
     if not train:
         train, others = others, ()
-    elif len(others) > len(claims) and not kept_apart:
+    elif len(others) > len(marked) and not kept_apart:
         return None  # a name by chance: nothing here is for validation or test
-    elif len(others) >= len(claims) and kept_apart:
+    elif len(others) >= len(marked) and kept_apart:
         raise DataError(
             f"{listing.where} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
             f"or {listing.flag} '{listing.root}/**' to train on all"
@@ -189,6 +191,6 @@ def _check_configs(listing: Listing, train: Sequence[str]) -> None:
         DataError: they are.
     """
     configs = object_in(listing, INFOS) if INFOS in listing.documents else {}
-    folders = list(dict.fromkeys(part for name in train for part in name.split("/")[:-1] if part in configs))
+    folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))
     if len(folders) > 1:
         raise DataError(f"{listing.where} has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}")

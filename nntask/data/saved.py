@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..errors import DataError
-from .splits import Listing, Splits, chosen_parts, splits_in
+from .splits import Listing, Splits, named_splits, splits_in
 
 DICT: Final = "dataset_dict.json"
 STATE: Final = "state.json"
@@ -24,7 +24,7 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
         names = object_in(listing, DICT).get("splits")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DataError(f"{listing.root}/{DICT} must list its splits, got {listing.documents[DICT][:60]!r}; save the dataset again")
-        return _rest(listing, chosen_parts(listing, "save_to_disk", {name: _tables(listing, name) for name in names}, folders=True), is_data)
+        return _rest(listing, named_splits(listing, "save_to_disk", {name: _tables(listing, name) for name in names}, folders=True), is_data)
     if STATE in listing.documents and (tables := _tables(listing, "")):
         return _rest(listing, Splits("save_to_disk", tables), is_data)
     found = [name.rpartition("/")[0] for name in listing.documents if name.endswith(f"/{DICT}")]
@@ -35,7 +35,7 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
         inner = saved_splits(listing.below(found[0]), is_data)
         return None if inner is None else _rest(listing, inner.within(found[0]), is_data)
     if found and all(splits_in(folder) and f"{folder}/{DICT}" not in listing.documents for folder in found):
-        return _rest(listing, chosen_parts(listing, "save_to_disk", {folder: _tables(listing, folder) for folder in found}, folders=True), is_data)
+        return _rest(listing, named_splits(listing, "save_to_disk", {folder: _tables(listing, folder) for folder in found}, folders=True), is_data)
     if found:
         names = ", ".join(found[:8])
         raise DataError(

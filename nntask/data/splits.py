@@ -1,4 +1,4 @@
-"""Splits of a directory: the words that name them, and parts with names as splits. Nothing here reads a file."""
+"""Splits of a directory: the words that name them, and files with names of splits. Nothing here reads a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Listing:
         return tuple(name for name in self.files if name in wanted)
 
     def below(self, folder: str) -> Listing:
-        """The part in one folder, with names below it."""
+        """The files in one folder, with names below it."""
         cut = len(folder) + 1
         files = tuple(name[cut:] for name in self.files if name.startswith(f"{folder}/"))
         documents = {name[cut:]: content for name, content in self.documents.items() if name.startswith(f"{folder}/")}
@@ -74,8 +74,8 @@ class Splits:
 
     def within(self, folder: str) -> Splits:
         """The same with names from the directory above `folder`."""
-        parts = (self.train, self.validation, self.test, self.others, self.metadata)
-        return Splits(self.layout, *(tuple(f"{folder}/{name}" for name in names) for names in parts))
+        groups = (self.train, self.validation, self.test, self.others, self.metadata)
+        return Splits(self.layout, *(tuple(f"{folder}/{name}" for name in names) for names in groups))
 
     def sentence(self, where: str) -> str:
         """One line that says which files were taken for what."""
@@ -94,7 +94,7 @@ def named(files: Sequence[str]) -> str:
 
 
 def base_name(name: str) -> str:
-    """The last part of a path."""
+    """The last component of a path."""
     return name.rpartition("/")[2]
 
 
@@ -116,35 +116,35 @@ def split_folders(names: Iterable[str]) -> Mapping[Split, tuple[str, ...]]:
 
 def splits_in_folders(name: str) -> frozenset[Split]:
     """The splits whose keywords are words of the folders of a path."""
-    return frozenset[Split]().union(*(splits_in(part) for part in name.split("/")[:-1]))
+    return frozenset[Split]().union(*(splits_in(folder) for folder in name.split("/")[:-1]))
 
 
-def chosen_parts(listing: Listing, layout: str, parts: Mapping[str, tuple[str, ...]], *, folders: bool = False) -> Splits:
-    """Splits from parts that have names: of the parts for training one, of the others all.
+def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str, ...]], *, folders: bool = False) -> Splits:
+    """Splits from files that have names of splits: of those for training one, of the others all.
 
     Args:
-        parts: name of a part -> its files.
-        folders: whether a part can be passed as a folder of its name, else by a pattern.
+        by_split: name -> files.
+        folders: whether a split can be passed as a folder of its name, else by a pattern.
 
     Raises:
-        DataError: several parts may be for training, or the one that is shares a file with another.
+        DataError: several splits may be for training, or the one that is shares a file with another.
     """
-    train = [name for name in parts if "train" in splits_in(name)] or [name for name in parts if not splits_in(name)]
+    train = [name for name in by_split if "train" in splits_in(name)] or [name for name in by_split if not splits_in(name)]
     exact = [name for name in train if name.lower() == "train"] or train
     if len(exact) > 1:
-        passed = f"{listing.root}/{exact[0]}" if folders else f"'{listing.root}/{_pattern(parts[exact[0]])}'"
+        passed = f"{listing.root}/{exact[0]}" if folders else f"'{listing.root}/{_pattern(by_split[exact[0]])}'"
         raise DataError(
-            f"{listing.where} has the splits {', '.join(parts)}, and {' and '.join(exact[:4])} may be for training; "
+            f"{listing.where} has the splits {', '.join(by_split)}, and {' and '.join(exact[:4])} may be for training; "
             f"pass one, as in {listing.flag} {passed}"
         )
     chosen = exact[0] if exact else ""
-    for name, files in parts.items():
-        if shared := set(parts.get(chosen, ())) & set(files) if name != chosen else ():
+    for name, files in by_split.items():
+        if shared := set(by_split.get(chosen, ())) & set(files) if name != chosen else ():
             raise DataError(
                 f"{listing.where} has {min(shared)} in the splits {chosen} and {name}; pass the files that are to train, as in {listing.flag} FILE"
             )
-    found: dict[str, list[str]] = {"train": list(parts.get(chosen, ())), "validation": [], "test": [], "others": []}
-    for name, files in parts.items():
+    found: dict[str, list[str]] = {"train": list(by_split.get(chosen, ())), "validation": [], "test": [], "others": []}
+    for name, files in by_split.items():
         if name != chosen:
             splits = splits_in(name)
             found["test" if "test" in splits else "validation" if splits == {"validation"} else "others"] += files
@@ -152,7 +152,7 @@ def chosen_parts(listing: Listing, layout: str, parts: Mapping[str, tuple[str, .
 
 
 def _pattern(files: Sequence[str]) -> str:
-    """A pattern that names the files of a part: their common beginning."""
+    """A pattern that names the files of a split: their common beginning."""
     first, last = min(files), max(files)
     common = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), min(len(first), len(last)))
     return first if first == last else first[:common].rstrip("0123456789") + "*"

@@ -68,34 +68,34 @@ class Texts(Collection[Text]):
     """Several collections of texts as one.
 
     Args:
-        parts: the collections, in order.
+        members: the collections, in order.
         select: only the first `select` texts; -1 for all.
     """
 
-    def __init__(self, parts: Sequence[Collection[Text]], select: int = -1) -> None:
-        self._parts, self._select = parts, select
+    def __init__(self, members: Sequence[Collection[Text]], select: int = -1) -> None:
+        self._members, self._select = members, select
 
     def __len__(self) -> int:
-        count = sum(map(len, self._parts))
+        count = sum(map(len, self._members))
         return count if self._select < 0 else min(count, self._select)
 
     def __iter__(self) -> Iterator[Text]:
-        return itertools.islice(itertools.chain.from_iterable(self._parts), None if self._select < 0 else self._select)
+        return itertools.islice(itertools.chain.from_iterable(self._members), None if self._select < 0 else self._select)
 
     def __contains__(self, text: object) -> bool:
-        return any(text in part for part in self._parts)
+        return any(text in member for member in self._members)
 
-    def parts(self) -> Iterator[Collection[Text]]:
+    def innermost(self) -> Iterator[Collection[Text]]:
         """Yield the innermost collections."""
-        for part in self._parts:
-            yield from part.parts() if isinstance(part, Texts) else (part,)
+        for member in self._members:
+            yield from member.innermost() if isinstance(member, Texts) else (member,)
 
 
 def in_files(texts: Collection[Text]) -> Iterator[Text]:
     """Yield the texts of a collection that are files, without reading others."""
-    for part in texts.parts() if isinstance(texts, Texts) else (texts,):
-        if isinstance(part, tuple):
-            yield from (text for text in part if text.path is not None)
+    for member in texts.innermost() if isinstance(texts, Texts) else (texts,):
+        if isinstance(member, tuple):
+            yield from (text for text in member if text.path is not None)
 
 
 def is_held_out(text: str) -> bool:
