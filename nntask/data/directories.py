@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import DataError
+from ..io.regular_file import read_bytes
 from .findings import Finding
 from .layout import is_document, splits_of
 from .splits import Listing, Splits, named
@@ -122,11 +124,8 @@ def _listing(root: Path, where: str) -> Listing:
     documents = {}
     for name in files:
         if is_document(name):
-            try:
-                if (root / name).stat().st_size <= _MOST_DOCUMENT_NBYTES:
-                    documents[name] = (root / name).read_text(encoding="utf-8", errors="replace")
-            except OSError:  # a link to nothing describes nothing
-                continue
+            with contextlib.suppress(OSError):  # a link to nothing describes nothing, nor does a file that large
+                documents[name] = read_bytes(root / name, _MOST_DOCUMENT_NBYTES).decode("utf-8", "replace")
     return Listing(where, str(root), files, documents)
 
 

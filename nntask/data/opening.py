@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from ..errors import DataError
+from ..io.regular_file import open_regular
 
 PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, which `inner_suffix` looks behind."""
@@ -52,7 +53,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """
     kind = ""
     try:
-        with path.open("rb") as packed:
+        with os.fdopen(open_regular(path), "rb") as packed:
             head = packed.peek(_HEAD_NBYTES)[:_HEAD_NBYTES]
             check_head(path, head)
             kind, reader = _reader_of(head)

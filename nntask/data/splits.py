@@ -88,9 +88,11 @@ class Splits:
 
 
 def named(files: Sequence[str]) -> str:
-    """Number of files with the names of the first ones."""
+    """Number of files with the names of the first ones, as a terminal may see them: control characters are escaped."""
     more = ", ..." if len(files) > _MOST_NAMES else ""
-    return f"{len(files):,} file{'' if len(files) == 1 else 's'} ({', '.join(files[:_MOST_NAMES])}{more})"
+    names = ", ".join(files[:_MOST_NAMES])
+    shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in names)
+    return f"{len(files):,} file{'' if len(files) == 1 else 's'} ({shown}{more})"
 
 
 def base_name(name: str) -> str:

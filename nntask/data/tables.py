@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..errors import DataError
+from ..io.regular_file import open_regular
 from .opening import check_head, opened
 from .texts import PIECE_NBYTES, Text, is_held_out
 
@@ -148,7 +150,7 @@ def _batches(file: Path, column_of: Callable[[Any], str | None]) -> Iterator[Any
     import pyarrow as pa
 
     try:
-        with file.open("rb") as head:
+        with os.fdopen(open_regular(file), "rb") as head:
             magic = head.read(_MAGIC_NBYTES)
         check_head(file, magic)
         if magic.startswith(b"FEA1"):

@@ -287,6 +287,20 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     assert texts(opened("d")) == ["far\n"]
 
 
+def test_names_are_shown_as_a_terminal_may_see_them(tmp_path: Path) -> None:
+    """Control characters and bytes that are no text are escaped; a pipe among the files is no text."""
+    (tmp_path / "d").mkdir()
+    for name in (b"a\x1b[31m.txt", b"b\xff.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path / "d") + b"/" + name)).write_text("text\n")
+    os.mkfifo(tmp_path / "d" / "pipe")
+    os.mkfifo(tmp_path / "x.jsonl")
+    said: list[str] = []
+    assert len(texts(opened("d", said=said))) == 2
+    assert "training 3 files (a\\x1b[31m.txt, b\\udcff.txt, pipe)" in said[0]
+    with pytest.raises(DataError, match=r"cannot read x\.jsonl: it is a pipe"):
+        opened("x.jsonl", "jsonl")
+
+
 def test_the_cache_of_the_hub_is_read_by_its_snapshot(tmp_path: Path) -> None:
     """Not by its blobs, which are the same files by other names."""
     (tmp_path / "d" / "blobs").mkdir(parents=True)
