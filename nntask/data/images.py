@@ -162,7 +162,7 @@ def open_images(path: str, val_path: str, objective: Objective) -> tuple[ImageSo
     splits = split_directories(path, objective)
     whole = _opened(splits.get("train", path), objective, "--dataset-path")
     if val_path:
-        inner = split_directories(val_path, objective)
+        inner = split_directories(val_path, objective, "--val-path")
         return whole(None), _opened(inner.get("validation", val_path), objective, "--val-path")(None)
     if "validation" in splits:
         return whole(None), _opened(splits["validation"], objective, "--dataset-path")(None)
@@ -170,7 +170,7 @@ def open_images(path: str, val_path: str, objective: Objective) -> tuple[ImageSo
     return train, held if len(held.labels) else None
 
 
-def split_directories(path: str, objective: Objective) -> Mapping[Split, str]:
+def split_directories(path: str, objective: Objective, flag: str = "--dataset-path") -> Mapping[Split, str]:
     """Return the folder of each split of a directory of images; empty if its folders are classes.
 
     A folder is a split if its name says so and it has folders and no images; names of the config's classes are classes.
@@ -188,8 +188,8 @@ def split_directories(path: str, objective: Objective) -> Mapping[Split, str]:
         return {}
     if len(of_splits) < len(folders) or any(len(names) > 1 for names in found.values()):
         raise DataError(
-            f"--dataset-path {path} must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
-            f"name the folder of the classes, as in --dataset-path {root / found['train'][0]}"
+            f"{flag} {path} must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
+            f"name the folder of the classes, as in {flag} {root / found['train'][0]}"
         )
     return {split: str(root / names[0]) for split, names in found.items()}
 

@@ -83,7 +83,7 @@ class Texts(Collection[Text]):
         return itertools.islice(itertools.chain.from_iterable(self._members), None if self._select < 0 else self._select)
 
     def __contains__(self, text: object) -> bool:
-        return any(text in member for member in self._members)
+        return any(each == text for each in self)
 
     def innermost(self) -> Iterator[Collection[Text]]:
         """Yield the innermost collections."""

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.data_layouts import PATHS
+from support.data_layouts import PATHS, by_patterns, check_like
 
 from nntask.data.cards import matching
 from nntask.data.layout import splits_of
@@ -108,6 +108,14 @@ def test_every_file_has_one_use_and_nothing_of_a_test_split_trains(files: list[s
     for name in found.validation:
         assert "test" not in (frozenset(split for folder in name.split("/")[:-1] for split in splits_in(folder)) or splits_in(name))
     assert found.layout or not (found.validation or found.test or found.others)
+
+
+@settings(deadline=None)
+@given(PATHS)
+@example(["train.jsonl", "notes.txt"])
+def test_splits_are_those_of_the_patterns_of_datasets(files: list[str]) -> None:
+    """Equal wherever these have a training split and no file is of two."""
+    check_like(files, by_patterns(files))
 
 
 @settings(deadline=None)
