@@ -276,7 +276,7 @@ def test_the_cache_of_the_hub() -> None:
     ["*", "**", "**/*", "a/*", "a/**", "a/**/c*", "*.txt", "**/b.txt", "a/b?txt", "a/[!a]*", "[a-b]/*", "./c/c.txt", "a/b/**/c.txt", "**.txt"],
 )
 def test_patterns_of_a_card_match_as_paths_do(pattern: str, tmp_path: Path) -> None:
-    """As `pathlib` matches them on a disk; a double star within a name is one star, as in `datasets`."""
+    """As `pathlib` matches them on a disk; a double star within a name is one star."""
     files = ["a/a.txt", "a/b.txt", "a/b/c.txt", "a/b/d/c.txt", "b.txt", "c/c.txt", "d"]
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
