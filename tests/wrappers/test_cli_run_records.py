@@ -159,7 +159,7 @@ def test_steps_that_change_no_rate_are_not_mentioned(here: Path, capsys: pytest.
     assert "the schedule" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_standard_output_of_any_encoding(here: Path, encoding: str) -> None:
     """Characters that it lacks are replaced in text, and escaped in JSON; the exit code is that of the command."""
     for path in (here / "text").iterdir():
@@ -176,5 +176,5 @@ def test_a_standard_output_of_any_encoding(here: Path, encoding: str) -> None:
     plain, structured = (run("generate", "run", "--prompt", prompt, "--max-new-tokens=4", *more) for more in ([], ["--json"]))
     assert (plain.returncode, plain.stderr, structured.returncode, structured.stderr) == (0, b"", 0, b"")
     shown = plain.stdout.decode(encoding)
-    assert shown.startswith(prompt.encode(encoding, "replace").decode(encoding)) or encoding == "utf-8"
+    assert shown.startswith(prompt.encode(encoding, "replace").decode(encoding))
     assert json.loads(structured.stdout.decode(encoding))["prompt"] == prompt
