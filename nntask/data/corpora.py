@@ -14,14 +14,14 @@ import sysconfig
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from ..errors import DataError
 from .directories import DataFiles, data_files, scored_files, walk
 from .findings import Finding
 from .opening import inner_suffix
 from .tables import TableTexts, check_tables, is_table
-from .texts import VALIDATION_SHARE, Corpus, Text, Texts
+from .texts import VALIDATION_SHARE, Corpus, Text, Texts, in_files
 
 STDLIB_NBYTES: Final = 8_000_000
 _SKIPPED: Final = frozenset(
@@ -96,25 +96,32 @@ def scored_corpus(path: str) -> Corpus:
 def _held_out(found: DataFiles, files: Sequence[Path], select: int, corpus: Corpus) -> Corpus:
     """The corpus with the texts of files without a validation split, about one in twenty of which is held out."""
     if not any(is_table(file.name) for file in files):
-        texts = [Text(found.name_of(file), file) for file in files]
-        split = _split(corpus.name, texts[:select] if select > 0 else texts)
+        whole = [Text(found.name_of(file), file) for file in files]
+        split = _split(corpus.name, whole[:select] if select > 0 else whole)
         return replace(corpus, train=split.train, validation=split.validation)
-    plain = [Text(found.name_of(file), file) for file in files if not is_table(file.name)]
-    held = {text.path for text in _split(corpus.name, plain).validation}
-    train = _texts(found, [file for file in files if file not in held], "train")
-    validation = _texts(found, [file for file in files if file in held or is_table(file.name)], "validation")
+    texts = _texts(found, files)
+    held = frozenset(_split(corpus.name, [*in_files(texts)]).validation)
+    train, validation = Texts([_kept(each, held) for each in texts.innermost()]), Texts([_held(each, held) for each in texts.innermost()])
     if not len(train):
-        train, validation = _texts(found, files), Texts(())
+        train, validation = texts, Texts(())
     findings = (*corpus.findings, *_empty_rows(train))
     return replace(corpus, train=_first(train, select), validation=validation if len(validation) else (), findings=findings)
 
 
-def _texts(found: DataFiles, files: Sequence[Path], split: Literal["all", "train", "validation"] = "all") -> Texts:
+def _kept(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
+    return texts.of("train") if isinstance(texts, TableTexts) else tuple(text for text in texts if text not in held)
+
+
+def _held(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
+    return texts.of("validation") if isinstance(texts, TableTexts) else tuple(text for text in texts if text in held)
+
+
+def _texts(found: DataFiles, files: Sequence[Path]) -> Texts:
     """The texts of files, neighbouring tables as one collection of rows."""
     members: list[Collection[Text]] = []
     for tables, group in itertools.groupby(files, lambda file: is_table(file.name)):
         neighbours = tuple(group)
-        members.append(TableTexts(neighbours, split) if tables else tuple(Text(found.name_of(file), file) for file in neighbours))
+        members.append(TableTexts(neighbours) if tables else tuple(Text(found.name_of(file), file) for file in neighbours))
     return Texts(members)
 
 

@@ -5,6 +5,7 @@ pyarrow is imported when a table is read. Whether an arrow file is a stream or a
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -35,24 +36,31 @@ class TableTexts(Collection[Text]):
 
     Args:
         files: the tables, in order.
-        split: all rows, about one in twenty that is held out for validation, or the others.
 
     Attributes:
         num_rows: number of rows of all splits, empty ones included.
         num_empty: number of empty rows.
     """
 
-    def __init__(self, files: tuple[Path, ...], split: Literal["all", "train", "validation"] = "all") -> None:
-        self._files, self._split = files, split
-        self.num_rows = self.num_empty = self._count = 0
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._files = files
+        self._split: Literal["all", "train", "validation"] = "all"
+        self.num_rows = self.num_empty = self._num_held_out = 0
         for file in files:
             for row in rows_of(file):
                 self.num_rows += 1
                 self.num_empty += not row
-                self._count += self._has(row)
+                self._num_held_out += bool(row) and is_held_out(row)
+
+    def of(self, split: Literal["train", "validation"]) -> TableTexts:
+        """Return the rows that are held out for validation, about one in twenty, or the others, without reading the tables again."""
+        found = copy.copy(self)
+        found._split = split
+        return found
 
     def __len__(self) -> int:
-        return self._count
+        filled = self.num_rows - self.num_empty
+        return {"all": filled, "train": filled - self._num_held_out, "validation": self._num_held_out}[self._split]
 
     def __iter__(self) -> Iterator[Text]:
         for file in self._files:
