@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,8 +67,8 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
     """
-    with own_directory(run) as new:
-        return _train(new, cluster)
+    with _directory_of(run) as directory:
+        return _train(run if directory == run.directory else replace(run, directory=directory), cluster)
 
 
 def _train(run: RunConfig, cluster: Cluster | None) -> int:
@@ -118,8 +119,15 @@ def _train(run: RunConfig, cluster: Cluster | None) -> int:
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     """As `train`, of a model that is not made of tiles, on this machine."""
-    with own_directory(run) as new:
-        return _train_untiled(new, model)
+    with _directory_of(run) as directory:
+        return _train_untiled(run if directory == run.directory else replace(run, directory=directory), model)
+
+
+def _directory_of(run: LanguageRun) -> AbstractContextManager[Path]:
+    """The directory of a run; one of its own for a new run that names none and is carried out."""
+    if run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run:
+        return nullcontext(run.directory)
+    return own_directory(run.directory, run.name)
 
 
 def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:

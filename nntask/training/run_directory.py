@@ -10,16 +10,14 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from tiles.kernels import kernel_versions
 
 from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
 from ..config.resolution import RUNS, default_run_dir
-from ..config.run_config import LanguageRun
 from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
 from ..io.writable import check_writable
@@ -27,7 +25,6 @@ from ..telemetry.metrics import Totals, around, to_json
 from ..telemetry.tensorboard import FOLDER
 from .run_lock import LOCK
 
-Run = TypeVar("Run", bound=LanguageRun)
 CONFIG: Final = RUN_CONFIG
 METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
@@ -82,22 +79,24 @@ def _never_began(path: Path) -> bool:
 
 
 @contextmanager
-def own_directory(run: Run) -> Iterator[Run]:
-    """Make the directory of a new run that names none, so that no run that begins in the same second has the same; removed if it stays empty."""
-    if run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run:
-        yield run
-        return
-    directory, had_runs = run.directory, RUNS.is_dir()
+def own_directory(directory: Path, model: str) -> Iterator[Path]:
+    """Make a directory that no other run has, even one that begins in the same second; removed if it stays empty.
+
+    Args:
+        directory: the directory that was free when the run was resolved.
+        model: the name that the directory has behind the time.
+    """
+    had_runs = RUNS.is_dir()
     while True:
         try:
             directory.mkdir(parents=True)
             break
         except FileExistsError:
-            directory = default_run_dir(run.name)
+            directory = default_run_dir(model)
         except OSError:  # which the check of the directory reports
             break
     try:
-        yield replace(run, directory=directory)
+        yield directory
     finally:
         with suppress(OSError):  # it holds a run
             directory.rmdir()
