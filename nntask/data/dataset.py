@@ -17,13 +17,14 @@ from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
 from .chat import ChatTemplate
 from .chat_source import with_template
-from .corpora import stdlib_corpus, text_corpus
+from .corpora import scored_corpus, stdlib_corpus, text_corpus
+from .directories import is_named
 from .examples import Source, examples_of
 from .findings import FINDINGS, Finding, read_findings
 from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
-from .images import IMAGES, open_images
-from .json_lines import JSONL, RowTexts, json_lines, line_corpus
+from .images import IMAGES, open_images, told_images
+from .json_lines import JSONL, RowTexts, json_lines, line_corpus, told_lines
 from .row_counts import RowCounts
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
@@ -104,7 +105,7 @@ def check_spec(spec: DataSpec) -> None:
         raise UsageError("--dataset images is for models of images, and this one takes text; use a dataset of text")
     named = {"--dataset-path": spec.path, "--val-path": spec.val_path, "--tokenizer-path": spec.tokenizer_path}
     for flag, path in {**named, "--chat-template": spec.objective.template}.items():
-        if path and not Path(path).exists() and not fetched.get(flag):
+        if path and not is_named(path) and not fetched.get(flag):
             raise DataError(f"{flag} {path} does not exist; give an existing file or directory")
     if spec.dataset == WIKITEXT:
         check_wikitext(spec.path, _advice(spec))
@@ -181,14 +182,17 @@ def corpus_of(spec: DataSpec) -> Corpus:
     elif spec.dataset == WIKITEXT:
         corpus = wikitext_corpus(spec.path, spec.select, _advice(spec))
     else:
-        corpus = text_corpus(spec.path, spec.select)
+        corpus = text_corpus(spec.path, spec.select, spec.val_path)
         if not reads_bytes(spec):
-            check_texts(corpus, spec.path, "--dataset-path")
+            check_texts(corpus.train, spec.path, "--dataset-path")
+            check_texts(corpus.validation, spec.val_path or spec.path, "--val-path" if spec.val_path else "--dataset-path")
+        return corpus
     if spec.val_path:
-        extra = text_corpus(spec.val_path, flag="--val-path")
+        extra = scored_corpus(spec.val_path)
         if not reads_bytes(spec):
-            check_texts(extra, spec.val_path, "--val-path")
-        corpus = Corpus(corpus.name, (*corpus.train, *corpus.validation), (*extra.train, *extra.validation))
+            check_texts(extra.train, spec.val_path, "--val-path")
+        train = corpus.train if spec.dataset == WIKITEXT else (*corpus.train, *corpus.validation)
+        corpus = Corpus(corpus.name, train, extra.train, extra.sentences, extra.findings)
     return corpus
 
 
@@ -208,17 +212,19 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
     if spec.dataset == "train.bin":
         return _open_tokens(spec)
     if spec.dataset == IMAGES:
-        return _open_images(spec)
+        return _open_images(spec, report)
     if spec.objective.form in NUM_FIELDS:
         return _open_rows(spec, report)
     corpus = corpus_of(spec)
+    for sentence in corpus.sentences:
+        report(sentence)
     with cache_errors():
         fingerprint, key = (hashlib.sha256(f"{_TEXT_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
         train = encoded_texts(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = encoded_texts(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
-    findings = _findings(tokenizer, train, validation)
+    findings = (*corpus.findings, *_findings(tokenizer, train, validation))
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec, findings=findings)
 
 
@@ -269,7 +275,9 @@ def _train_bin(path: str) -> Path:
     return Path(path) / "train.bin" if Path(path).is_dir() else Path(path)
 
 
-def _open_images(spec: DataSpec) -> Dataset:
+def _open_images(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
+    if sentence := told_images(spec.path, spec.val_path, spec.objective):
+        report(sentence)
     train, validation = open_images(spec.path, spec.val_path, spec.objective)
     return Dataset(IMAGES, train, validation, None, train.digest(), spec.select, spec)
 
@@ -278,6 +286,9 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
     """Rows of JSON lines, encoded now or found in the cache."""
     objective = spec.objective
     lines = json_lines(spec.path, spec.val_path, spec.select)
+    sentences, left_out = told_lines(spec.path, spec.val_path)
+    for sentence in sentences:
+        report(sentence)
     corpus = Corpus(Path(spec.path).name, RowTexts(lines[0]), ())
     pack = objective.length if objective.separates else None
     with cache_errors():
@@ -299,7 +310,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
     train, validation = found
     assert train is not None  # there are lines for training
     validation = validation if validation and validation.num_rows else None
-    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, tuple(findings))
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, (*left_out, *findings))
 
 
 def _template_key(spec: DataSpec) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Final
@@ -18,6 +17,7 @@ from ..config.environment import cache_directory
 from ..errors import DataError
 from .foreign_tokenizer import TOKENIZER_FILE, has_tokenizer
 from .special_tokens import SPECIAL_FILES
+from .splits import splits_in
 from .tables import TABLES, RowText, check_tables
 from .texts import Corpus
 
@@ -26,7 +26,6 @@ PROBE_SECONDS: Final = 4.0
 """Longest wait for the Hub's first answer, in seconds."""
 _REPOSITORY: Final = "Salesforce/wikitext"
 _NAME: Final = "wikitext-103-raw-v1"
-_SPLITS: Final = {"train": {"train"}, "validation": {"validation", "valid", "val"}}
 _SUFFIXES: Final = (*TABLES, ".raw", ".tokens", ".txt")
 
 
@@ -46,10 +45,8 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
     found = sorted(each for each in root.rglob("*") if each.is_file() and each.suffix in _SUFFIXES and not each.name.startswith("."))
     found = [each for each in found if _NAME in each.parts] or found
     for suffix in _SUFFIXES:
-        splits = {
-            split: tuple(each for each in found if each.suffix == suffix and words & set(re.split(r"[^a-z]+", each.name.lower())))
-            for split, words in _SPLITS.items()
-        }
+        of_suffix = [(each, splits_in(each.name)) for each in found if each.suffix == suffix]
+        splits = {split: tuple(each for each, claimed in of_suffix if claimed == {split}) for split in ("train", "validation")}
         if splits["train"]:
             return splits
     return {}

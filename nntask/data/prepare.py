@@ -57,6 +57,8 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
     check_spec(spec)
     spec = with_tokenizer_path(spec)
     corpus = corpus_of(spec)
+    for sentence in (*corpus.sentences, *(finding.sentence for finding in corpus.findings)):
+        report(sentence)
     try:
         with written_aside(output) as new:
             new.mkdir()

@@ -54,7 +54,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
     if loop.step < steps:
         printer.say(interrupted(run, loop.step))
     else:
-        close(session, journal, loop.step)
+        close(session, journal)
     return interrupts.exit_code
 
 

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
 
-from ..config.run_config import LanguageRun, RunConfig
+from ..checkpoints.store import STATE
+from ..config.run_config import LanguageRun, Length, RunConfig
+from ..config.settings import from_dict
 from ..config.toml import to_toml
 from ..config.units import format_size
 from ..data.batch import Cursor
@@ -253,10 +255,36 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:
+        if lifted := other_rates(run, session.stream.batches_per_epoch):
+            say(lifted)
         for name, version in computing_versions().items():
             was = resumed.state.get("versions", {}).get(name, version)
             if was != version:
                 say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")
+
+
+def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:
+    """Say that the schedule of a continued run would have given its last step another rate; "" if the run goes on with the rates that it began with.
+
+    Args:
+        run: the run.
+        batches_per_epoch: batches of a pass over the data.
+    """
+    resumed = run.start.resumed
+    if resumed is None or not resumed.step:
+        return ""
+    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE)).run
+    before, now = Length(stored.steps or 0, stored.nepochs, stored.nepochs_warmup).on(batches_per_epoch)[0], run.length.on(batches_per_epoch)[0]
+    if not before or not now:
+        return ""
+    was, would_be = run.schedule.over(before)(resumed.step), run.schedule.over(now)(resumed.step)
+    if was == would_be:
+        return ""
+    following = run.schedule.over(now)(resumed.step + 1)
+    return (
+        f"the schedule {run.schedule.kind} ends after {now} steps and ended after {before}: the learning rate goes from {was:.3g} in step "
+        f"{resumed.step} to {following:.3g} in step {resumed.step + 1}, so losses are not those of one run of {now} steps"
+    )
 
 
 def in_ranges(names: Sequence[str]) -> Sequence[str]:

@@ -24,6 +24,7 @@ from nntask.config.settings import TrainSettings
 from nntask.data.row_keys import ROW_KEYS
 from nntask.models.registry import FAMILIES
 from nntask.telemetry.metrics import StepRecord
+from nntask.training.evaluation import Evaluation
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.options.flags import table_of
 
@@ -197,9 +198,13 @@ def test_environment_table() -> None:
 
 
 def test_metrics_are_explained() -> None:
-    """The table of metrics.jsonl names the keys of a step's line, and no others."""
+    """The tables of metrics.jsonl name the keys of a step's line, those of a validation apart, and no others."""
     named = [key for cells in table("reference/files.md", "| key | unit | meaning |") for key in re.findall(r"`([a-z_]+)`", cells[0])]
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(StepRecord))
+    validated = [
+        key for cells in table("reference/files.md", "| key of a validation | unit | meaning |") for key in re.findall(r"`([a-z_]+)`", cells[0])
+    ]
+    assert sorted(validated) == sorted(Evaluation(0.0, 1.0, 0.0, 1).figures())
 
 
 def test_drawings_are_fresh() -> None:
