@@ -124,16 +124,6 @@ class BlockRange:
             target[row : row + step] = block_format.decode(stored[row : row + step], self.block_format)[:, self.first : self.stop]
 
 
-def first_bad_scale(blocks: Array, block_format: BlockFormat) -> Any:
-    """The first scale of blocks (rows, bytes of a row) that is infinite or NaN; None if all are finite."""
-    for row in range(0, blocks.shape[0], max(1, _AT_ONCE // blocks.shape[1])):
-        each = blocks[row : row + max(1, _AT_ONCE // blocks.shape[1])].reshape(-1, block_format.block_bytes)
-        scales = np.ascontiguousarray(each[:, :2]).view("<f2")
-        if not np.isfinite(scales).all():
-            return scales[~np.isfinite(scales)][0]
-    return None
-
-
 def turned(rows: Rows) -> Rows:
     """The transpose of a range."""
     if isinstance(rows, RowGroups):

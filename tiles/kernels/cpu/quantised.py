@@ -10,8 +10,7 @@ from the cache, 0.63 ms from memory); R = 4 0.54 / 0.58 / 0.46 ms, R = 8 1.2 / 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -67,16 +66,9 @@ def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_
     if scratch:
         _by_panels(x, w, y, scratch[0], BLOCK_FORMATS[block_format], trans_b, accumulate)
         return
-    _multiply(block_format)(x, w, y, accumulate)
+    from .numba.block_loops import ELEMENTS, multiply
 
-
-@cache
-def _multiply(block_format: str) -> Callable[[Array, Array, Array, bool], None]:
-    """The loop for products of few rows."""
-    from .numba import block_loops
-
-    found: Callable[[Array, Array, Array, bool], None] = block_loops.multiply_q8_0 if block_format == "q8_0" else block_loops.multiply_q4_0
-    return found
+    multiply(x, w.view(ELEMENTS[block_format]), y, accumulate)
 
 
 def _by_panels(x: Array, w: Array, y: Array, scratch: Array, block_format: BlockFormat, trans_b: bool, accumulate: bool) -> None:
@@ -102,7 +94,7 @@ def decode_into(w: Array, out: Array, block_format: BlockFormat) -> None:
     if single(out):
         from .numba import block_loops
 
-        (block_loops.decode_q8_0 if block_format.name == "q8_0" else block_loops.decode_q4_0)(w, out)
+        block_loops.decode(w.view(block_loops.ELEMENTS[block_format.name]), out)
         return
     for columns, blocks in _column_pieces(w, block_format, _DECODED):
         for row in range(w.shape[0]):
