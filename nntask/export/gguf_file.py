@@ -22,7 +22,7 @@ from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
 from ..models.registry import config_from_dict
-from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of
+from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of, staying
 
 _STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
 
@@ -69,7 +69,8 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
             made = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
             if factors is not None:
                 made[ROTARY_FACTORS].values().write(factors)
-            copy_weights(source, {name: made[short].values() for name, short in here.items()}, kinds, asked)
+            blocks = {name: made[here[name]].blocks() for name in staying(source, kinds)}
+            copy_weights(source, {name: made[short].values() for name, short in here.items()}, blocks, kinds, asked)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
     weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name != ROTARY_FACTORS)
