@@ -1,11 +1,11 @@
 """Blocks of weights, as ggml lays them out: 32 or 256 neighbours of a row share one or two fp16 scales.
 
-A row of C weights is C / 32 or C / 256 blocks, one after the other, so a matrix (R, C) is an array of bytes (R, C / 32 * block_bytes). `decode` returns
-the numbers that blocks stand for, with the bits of the Python package gguf; `block_numbers` has the layouts. Weights of 16 bits count as blocks of 32
-numbers without a scale, so that a matrix of a file can stay as it is in memory.
+A row of C weights is C / 32 or C / 256 blocks, one after the other, so a matrix (R, C) is an array of bytes (R, C / 32 * block_bytes).
+`decode` returns the numbers that blocks stand for, with the bits of the Python package gguf; `block_numbers` has the layouts. Weights of
+16 bits count as blocks of 32 numbers without a scale, so that a matrix of a file can stay as it is in memory.
 
-`encode` writes q8_0 and q4_0 only, with the bytes of ggml's reference quantisation (quantize_row_q8_0_ref and quantize_row_q4_0_ref of ggml-quants.c).
-It expects finite weights below 65504 * 127 (q8_0) or 65504 * 8 (q4_0) in magnitude: the scale of larger ones is infinite.
+`encode` writes q8_0 and q4_0 only, with the bytes of ggml's reference quantisation (quantize_row_q8_0_ref and quantize_row_q4_0_ref of
+ggml-quants.c). It expects finite weights below 65504 * 127 (q8_0) or 65504 * 8 (q4_0) in magnitude: the scale of larger ones is infinite.
 """
 
 from __future__ import annotations
@@ -182,4 +182,3 @@ def _encode_q4_0(values: Floats, out: Bytes) -> None:
     halves = np.trunc(values * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15).reshape(-1, 2, 16)
     out[:, :2] = scale.astype("<f2").view(np.uint8)
     out[:, 2:] = halves[:, 0] | (halves[:, 1] << np.uint8(4))
-

@@ -1,8 +1,8 @@
 """Numbers of blocks of quantised weights, readable: one function for each layout of ggml's ``ggml-common.h``, from the bytes of blocks to fp32.
 
-Every function takes blocks (N, bytes of a block) and returns their numbers (N, numbers of a block), with the bits that the Python package gguf gives
-them: each product and each sum is rounded once. The K types have blocks of 256 numbers in groups of 16 or 32, and each group has its own scale and, in
-some types, its own minimum, both of 4 to 8 bits and multiplied by a fp16 scale of the whole block.
+Every function takes blocks (N, bytes of a block) and returns their numbers (N, numbers of a block), with the bits that the Python package gguf
+gives them: each product and each sum is rounded once. The K types have blocks of 256 numbers in groups of 16 or 32. Each group has its own scale
+and, in some types, its own minimum, both of 4 to 8 bits and multiplied by a fp16 scale of the whole block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors of a GGUF file as ranges with the names and layouts of transformers' files, to read and to write.
 
-Floats are ranges of the file itself. Quantised weights are seen as fp32 (`DecodedBlocks`). Matrices whose blocks products take, 16-bit floats among them,
-are seen with their bytes too, as (out, bytes).
+Floats are ranges of the file itself. Quantised weights are seen as fp32 (`DecodedBlocks`). Matrices whose blocks products take, 16-bit floats
+among them, are seen with their bytes too, as (out, bytes).
 """
 
 from __future__ import annotations

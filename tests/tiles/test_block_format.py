@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-
 from support.weight_blocks import random_blocks
 
 from tiles.block_format import BLOCK_FORMATS, ENCODED_FORMATS, Q4_0, Q8_0, BlockFormat, decode, encode, first_bad_scale

@@ -168,7 +168,10 @@ def test_loss_of_a_quantised_head(block_format: BlockFormat) -> None:
     width, size = columns_of(block_format, 64), block_format.block_values
     head, _ = quantised(runtime, rng.standard_normal((41, width)), (16, size), block_format, np.float64)
     plain = tensor(runtime, head.read(), (16, size))
-    x, targets = tensor(runtime, rng.standard_normal((B, T, width)), (1, 3, size)), tensor(runtime, rng.integers(0, 41, (B, T)).astype(np.int32), (1, 3))
+    x, targets = (
+        tensor(runtime, rng.standard_normal((B, T, width)), (1, 3, size)),
+        tensor(runtime, rng.integers(0, 41, (B, T)).astype(np.int32), (1, 3)),
+    )
     found = []
     for w in (head, plain):
         value, lse = loss.linear_cross_entropy(x, w, targets, scale=0.1)

@@ -2,13 +2,11 @@
 
 The body of a loop is written in LLVM's vector types, because Numba makes 14 GB/s of scalar code here: 16 numbers at a time are widened in registers
 from bytes or bits, so nothing decoded is ever stored. LLVM splits the vectors where the processor's are shorter; the order of sums is written
-down, so bits are the same with AVX2 and AVX-512. A scale is made of its bits, exactly, and must be finite. The element type of the blocks names their
-format, and Numba compiles a loop for each. What is generated stands here, since Numba notices a change of this file alone.
+down, so bits are the same with AVX2 and AVX-512. A scale is made of its bits, exactly, and must be finite. The element type of the blocks names
+their format, and Numba compiles a loop for each. What is generated stands here, since Numba notices a change of this file alone.
 
-Ladder for one row x (1, 1024) @ (4096, 1024)^T, one core with AVX-512: fp32 weights from memory by BLAS 0.63 ms; q8_0 / q4_0 in scalar code
-1.9 / 1.5 ms, with vectors 0.11 / 0.13 ms. On a later day, q4_0 in GB of blocks a second, from the cache / from memory: with conversions of integers
-and one sum 18.2 / 17.9, with bits of floats and two sums 20.5 / 20.1; two cores from memory 20 and 31, of the 33 that they read at most. Four rows of
-weights side by side: no quicker.
+Ladder, q4_0 in GB of blocks a second, from the cache / from memory: with conversions of integers and one sum 18.2 / 17.9, with bits of floats and two
+sums 20.5 / 20.1. Four rows of weights side by side: no quicker. `cpu.quantised` has the times of all formats.
 """
 
 from __future__ import annotations
@@ -29,13 +27,7 @@ from .compiled import REASSOCIATE, Array, compiled
 
 
 class Group(NamedTuple):
-    """Neighbouring numbers of a block that share a scale, 16 to a vector.
-
-    Args:
-        scale: in all lanes; None for 1.
-        numbers: vectors of floats.
-        least: in all lanes, added to the scaled numbers; None for 0.
-    """
+    """Neighbouring numbers of a block that share a scale: vectors of 16, what they are multiplied by, and what is added then, or None each."""
 
     scale: Any
     numbers: Sequence[Any]
@@ -56,7 +48,7 @@ _WORDS: Final = ir.VectorType(_I32, 4)
 _FUSED: Final = ("contract",)
 _VECTOR_BYTES: Final = 64
 _MAGIC: Final = 0x4B000000
-"""Bits of 2^23: a number below 2^23 in its last bits is added to it exactly."""
+"""Bits of 2^23."""
 _CONVERTS_FP16: Final = bool(get_host_cpu_features().get("f16c"))
 _COUNT: Final = tuple(range(_LANES))
 
@@ -82,7 +74,7 @@ def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
 def _spread(builder: Any, value: Any) -> Any:
     """A number in all lanes."""
     nothing = ir.Constant(ir.VectorType(value.type, _LANES), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, value, _constant(_I32, 0)), nothing, _constant(_INTS, 0))
+    return _lane(builder, builder.insert_element(nothing, value, _constant(_I32, 0)), 0)
 
 
 def _lane(builder: Any, vector: Any, number: int) -> Any:
@@ -122,8 +114,7 @@ def _ints(builder: Any, address: Any, offset: int, kind: Any = _BYTES) -> Any:
 
 
 def _float(builder: Any, whole: Any, less: float = 0.0) -> Any:
-    """Small whole numbers less `less` as floats. A number becomes the last bits of 2^23 + q, from which 2^23 + `less` is taken: exact, and quicker than a
-    conversion."""
+    """Small whole numbers less `less` as floats: bits of 2^23 + q, from which 2^23 + `less` is taken; exact, and quicker than a conversion."""
     return builder.fsub(builder.bitcast(builder.or_(whole, _constant(_INTS, _MAGIC)), _FLOATS), _constant(_FLOATS, 2.0**23 + less))
 
 
@@ -208,42 +199,38 @@ def _iq4_xs(builder: Any, address: Any) -> list[Group]:
     return [Group(_lane(builder, scales, group), _levels(builder, address, 8 + 16 * group)) for group in range(8)]
 
 
+def _two_bits(builder: Any, address: Any, offset: int) -> list[Any]:
+    """The 16 groups of numbers of two bits of q2_k and q3_k: four in each byte."""
+    stored = [_ints(builder, address, offset + 16 * number) for number in range(4)]
+    return [_bits(builder, stored[number // 8 * 2 + number % 2], number % 8 // 2 * 2, 2) for number in range(16)]
+
+
 def _q2_k(builder: Any, address: Any) -> list[Group]:
     both = _ints(builder, address, 0)
     scales = builder.fmul(_scale(builder, address, 80), _float(builder, builder.and_(both, _constant(_INTS, 15))))
     least = builder.fneg(builder.fmul(_scale(builder, address, 82), _float(builder, builder.lshr(both, _constant(_INTS, 4)))))
-    stored = [_ints(builder, address, 16 + 16 * number) for number in range(4)]
-    found = []
-    for number in range(16):
-        half, shift, part = number // 8, number % 8 // 2, number % 2
-        numbers = _float(builder, _bits(builder, stored[2 * half + part], 2 * shift, 2))
-        found.append(Group(_lane(builder, scales, number), [numbers], _lane(builder, least, number)))
-    return found
+    numbers = enumerate(_two_bits(builder, address, 16))
+    return [Group(_lane(builder, scales, number), [_float(builder, each)], _lane(builder, least, number)) for number, each in numbers]
 
 
 def _q3_k(builder: Any, address: Any) -> list[Group]:
+    """Scales have 6 bits: 4 low ones in one word, 2 high ones in the last."""
     words = [_load(builder, address, 96 + 4 * number, _I32) for number in range(3)]
-    scales = builder.fmul(_scale(builder, address, 108), _float(builder, _ints_of_words(builder, [_word_of_q3_k(builder, words, n) for n in range(4)]), 32))
-    stored = [_ints(builder, address, 32 + 16 * number) for number in range(4)]
+    low = [_masked(builder, words[number % 2], 4 * (number // 2), 15) for number in range(4)]
+    high = [builder.shl(_masked(builder, words[2], 2 * number, 3), _constant(_I32, 4)) for number in range(4)]
+    whole = _ints_of_words(builder, [builder.or_(*pair) for pair in zip(low, high, strict=True)])
+    scales = builder.fmul(_scale(builder, address, 108), _float(builder, whole, 32))
     third = [_ints(builder, address, 16 * number) for number in range(2)]
     found = []
-    for number in range(16):
-        half, shift, part = number // 8, number % 8 // 2, number % 2
-        low = _bits(builder, stored[2 * half + part], 2 * shift, 2)
-        whole = builder.or_(low, _bits(builder, third[part], number // 2, 1, 2))
-        found.append(Group(_lane(builder, scales, number), [_float(builder, whole, 4)]))
+    for number, two in enumerate(_two_bits(builder, address, 32)):
+        three = builder.or_(two, _bits(builder, third[number % 2], number // 2, 1, 2))
+        found.append(Group(_lane(builder, scales, number), [_float(builder, three, 4)]))
     return found
 
 
 def _masked(builder: Any, word: Any, shift: int, mask: int) -> Any:
     """Bits of four bytes, moved down."""
     return builder.and_(builder.lshr(word, _constant(_I32, shift)), _constant(_I32, mask * 0x01010101))
-
-
-def _word_of_q3_k(builder: Any, words: Sequence[Any], number: int) -> Any:
-    """Four scales of 6 bits of q3_k, a byte each: 4 low bits of one word, 2 high bits of the last."""
-    low = _masked(builder, words[number % 2], 4 * (number // 2), 15)
-    return builder.or_(low, builder.shl(_masked(builder, words[2], 2 * number, 3), _constant(_I32, 4)))
 
 
 def _ints_of_words(builder: Any, words: Sequence[Any]) -> Any:
@@ -257,12 +244,12 @@ def _ints_of_words(builder: Any, words: Sequence[Any]) -> Any:
 def _six_bits(builder: Any, address: Any) -> tuple[list[Any], list[Any]]:
     """The scales, and what is added, of the 8 groups of q4_k or q5_k."""
     first, second, third = (_load(builder, address, at, _I32) for at in (4, 8, 12))
-    low, high = (_masked(builder, third, shift, 15) for shift in (0, 4))
-    upper = [builder.shl(_masked(builder, word, 6, 3), _constant(_I32, 4)) for word in (first, second)]
-    words = (_masked(builder, first, 0, 63), builder.or_(low, upper[0]), _masked(builder, second, 0, 63), builder.or_(high, upper[1]))
-    both = builder.shuffle_vector(
-        _scale(builder, address), builder.fneg(_scale(builder, address, 2)), _constant(_INTS, [lane if lane < 8 else _LANES + lane for lane in _COUNT])
-    )
+    words = []
+    for word, shift in ((first, 0), (second, 4)):
+        upper = builder.shl(_masked(builder, word, 6, 3), _constant(_I32, 4))
+        words += [_masked(builder, word, 0, 63), builder.or_(_masked(builder, third, shift, 15), upper)]
+    factors = _scale(builder, address), builder.fneg(_scale(builder, address, 2))
+    both = builder.shuffle_vector(*factors, _constant(_INTS, [*range(8), *range(24, 32)]))
     found = builder.fmul(both, _float(builder, _ints_of_words(builder, words)))
     return [_lane(builder, found, group) for group in range(8)], [_lane(builder, found, 8 + group) for group in range(8)]
 
@@ -345,10 +332,7 @@ def _add(builder: Any, group: Group, numbers: Sequence[Any], total: Any) -> None
 
 
 def _dot(context: Any, w: Any, row: Any, x: Any, count: Any) -> Any:
-    """(array of blocks, address of a row of them, address of a row of floats, number of blocks) -> their dot product.
-
-    Every second group is added to a sum of its own, since each sum waits for itself.
-    """
+    """(array of blocks, address of a row of them, address of a row of floats, number of blocks) -> dot product, in two sums for the groups in turn."""
     decode, size, x_size = _decoder(w)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
