@@ -141,7 +141,8 @@ def _f16(blocks: Bytes) -> Floats:
 
 
 def _bf16(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view(ml_dtypes.bfloat16).astype(np.float32)
+    values: Floats = np.ascontiguousarray(blocks).view(ml_dtypes.bfloat16).astype(np.float32)
+    return values
 
 
 NUMBERS: Final[Mapping[str, Callable[[Bytes], Floats]]] = MappingProxyType(

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiles import QuantisedTensor
+from tiles.kernels import load_block_loops
+
 from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
@@ -229,6 +232,8 @@ class ModelSource:
             files = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
             found = build_model(spec, runtime, fill=False)
             found.hold_blocks(files.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
+            if read and not runtime.has_gpus:
+                load_block_loops({each.block_format for each in found.tensors().values() if isinstance(each, QuantisedTensor)})
             files.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from support.weight_blocks import blocks_of, columns_of
 
-from tiles.block_format import BLOCK_FORMATS
+from tiles.block_format import BLOCK_FORMATS, ENCODED_FORMATS
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
@@ -282,6 +282,10 @@ def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
     return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
 
 
+_PRODUCTS = ((True, False, False), (True, True, False), (True, False, True), (False, False, False), (False, False, True))
+"""(trans_b, bias, accumulate); of formats that nothing encodes the second and the last."""
+
+
 def quantised_linear(make: Maker, block_format: str, num_rows: int, *, trans_b: bool, bias: bool = False, accumulate: bool = False) -> Case:
     """x (R, C) @ (70, C)^T, or (R, 70) @ (70, C), with C = 96 or one block."""
     named = BLOCK_FORMATS[block_format]
@@ -491,8 +495,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "quantised_linear": [
         lambda m, f=f, r=r, t=t, b=b, a=a: quantised_linear(m, f, r, trans_b=t, bias=b, accumulate=a)
         for f in BLOCK_FORMATS
-        for r in (1, 3, 9)
-        for t, b, a in ((True, False, False), (True, True, False), (True, False, True), (False, False, False), (False, False, True))
+        for r in ((1, 3, 9) if f in ENCODED_FORMATS else (3, 9))
+        for t, b, a in (_PRODUCTS if f in ENCODED_FORMATS else _PRODUCTS[1::3])
     ],
     "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
     "random_uniform": [lambda m: ([m(3, 4, 20)], [0], _place(low=-1.0, high=2.0, seed=5))],

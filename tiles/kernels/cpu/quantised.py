@@ -10,7 +10,7 @@ from the cache, 0.63 ms from memory); R = 4 0.54 / 0.58 / 0.46 ms, R = 8 1.2 / 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -69,6 +69,16 @@ def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_
     from .numba.block_loops import ELEMENTS, multiply
 
     multiply(x, w.view(ELEMENTS[block_format]), y, accumulate)
+
+
+def load_block_loops(block_formats: Iterable[BlockFormat]) -> None:
+    """Compile or load the loops of formats now: what the compiler needs for a while is then not needed beside weights."""
+    from .numba import block_loops
+
+    for each in block_formats:
+        blocks, numbers = np.zeros((1, 1), block_loops.ELEMENTS[each.name]), np.zeros((1, each.block_values), np.float32)
+        block_loops.decode(blocks, numbers)
+        block_loops.multiply(numbers, blocks, np.zeros((1, 1), np.float32), False)
 
 
 def _by_panels(x: Array, w: Array, y: Array, scratch: Array, block_format: BlockFormat, trans_b: bool, accumulate: bool) -> None:

@@ -16,8 +16,9 @@ from .elementwise import add_biases
 from .launch import KernelSource, device, threads_for
 
 _source: Final = KernelSource("quantised")
-_KINDS: Final = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14}
-_KINDS |= {"iq4_nl": 20, "iq4_xs": 23, "bf16": 30}
+_OF_32: Final = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
+_OF_256: Final = {"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_xs": 23}
+_KINDS: Final = {**_OF_32, **_OF_256}
 """Name of a format -> ggml's number, by which the kernels know it."""
 
 

@@ -332,7 +332,7 @@ def _add(builder: Any, group: Group, numbers: Sequence[Any], total: Any) -> None
 
 
 def _dot(context: Any, w: Any, row: Any, x: Any, count: Any) -> Any:
-    """(array of blocks, address of a row of them, address of a row of floats, number of blocks) -> dot product, in two sums for the groups in turn."""
+    """(array of blocks, address of a row of them, address of a row of floats, number of blocks) -> dot product; groups take turns at two sums."""
     decode, size, x_size = _decoder(w)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -77,14 +77,14 @@ __device__ inline float number_of(Block block, int j, int kind) {
 }
 
 // out = the numbers of blocks
-KERNEL decode_blocks(Block w, T *out, int kind, int values, int size, long long count) {
+KERNEL decode_blocks(const unsigned char *w, T *out, int kind, int values, int size, long long count) {
     EACH(i, count) out[i] = narrow<T>(number_of(w + i / values * size, (int)(i % values), kind));
 }
 EXPORT(decode_blocks)
 
 // x[n] = table[tokens[n] - v_start] where this tile has the row; the first tile zeroes the rest
 KERNEL quantised_embedding(
-    const int *tokens, Block table, T *x, int v_start, int num_rows, int width, int kind, int values, int size, int accumulate, long long count) {
+    const int *tokens, const unsigned char *table, T *x, int v_start, int num_rows, int width, int kind, int values, int size, int accumulate, long long count) {
     EACH(i, count) {
         int row = tokens[i / width] - v_start, j = (int)(i % width);
         if (row >= 0 && row < num_rows)
@@ -96,7 +96,7 @@ KERNEL quantised_embedding(
 EXPORT(quantised_embedding)
 
 // y (+)= x w^T [+ bias] of few rows  // (R, K), (N, K) -> (R, N). Grid: (N, R); a block of threads takes one sum, neighbours neighbouring numbers.
-KERNEL multiply_rows(const T *x, Block w, const T *bias, T *y, int width, int kind, int values, int size, int accumulate) {
+KERNEL multiply_rows(const T *x, const unsigned char *w, const T *bias, T *y, int width, int kind, int values, int size, int accumulate) {
     SHARED(float, buffer);
     const T *row = x + (long long)blockIdx.y * width;
     Block blocks = w + (long long)blockIdx.x * (width / values) * size;
