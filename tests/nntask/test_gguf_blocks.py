@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from support.gguf_files import write_gguf
-from support.gguf_oracle import expressible, greedy, read, wide
+from support.gguf_oracle import big, greedy, read
 from support.transformers_oracle import hf_model
 
 from nntask.adapters.frozen_base import FrozenBase
@@ -29,14 +27,6 @@ TYPES = [name.upper() for name in BLOCK_FORMATS]
 """The types that stay as they are."""
 FALLBACK = {"ffn_down": "Q6_K", "attn_v": "Q5_0", "attn_k": "IQ4_NL", "token_embd": "Q6_K", "ffn_up": "Q5_1"}
 """Types of some matrices in a file of Q4_K, as a mix of llama.cpp has them."""
-
-
-def big(name: str) -> Any:
-    """A config whose matrices are whole blocks of 256 weights."""
-    config = expressible(name)
-    if name == "gpt2":
-        return replace(config, n_embd=256, n_head=4, n_inner=512)
-    return replace(wide(config), hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 
 
 def written(folder: Path, name: str, kind: str, mixed: dict[str, str] | None = None) -> tuple[Path, Path]:

@@ -78,6 +78,8 @@ def write_gguf(
         block = gguf.GGML_QUANT_SIZES[number][0]
         if values.ndim == 1 or values.shape[-1] % block or name == "position_embd.weight":
             writer.add_tensor(name, values)
+        elif random in KINDS:
+            writer.add_tensor(name, values.astype(KINDS[random]))
         elif random:
             writer.add_tensor(
                 name,

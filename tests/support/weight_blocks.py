@@ -28,7 +28,7 @@ def random_blocks(shape: tuple[int, int], block_format: BlockFormat, seed: int =
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, shape, np.uint8)
     single = blocks.reshape(-1, block_format.block_bytes)
-    largest = -1 if block_format.block_values == 32 else -3  # scales of groups multiply it by up to 127
+    largest = -2 if block_format.block_values == 32 else -4  # scales of groups multiply it by up to 127
     for offset in block_format.scales:
         scales = (rng.standard_normal(len(single)) * 10.0 ** rng.uniform(largest - 2, largest, len(single))).astype("<f2")
         single[:, offset : offset + 2] = scales[:, None].view(np.uint8)
