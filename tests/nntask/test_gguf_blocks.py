@@ -110,7 +110,7 @@ def losses(path: Path, tiling: ModelTiling) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "IQ4_XS", "Q5_1", "F16"])
 def test_adapters_learn_beside_blocks_as_beside_floats(tmp_path: Path, kind: str) -> None:
-    """Losses of adapters equal those beside the decoded weights: the gradient passes through products with blocks."""
+    """Losses of adapters equal those beside the decoded weights: the gradient passes through products with blocks; 16-bit floats become fp32."""
     path, decoded = written(tmp_path, "llama", kind)
     tiling = ModelTiling(minibatch_tile=2, seq_tile=9, inner_tile=256, vocab_tile=50)
     ours, theirs = losses(path, tiling), losses(decoded, tiling)
