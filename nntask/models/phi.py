@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
@@ -67,7 +68,7 @@ class PhiConfig(PartialRotaryConfig):
             raise UsageError(f"qk_layernorm in {source} must be false or absent, got true; use the config of a Phi without it")
         return super().read(values, source)
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
