@@ -21,103 +21,102 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .compiled import REASSOCIATE, Array, compiled
+from .compiled import EXACT, Array, compiled
+from .vectors import BYTES, F32, FLOATS, I16, I32, I64, INTS, IS_WIDE, add_product, addresses, constant, fused, group_begins, in_groups, load, spread, store, total, zeros
 
 Decoded = tuple[Any, Any, Any]
 """(scale, first 16 values as floats, last 16) of a block."""
 
-_LANES: Final = 16
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES, _INTS, _FLOATS = (ir.VectorType(kind, _LANES) for kind in (_I8, _I32, _F32))
-_FUSED: Final = ("contract",)
 _X_BYTES: Final = 128
 """32 floats."""
-
-
-def _constant(kind: Any, value: Any) -> Any:
-    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
-
-
-def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
-    """What lies `offset` bytes behind an address, at any alignment."""
-    found = builder.load(builder.inttoptr(builder.add(address, _constant(_I64, offset)), kind.as_pointer()))
-    found.align = 1
-    return found
-
-
-def _store(builder: Any, value: Any, address: Any, offset: int) -> None:
-    builder.store(value, builder.inttoptr(builder.add(address, _constant(_I64, offset)), value.type.as_pointer()), align=1)
-
-
-def _spread(builder: Any, value: Any) -> Any:
-    """A number in all lanes."""
-    nothing = ir.Constant(ir.VectorType(value.type, _LANES), ir.Undefined)
-    return builder.shuffle_vector(builder.insert_element(nothing, value, _constant(_I32, 0)), nothing, _constant(_INTS, 0))
-
-
-def _total(builder: Any, vector: Any) -> Any:
-    """The sum of the lanes, in halves."""
-    count = _LANES
-    while count > 1:
-        count //= 2
-        halves = (ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count))) for first in (0, count))
-        nothing = ir.Constant(vector.type, ir.Undefined)
-        low, high = (builder.shuffle_vector(vector, nothing, half) for half in halves)
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, _constant(_I32, 0))
+_ROWS: Final = (8, 4, 2, 1) if IS_WIDE else (2, 1)
+"""Rows that are taken together: as many as have their sums in registers."""
+_PANEL: Final = 64
+"""Rows of blocks that go with all rows of floats, a few at a time, while they are in the cache."""
 
 
 def _scale(builder: Any, address: Any) -> Any:
     """The fp16 number at an address as fp32, in all lanes: its exponent and mantissa moved in place, times 2^112; exact for denormals too."""
-    bits = builder.zext(_load(builder, address, 0, _I16), _I32)
-    size = builder.shl(builder.and_(bits, _constant(_I32, 0x7FFF)), _constant(_I32, 13))
-    sign = builder.shl(builder.and_(bits, _constant(_I32, 0x8000)), _constant(_I32, 16))
-    return builder.fmul(builder.bitcast(_spread(builder, builder.or_(size, sign)), _FLOATS), _constant(_FLOATS, 2.0**112))
+    bits = builder.zext(load(builder, address, 0, I16), I32)
+    size = builder.shl(builder.and_(bits, constant(I32, 0x7FFF)), constant(I32, 13))
+    sign = builder.shl(builder.and_(bits, constant(I32, 0x8000)), constant(I32, 16))
+    return builder.fmul(builder.bitcast(spread(builder, builder.or_(size, sign)), FLOATS), constant(FLOATS, 2.0**112))
 
 
 def _q8_0(builder: Any, address: Any) -> Decoded:
-    low, high = (builder.sitofp(builder.sext(_load(builder, address, at, _BYTES), _INTS), _FLOATS) for at in (2, 18))
+    low, high = (builder.sitofp(builder.sext(load(builder, address, at, BYTES), INTS), FLOATS) for at in (2, 18))
     return _scale(builder, address), low, high
 
 
 def _q4_0(builder: Any, address: Any) -> Decoded:
     """A half byte q becomes the last bits of 2^23 + q, from which 2^23 + 8 is taken: exact, and quicker than a conversion."""
-    both, begin = builder.zext(_load(builder, address, 2, _BYTES), _INTS), _constant(_INTS, 0x4B000000)
-    halves = (builder.and_(both, _constant(_INTS, 15)), builder.lshr(both, _constant(_INTS, 4)))
-    low, high = (builder.fsub(builder.bitcast(builder.or_(half, begin), _FLOATS), _constant(_FLOATS, 2.0**23 + 8)) for half in halves)
+    both, begin = builder.zext(load(builder, address, 2, BYTES), INTS), constant(INTS, 0x4B000000)
+    halves = (builder.and_(both, constant(INTS, 15)), builder.lshr(both, constant(INTS, 4)))
+    low, high = (builder.fsub(builder.bitcast(builder.or_(half, begin), FLOATS), constant(FLOATS, 2.0**23 + 8)) for half in halves)
     return _scale(builder, address), low, high
 
 
-def _dot(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
-    """(address of a row of blocks, address of a row of floats, number of blocks) -> their dot product.
+def _products(decode: Callable[[Any, Any], Decoded], size: int, *, ends_fused: bool) -> Any:
+    """(address of blocks, their number in a row, rows of blocks, address of floats, their rows, address of the products, whether to add to them).
 
-    Every second block is added to a sum of its own, since each sum waits for itself.
+    A row of floats takes the same sums whatever rows there are beside it. A block is decoded once for all rows that are taken together. Every second
+    block is added to a sum of its own, since each sum waits for itself.
     """
 
-    def row_dot(context: Any, w: Any, x: Any, count: Any) -> Any:
+    def multiply(context: Any, w: Any, blocks: Any, columns: Any, x: Any, rows: Any, y: Any, accumulate: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            row, numbers, blocks = arguments
-            totals = [cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0)) for _ in range(2)]  # type: ignore[no-untyped-call]
+            w, blocks, columns, x, rows, y, accumulate = arguments
+            w_step, x_step, y_step = (builder.mul(*pair) for pair in ((blocks, _of(size)), (blocks, _of(_X_BYTES)), (columns, _of(4))))
+            panels = builder.udiv(builder.add(columns, _of(_PANEL - 1)), _of(_PANEL))
+            with cgutils.for_range(builder, panels) as panel:
+                begin = builder.mul(panel.index, _of(_PANEL))
+                rest = builder.sub(columns, begin)
+                num_columns = builder.select(builder.icmp_unsigned("<", rest, _of(_PANEL)), rest, _of(_PANEL))
+                for count, first in group_begins(builder, rows, _ROWS):
+                    with in_groups(builder, rows, count, first) as row, cgutils.for_range(builder, num_columns) as loop:
+                        column = builder.add(begin, loop.index)
+                        numbers = addresses(builder, builder.add(x, builder.mul(row, x_step)), x_step, count)
+                        sums = _dots(builder, decode, size, ends_fused, builder.add(w, builder.mul(column, w_step)), numbers, blocks)
+                        out = builder.add(builder.add(y, builder.mul(row, y_step)), builder.mul(column, _of(4)))
+                        for at, found in zip(addresses(builder, out, y_step, count), sums, strict=True):
+                            store(builder, builder.select(accumulate, builder.fadd(load(builder, at, 0, F32), found), found), at, 0)
+            return context.get_dummy_value()
 
-            def add(index: Any, total: Any) -> None:
-                scale, low, high = decode(builder, builder.add(row, builder.mul(index, _constant(_I64, size))))
-                at = builder.add(numbers, builder.mul(index, _constant(_I64, _X_BYTES)))
-                first, last = (_load(builder, at, offset, _FLOATS) for offset in (0, 64))
-                block = builder.fadd(builder.fmul(first, low, _FUSED), builder.fmul(last, high, _FUSED), _FUSED)
-                builder.store(builder.fadd(builder.fmul(block, scale, _FUSED), builder.load(total), _FUSED), total)
+        return types.void(*[types.int64] * 6, types.boolean), generate
 
-            one = _constant(_I64, 1)
-            with cgutils.for_range(builder, builder.lshr(blocks, one)) as loop:
-                even = builder.shl(loop.index, one)
-                add(even, totals[0])
-                add(builder.add(even, one), totals[1])
-            with builder.if_then(builder.trunc(blocks, ir.IntType(1))):
-                add(builder.sub(blocks, one), totals[0])
-            return _total(builder, builder.fadd(*map(builder.load, totals)))
+    return cast(Any, intrinsic(multiply))
 
-        return types.float32(types.int64, types.int64, types.int64), generate
 
-    return cast(Any, intrinsic(row_dot))
+def _of(value: int) -> Any:
+    """A number of addresses and counts."""
+    return constant(I64, value)
+
+
+def _dots(
+    builder: Any, decode: Callable[[Any, Any], Decoded], size: int, ends_fused: bool, row: Any, numbers: list[Any], blocks: Any
+) -> list[Any]:
+    """Dot products of a row of blocks with rows of floats that begin at `numbers`.
+
+    Args:
+        ends_fused: whether the last 16 products of a block are added before they are rounded, or the first 16.
+    """
+    totals = zeros(builder, FLOATS, len(numbers), 2)
+
+    def add(index: Any, which: int) -> None:
+        scale, low, high = decode(builder, builder.add(row, builder.mul(index, _of(size))))
+        offset = builder.mul(index, _of(_X_BYTES))
+        for begin, slots in zip(numbers, totals, strict=True):
+            first, last = (load(builder, builder.add(begin, offset), at, FLOATS) for at in (0, 64))
+            block = fused(builder, last, high, builder.fmul(first, low)) if ends_fused else fused(builder, first, low, builder.fmul(last, high))
+            add_product(builder, block, scale, slots[which])
+
+    with cgutils.for_range(builder, builder.lshr(blocks, _of(1))) as loop:
+        even = builder.shl(loop.index, _of(1))
+        add(even, 0)
+        add(builder.add(even, _of(1)), 1)
+    with builder.if_then(builder.trunc(blocks, ir.IntType(1))):
+        add(builder.sub(blocks, _of(1)), 0)
+    return [total(builder, builder.fadd(*map(builder.load, slots))) for slots in totals]
 
 
 def _decode(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
@@ -127,10 +126,10 @@ def _decode(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             row, numbers, blocks = arguments
             with cgutils.for_range(builder, blocks) as loop:
-                scale, *halves = decode(builder, builder.add(row, builder.mul(loop.index, _constant(_I64, size))))
-                at = builder.add(numbers, builder.mul(loop.index, _constant(_I64, _X_BYTES)))
+                scale, *halves = decode(builder, builder.add(row, builder.mul(loop.index, constant(I64, size))))
+                at = builder.add(numbers, builder.mul(loop.index, constant(I64, _X_BYTES)))
                 for half, offset in zip(halves, (0, 64), strict=True):
-                    _store(builder, builder.fmul(half, scale), at, offset)
+                    store(builder, builder.fmul(half, scale), at, offset)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), generate
@@ -138,38 +137,30 @@ def _decode(decode: Callable[[Any, Any], Decoded], size: int) -> Any:
     return cast(Any, intrinsic(decode_row))
 
 
-_dot_q8_0, _dot_q4_0 = _dot(_q8_0, 34), _dot(_q4_0, 18)
+_products_q8_0, _products_q4_0 = _products(_q8_0, 34, ends_fused=True), _products(_q4_0, 18, ends_fused=False)
 _decode_q8_0, _decode_q4_0 = _decode(_q8_0, 34), _decode(_q4_0, 18)
 
 
-@compiled(REASSOCIATE)
+@compiled(EXACT)
 def multiply_q8_0(x: Array, w: Array, y: Array, accumulate: bool) -> None:
-    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); x and w with contiguous rows that lie one behind the other."""
-    numbers, blocks, size = x.ctypes.data, w.ctypes.data, w.shape[1]
-    for i in range(x.shape[0]):
-        for n in range(w.shape[0]):
-            found = _dot_q8_0(blocks + n * size, numbers + i * x.shape[1] * 4, size // 34)
-            y[i, n] = y[i, n] + found if accumulate else found
+    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); all with contiguous rows that lie one behind the other."""
+    _products_q8_0(w.ctypes.data, w.shape[1] // 34, w.shape[0], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
 
 
-@compiled(REASSOCIATE)
+@compiled(EXACT)
 def multiply_q4_0(x: Array, w: Array, y: Array, accumulate: bool) -> None:
     """The same."""
-    numbers, blocks, size = x.ctypes.data, w.ctypes.data, w.shape[1]
-    for i in range(x.shape[0]):
-        for n in range(w.shape[0]):
-            found = _dot_q4_0(blocks + n * size, numbers + i * x.shape[1] * 4, size // 18)
-            y[i, n] = y[i, n] + found if accumulate else found
+    _products_q4_0(w.ctypes.data, w.shape[1] // 18, w.shape[0], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
 
 
-@compiled(REASSOCIATE)
+@compiled(EXACT)
 def decode_q8_0(w: Array, out: Array) -> None:
     """out = the numbers of blocks  # (N, bytes) -> (N, K) fp32, both with contiguous rows."""
     for n in range(w.shape[0]):
         _decode_q8_0(w[n].ctypes.data, out[n].ctypes.data, w.shape[1] // 34)
 
 
-@compiled(REASSOCIATE)
+@compiled(EXACT)
 def decode_q4_0(w: Array, out: Array) -> None:
     """The same."""
     for n in range(w.shape[0]):
