@@ -327,6 +327,24 @@ class RunningBatch:
             text.pages.append(self.pool.take())
             text.num_reserved -= 1
 
+    def record_ahead(self) -> bool:
+        """Record a step that the next prompt needs, if it is not recorded yet; returns whether it was not. Called while nothing runs."""
+        if ("prompt", PROMPT_ROWS) in self._recorded or not self._pages.num_grown:
+            return False
+        self._step("prompt", PROMPT_ROWS)
+        return True
+
+    def _step(self, work: Work, num_rows: int) -> tuple[Step, TileTensor | None]:
+        """A recorded step, and its scores if it has some."""
+        if num_rows not in self._inputs:
+            self._inputs[num_rows] = self._pages.inputs(num_rows)
+        if (work, num_rows) not in self._recorded:
+            inputs = self._inputs[num_rows]
+            with self.runtime.record(groups=True) as step:
+                output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
+            self._recorded[work, num_rows] = step, output
+        return self._recorded[work, num_rows]
+
     def _run(
         self, work: Work, num_rows: int, rows: npt.NDArray[np.intp], given: Sequence[npt.ArrayLike], pages: Sequence[Sequence[int]]
     ) -> Scores | None:
@@ -343,13 +361,7 @@ class RunningBatch:
         if self._pages.num_grown * self._pages.pages_per_tile < self.pool.num_highest:
             self._pages.grow(self.pool.num_highest)
             self._recorded.clear()
-        if num_rows not in self._inputs:
-            self._inputs[num_rows] = self._pages.inputs(num_rows)
-        inputs = self._inputs[num_rows]
-        if (work, num_rows) not in self._recorded:
-            with self.runtime.record(groups=True) as step:
-                output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
-            self._recorded[work, num_rows] = step, output
+        (step, output), inputs = self._step(work, num_rows), self._inputs[num_rows]
         tokens, positions = np.zeros((2, num_rows, 1), np.int32)
         tokens[rows, 0], positions[rows, 0] = given
         table = np.full((num_rows, self.shape.most), -1, np.int32)
@@ -359,7 +371,6 @@ class RunningBatch:
         inputs.positions.write(positions)
         inputs.table.write(table)
         self.num_steps[work] += 1
-        step, output = self._recorded[work, num_rows]
         ticket = step.replay()
         if output is None:
             return None

@@ -1,7 +1,7 @@
 """The one thread that owns the runtime: requests come to it by a queue, and what their texts say leaves in lists, one for each step.
 
 Requests wait in order of arrival until a slot and pages of the cache are free; how many may wait is bounded where they are submitted. The thread
-sleeps in its queue while there is nothing to do. When it fails, every request is told so, and `failure` says why.
+sleeps in its queue while there is nothing to do, once the step of prompts is recorded. When it fails, every request is told so, and `failure` says why.
 """
 
 from __future__ import annotations
@@ -196,6 +196,8 @@ class TextEngine:
     def _turn(self, batch: RunningBatch) -> None:
         """Take what has come, let waiting texts join, and step."""
         if not self._running and not self._waiting:
+            if self._inbox.empty() and batch.record_ahead():
+                return
             self._inbox.get()()
         while True:
             try:

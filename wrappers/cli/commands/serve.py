@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +77,7 @@ class ServeSettings:
 def run(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT; returns 0."""
     settings, words = parse(ServeSettings, argv, "nntask serve", words=("MODEL",))
+    gc.disable()  # until the server is ready: what is made before has no garbage worth a tenth of the time
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     asked = settings.server
     check(asked)
@@ -88,9 +91,9 @@ def run(argv: Sequence[str]) -> int:
     wanted = BatchShape.of(asked.slots, context)
     if asked.cache_tokens:
         wanted = BatchShape.of(asked.slots, context, -(-asked.cache_tokens // wanted.page))
-    shape = fitted(source, tiling, asked.dtype, machine, wanted, is_exact=bool(asked.cache_tokens))
-    with _template(asked, ids) as template:
-        _serve(asked, machine, source, tiling, shape, _service(asked, ids, template, words[0]))
+    with _template(asked, ids) as template:  # its process begins beside the rest
+        shape = fitted(source, tiling, asked.dtype, machine, wanted, is_exact=bool(asked.cache_tokens))
+        _serve(asked, machine, source, tiling, shape, _service(asked, ids, template.result(), words[0]))
     return 0
 
 
@@ -131,8 +134,19 @@ def _context(asked: ServerSettings, source: ModelSource) -> int:
 
 
 @contextmanager
-def _template(asked: ServerSettings, ids: TextIds) -> Iterator[TemplateProcess | None]:
-    """What writes conversations down, while it is needed; None where nothing does.
+def _template(asked: ServerSettings, ids: TextIds) -> Iterator[Future[TemplateProcess | None]]:
+    """What writes conversations down, while it is needed; its process begins beside what the block does first."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(_template_process, asked, ids)
+        try:
+            yield found
+        finally:
+            if found.exception() is None and (process := found.result()) is not None:
+                process.close()
+
+
+def _template_process(asked: ServerSettings, ids: TextIds) -> TemplateProcess | None:
+    """A process for the chat template; None where there is no template that can be used.
 
     Raises:
         DataError: --chat-template cannot be used.
@@ -142,24 +156,19 @@ def _template(asked: ServerSettings, ids: TextIds) -> Iterator[TemplateProcess |
     from nntask.data import ChatSource
     from wrappers.serve.template_process import TemplateProcess
 
-    found = None
     try:
         source = ChatSource.of(ids.tokenizer, asked.chat_template)
     except DataError:
         if asked.chat_template:
             raise
-    else:
-        try:
-            found = TemplateProcess(source, parse_size(asked.max_body, "--max-body"))
-        except DataError as error:
-            if asked.chat_template:
-                raise
-            print(f"nntask: there are no conversations: {error}", file=sys.stderr)
+        return None
     try:
-        yield found
-    finally:
-        if found is not None:
-            found.close()
+        return TemplateProcess(source, parse_size(asked.max_body, "--max-body"))
+    except DataError as error:
+        if asked.chat_template:
+            raise
+        print(f"nntask: there are no conversations: {error}", file=sys.stderr)
+        return None
 
 
 def _service(asked: ServerSettings, ids: TextIds, template: TemplateProcess | None, model: str) -> Service:
@@ -219,9 +228,11 @@ def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, til
         with runtime_of(machine, "--slots") as runtime:
             model = source.build(runtime, tiling, asked.dtype)
             batch = RunningBatch(model, runtime, shape, vocab_size=service.ids.vocab_size)
-            batch.join(TextRequest((0,) * min(2, shape.longest), 1))
-            while batch.texts:  # kernels are compiled and steps recorded before anybody waits for them
+            batch.join(TextRequest((0,), 1))
+            while batch.texts:  # weights are read, kernels compiled and the first step recorded before the server listens
                 batch.step()
+            gc.freeze()  # what is there by now stays until the end
+            gc.enable()
             yield batch
 
     desk = Desk()
