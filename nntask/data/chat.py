@@ -11,6 +11,7 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,6 +92,10 @@ class ChatTemplate:
             self._template = self._marks.jinja.from_string(source)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template of {name} has a mistake: {error}; mend it, or name another with --chat-template FILE") from None
+
+    def set_date(self, now: datetime) -> None:
+        """Tell the template from now on that this is the date; without it the date is fixed, so that data are always the same."""
+        self._marks.now = now
 
     def terms(self) -> str:
         """What the text of a conversation follows from: the template, and the special tokens that it may name."""

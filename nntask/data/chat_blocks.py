@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+FIXED: Final = datetime(2024, 7, 26)
+"""The date that templates are told while data are made."""
 
 
 class GenerationBlocks(jinja2.ext.Extension):
@@ -37,7 +40,11 @@ class GenerationBlocks(jinja2.ext.Extension):
 
 
 class ChatEnvironment:
-    """Renders templates and tells what their blocks wrote."""
+    """Renders templates and tells what their blocks wrote.
+
+    Attributes:
+        now: what templates are told that the date is; fixed unless it is set, so that data are always the same.
+    """
 
     def __init__(self) -> None:
         self.jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -45,7 +52,8 @@ class ChatEnvironment:
         )
         self.jinja.filters["tojson"] = _to_json
         self.jinja.globals["raise_exception"] = _refuse
-        self.jinja.globals["strftime_now"] = _fixed_time
+        self.now = FIXED
+        self.jinja.globals["strftime_now"] = lambda form: self.now.strftime(form)
         (self._blocks,) = (each for each in self.jinja.extensions.values() if isinstance(each, GenerationBlocks))
 
     def rendered(self, template: jinja2.Template, **values: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -68,8 +76,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _fixed_time(form: str) -> str:
-    """The date that templates ask for: always the same, so that the data are."""
-    return datetime(2024, 7, 26).strftime(form)

@@ -1,6 +1,6 @@
 """Whether a machine has the memory for a running batch, and how many pages its cache may have: ``nntask serve`` refuses at once what would end later.
 
-What counts are the steps with all pages in use: a token of every text, and a piece of a prompt whose probabilities are told, beside the scores that the
+What counts are the steps with all pages in use: a token of every text, and a piece of a prompt whose probabilities are told, and the scores that the
 steps of fewer texts keep. With a disk tier the
 cache may be larger than host memory; without one it has as many pages as fit, and texts wait until some are free.
 """
@@ -66,7 +66,7 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
 
 
 def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, num_rows: int) -> Needs:
-    """What a step over rows with scores needs; without them it needs less. It sees one tile of pages: further ones are more tasks of the same size."""
+    """What a step over rows with scores needs; without them it needs less. It sees one tile of pages; others are more tasks of the same size."""
     data: list[TileTensor] = []
 
     def emit(model: LanguageModel, runtime: CapturingRuntime) -> TileTensor | None:

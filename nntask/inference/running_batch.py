@@ -1,7 +1,7 @@
 """A batch of texts that run side by side, which join and leave between tokens (continuous batching: Yu et al., Orca, 2022).
 
-A text has a slot and pages of the cache (`nn.kv_pages`, `page_pool`). Recorded steps do all the work, and none is recorded anew when texts come or go:
-some take a token of each of 1, 2, 4, ... texts and score what follows; another takes a piece of one prompt, a row for each token. `step` runs the
+A text has a slot and pages of the cache (`nn.kv_pages`, `page_pool`). Recorded steps do all the work, and none is recorded anew when texts come or
+go: some take a token of each of 1, 2, 4, ... texts and score what follows; another takes a piece of one prompt, a row for each token. `step` runs the
 latter for the first text that still has a prompt to read, then the smallest of the former that holds all whose prompts are read, so a long prompt
 holds nobody up and the cost of a token follows the texts that run. Each is recorded when it is first needed.
 

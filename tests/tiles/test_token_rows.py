@@ -61,11 +61,14 @@ def test_rows_of_fp32_weights(shape: tuple[int, int], turned: bool, kind: str) -
 def test_rows_of_quantised_weights(block_format: BlockFormat, columns: int) -> None:
     """One block, an odd number of them and many."""
     rng, runtime = np.random.default_rng(1), InlineRuntime()
-    x, w = rng.standard_normal((TOKEN_ROWS, columns)).astype(np.float32), QuantisedTensor(
-        runtime, (70, columns), (-1, -1), np.float32, block_format, name="w"
+    x, w = (
+        rng.standard_normal((TOKEN_ROWS, columns)).astype(np.float32),
+        QuantisedTensor(runtime, (70, columns), (-1, -1), np.float32, block_format, name="w"),
     )
     w.write(rng.standard_normal((70, columns)).astype(np.float32))
-    check(lambda rows: matmul.linear(tensor(runtime, rows), w, transpose_w=True).read(), x, x.astype(np.float64) @ w.read().astype(np.float64).T, 2e-6)
+    check(
+        lambda rows: matmul.linear(tensor(runtime, rows), w, transpose_w=True).read(), x, x.astype(np.float64) @ w.read().astype(np.float64).T, 2e-6
+    )
 
 
 @pytest.mark.skipif(not onednn.has_bf16_products(), reason="products of bf16 are made of fp32 ones here")
@@ -77,7 +80,11 @@ def test_rows_of_bf16_weights(turned: bool) -> None:
         x, w = (rng.standard_normal(size).astype(ml_dtypes.bfloat16) for size in ((TOKEN_ROWS, k), (n, k) if turned else (k, n)))
         tw = tensor(runtime, w)
         want = x.astype(np.float64) @ (w.T if turned else w).astype(np.float64)
-        check(lambda rows, tw=tw: matmul.linear(tensor(runtime, rows), tw, transpose_w=turned).read(), x, want, 1e-2)
+
+        def product(rows: np.ndarray, tw: TileTensor = tw) -> np.ndarray:
+            return matmul.linear(tensor(runtime, rows), tw, transpose_w=turned).read()
+
+        check(product, x, want, 1e-2)
 
 
 def test_sums_are_added_to_what_is_there() -> None:

@@ -25,8 +25,8 @@ TOKEN_ROWS: Final = 32
 
 
 def are_tokens(shape: Sequence[int]) -> bool:
-    """Whether activations (R, 1, C) are a few rows of one token each. The products of a row have the bits that it has alone, so a step may take as many
-    rows as there are texts, and no text depends on its neighbours."""
+    """Whether activations (R, 1, C) are a few rows of one token each. The products of a row have the bits that it has alone, so a step may take as
+    many rows as there are texts, and no text depends on its neighbours."""
     return len(shape) == 3 and shape[1] == 1 and shape[0] <= TOKEN_ROWS
 
 

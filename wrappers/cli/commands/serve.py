@@ -7,10 +7,11 @@ import importlib.util
 import os
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -55,6 +56,10 @@ class ServerSettings:
     """directory with tokenizer.json, for a model that came without one"""
     chat_template: str = ""
     """file of a chat template in Jinja, for a tokenizer that came without one"""
+    template_date: str = ""
+    """day, as 2026-11-30, that chat templates are told when they ask for the date (default: that of the request)"""
+    strict_fields: bool = False
+    """refuse requests with fields that this server does not know, instead of ignoring them and naming them in a header"""
     api_key_file: str = ""
     """file whose first line is the key that requests must bring (default: NNTASK_API_KEY in the environment, or no key)"""
     max_body: str = "1MiB"
@@ -120,6 +125,7 @@ def check(asked: ServerSettings) -> None:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
     if parse_size(asked.max_body, "--max-body") < 1:
         raise UsageError(f"--max-body must be at least 1 byte, got {asked.max_body}; raise it")
+    _clock(asked.template_date)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serve needs the {missing[0].replace('_', '-')} package; pip install -e '.[serve]'")
@@ -163,12 +169,29 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> TemplateProcess | 
             raise
         return None
     try:
-        return TemplateProcess(source, parse_size(asked.max_body, "--max-body"))
+        return TemplateProcess(source, parse_size(asked.max_body, "--max-body"), _clock(asked.template_date))
     except DataError as error:
         if asked.chat_template:
             raise
         print(f"nntask: there are no conversations: {error}", file=sys.stderr)
         return None
+
+
+def _clock(day: str) -> Callable[[], datetime]:
+    """What tells chat templates the date.
+
+    Raises:
+        UsageError: `day` is none.
+    """
+    from nntask import UsageError
+
+    if not day:
+        return datetime.now
+    try:
+        found = datetime.fromisoformat(day)
+    except ValueError:
+        raise UsageError(f"--template-date must be a day as 2026-11-30, got {day!r}; give one") from None
+    return lambda: found
 
 
 def _service(asked: ServerSettings, ids: TextIds, template: TemplateProcess | None, model: str) -> Service:
@@ -184,7 +207,7 @@ def _service(asked: ServerSettings, ids: TextIds, template: TemplateProcess | No
     if not is_local and not key:
         print(f"nntask: whoever reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
     limits = (parse_size(asked.max_body, "--max-body"), asked.receive_seconds)
-    return Service(name, int(time.time()), f"nntask-{version('nntask')}", ids, template, key, *limits, is_local)
+    return Service(name, int(time.time()), f"nntask-{version('nntask')}", ids, template, key, *limits, is_local, asked.strict_fields)
 
 
 def _key(file: str) -> str:

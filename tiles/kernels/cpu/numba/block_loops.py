@@ -22,7 +22,27 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compiled import EXACT, Array, compiled
-from .vectors import BYTES, F32, FLOATS, I16, I32, I64, INTS, IS_WIDE, add_product, addresses, constant, fused, group_begins, in_groups, load, spread, store, total, zeros
+from .vectors import (
+    BYTES,
+    F32,
+    FLOATS,
+    I16,
+    I32,
+    I64,
+    INTS,
+    IS_WIDE,
+    add_product,
+    addresses,
+    constant,
+    fused,
+    group_begins,
+    in_groups,
+    load,
+    spread,
+    store,
+    total,
+    zeros,
+)
 
 Decoded = tuple[Any, Any, Any]
 """(scale, first 16 values as floats, last 16) of a block."""
@@ -92,9 +112,7 @@ def _of(value: int) -> Any:
     return constant(I64, value)
 
 
-def _dots(
-    builder: Any, decode: Callable[[Any, Any], Decoded], size: int, ends_fused: bool, row: Any, numbers: list[Any], blocks: Any
-) -> list[Any]:
+def _dots(builder: Any, decode: Callable[[Any, Any], Decoded], size: int, ends_fused: bool, row: Any, numbers: list[Any], blocks: Any) -> list[Any]:
     """Dot products of a row of blocks with rows of floats that begin at `numbers`.
 
     Args:

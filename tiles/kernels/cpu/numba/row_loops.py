@@ -60,7 +60,6 @@ def _dots(builder: Any, ws: list[Any], xs: list[Any], features: Any) -> list[lis
     return [[builder.load(each) for each in found] for found in sums]
 
 
-@intrinsic
 def _by_dots(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: Any, rows: Any, y: Any, accumulate: Any) -> Any:
     """(address of weights (N, K), bytes from row to row, N, K, address of x (R, K), R, address of y (R, N), whether to add to it)."""
 
@@ -104,7 +103,6 @@ def _add_piece(builder: Any, width: int, w: Any, w_step: Any, xs: list[Any], out
             store(builder, builder.load(slot), out, offset)
 
 
-@intrinsic
 def _by_sums(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: Any, rows: Any, y: Any, accumulate: Any) -> Any:
     """The same with weights (K, N)."""
 
@@ -131,13 +129,16 @@ def _by_sums(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: 
     return types.void(*[types.int64] * 7, types.boolean), generate
 
 
+_products_turned, _products = cast(Any, intrinsic(_by_dots)), cast(Any, intrinsic(_by_sums))
+
+
 @compiled(EXACT)
 def multiply_turned(x: Array, w: Array, y: Array, accumulate: bool) -> None:
     """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); x and y with rows that lie one behind the other, w with contiguous ones."""
-    _by_dots(w.ctypes.data, w.strides[0], w.shape[0], w.shape[1], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
+    _products_turned(w.ctypes.data, w.strides[0], w.shape[0], w.shape[1], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
 
 
 @compiled(EXACT)
 def multiply(x: Array, w: Array, y: Array, accumulate: bool) -> None:
     """y (+)= x @ w  # (R, K) @ (K, N) -> (R, N); likewise."""
-    _by_sums(w.ctypes.data, w.strides[0], w.shape[1], w.shape[0], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
+    _products(w.ctypes.data, w.strides[0], w.shape[1], w.shape[0], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
