@@ -68,10 +68,17 @@ class TokenBytes:
         self._tokenizer, inner = tokenizer, getattr(tokenizer, "inner", None)
         self._inner, self._kinds = inner, frozenset[str]()
         self._added: Mapping[int, str] = {}
+        self._left_out = frozenset[int]()
         if inner is not None:
-            self._added = {index: token.content for index, token in inner.get_added_tokens_decoder().items()}
+            added = inner.get_added_tokens_decoder()
+            self._added = {index: token.content for index, token in added.items()}
+            self._left_out = frozenset(index for index, token in added.items() if token.special)
             decoders = [] if inner.decoder is None else list(_flat(json.loads(inner.decoder.__getstate__())))
             self._kinds = frozenset(_kind_of(each) for each in decoders)
+
+    def is_left_out(self, token: int) -> bool:
+        """Whether texts leave a token out."""
+        return token in self._left_out
 
     def of(self, token: int) -> bytes:
         """The bytes of a token; none of an id that is no token."""

@@ -21,6 +21,9 @@ class Words(Protocol):
     def word(self, token: int) -> str:
         """A token as text."""
 
+    def is_left_out(self, token: int) -> bool:
+        """Whether texts leave a token out."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToldToken:

@@ -172,7 +172,7 @@ class Progress:
             said, scores = piece.text, [ToldToken(score.token, len(begin) + offset, score) for offset, score in piece.scores]
         if asked.echo and not text.num_pieces:
             said = begin + said
-            scores = [*self._told_prompt(prompt, piece, begin), *scores] if asked.num_top is not None else scores
+            scores = [*self._told_prompt(prompt, piece), *scores] if asked.num_top is not None else scores
         text.num_pieces += 1
         text.num_new, text.num_shared = 0 if asked.limit == 0 else piece.num_new, piece.num_shared
         text.text += said
@@ -184,12 +184,13 @@ class Progress:
         """The text of a prompt, that of its ids where it came so."""
         return prompt.text or self._decode(prompt.ids)
 
-    def _told_prompt(self, prompt: Prompt, piece: Piece, text: str) -> list[ToldToken]:
-        """The tokens of a prompt; the first one may begin with a space of the tokenizer's own."""
-        first, *offsets = Spelling(self._decode).offsets(prompt.ids)
-        is_cut = self._words.of(prompt.ids[0]).startswith(b" ") and not text.startswith(" ")
-        told = [ToldToken(score.token, offset, score) for offset, score in zip(offsets, piece.prompt_scores, strict=False)]
-        return [ToldToken(prompt.ids[0], first, None, is_cut), *told]
+    def _told_prompt(self, prompt: Prompt, piece: Piece) -> list[ToldToken]:
+        """The tokens of a prompt; the first one of its text may begin with a space of the tokenizer's own, which the text does not have."""
+        ids, scores = prompt.ids, (None, *piece.prompt_scores)
+        first = next((at for at, token in enumerate(ids) if not self._words.is_left_out(token)), 0)
+        is_cut = self._words.of(ids[first]).startswith(b" ") and not self._decode(ids[: first + 1]).startswith(" ")
+        offsets = Spelling(self._decode).offsets(ids)
+        return [ToldToken(*each, is_cut and at == first) for at, each in enumerate(zip(ids, offsets, scores, strict=True))]
 
     def answer(self) -> dict[str, Any]:
         """The whole answer."""
