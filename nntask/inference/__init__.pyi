@@ -9,7 +9,7 @@ from .running_batch import BatchShape, NextToken, RunningBatch, RunningText, Tex
 from .samples import HOW, sample_prompt, sample_text
 from .sampling import Sampling, choose
 from .scoring import perplexity
-from .spelling import Spelling, TokenBytes
+from .spelling import Spelling, TokenBytes, TokenPlaces
 
 __all__ = [
     "HOW",
@@ -30,6 +30,7 @@ __all__ = [
     "TextIds",
     "TextRequest",
     "TokenBytes",
+    "TokenPlaces",
     "TokenScore",
     "check_joins",
     "check_memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +47,8 @@ class Spelling:
             self._from, self._shown = self._shown, len(self.ids)
         return found
 
-    def offsets(self, ids: Sequence[int]) -> list[int]:
-        """The number of characters in front of each of `ids`, which follow; of a token that ends a character, those in front of that character."""
+    def counts(self, ids: Sequence[int]) -> list[int]:
+        """The number of characters that are certain before each of `ids`, which follow."""
         found, count = [], 0
         for token in ids:
             found.append(count)
@@ -104,6 +105,49 @@ class TokenBytes:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{each:02x}" for each in found)
+
+    def num_replaced(self, half: bytes) -> int:
+        """Signs that a text has for the beginning of a character that does not go on."""
+        return len(half) if "ByteFallback" in self._kinds else 1
+
+
+class TokenPlaces:
+    """Where the tokens of a text begin in it, one after the other.
+
+    Args:
+        words: bytes of tokens.
+    """
+
+    def __init__(self, words: TokenBytes) -> None:
+        self._words, self._count, self._half, self._waits = words, 0, b"", False
+
+    def place(self, token: int, certain: int) -> int:
+        """The number of characters in front of the next token; of one that goes on with a character, those in front of that.
+
+        Args:
+            certain: characters of all tokens before, without a last one that is not complete.
+        """
+        data = b"" if self._words.is_left_out(token) else self._words.of(token)
+        if not (self._half or self._waits):
+            self._count = certain
+        elif self._half and data and not _is_whole(self._half + data[:1]):
+            self._count += self._words.num_replaced(self._half)
+            self._half = b""
+        found, decoder = self._count, codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(self._half + data)
+        self._count += len(text)
+        self._waits = text.endswith(HALF) if text else self._waits  # `Spelling` is not certain of such an end
+        self._half = bytes(decoder.getstate()[0])
+        return found
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether bytes are characters, the last of which may be a beginning."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _flat(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -106,6 +106,27 @@ def test_tokens_are_the_text(kind: str, prompt: str, text: str, echo: bool, is_s
     assert spelled == data
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "plain bytes"])
+@given(data=st.lists(st.sampled_from(list(b"a \xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80")), min_size=1, max_size=12))
+def test_offsets_of_bytes_that_are_no_text(kind: str, data: list[int]) -> None:
+    """Bytes one by one, with halves of characters among them: each begins where its character or its sign of replacement stands in the text."""
+    tokenizer = KINDS[kind]()
+    ids = [int(tokenizer.encode([chr(byte)])[0][0]) if byte < 128 else byte_id(tokenizer, byte) for byte in data]
+    text, told = answered(tokenizer, [int(i) for i in tokenizer.encode(["b"])[0]], "b", ids, echo=False, is_stream=False)
+    assert text == bytes(data).decode(errors="replace")
+    wants = []
+    for at in range(len(data)):
+        front = bytes(data[:at]).decode(errors="replace")
+        goes_on = front.endswith("\ufffd") and len(bytes(data[: at + 1]).decode(errors="replace")) == len(front)
+        wants.append(len(front) - goes_on)
+    assert told["text_offset"] == wants
+
+
+def byte_id(tokenizer: Tokenizer, byte: int) -> int:
+    """The id of a byte."""
+    return int(tokenizer.inner.token_to_id(byte_letters()[byte])) if isinstance(tokenizer, BpeTokenizer) else byte
+
+
 def test_special_tokens_and_ids_that_are_none() -> None:
     """A special token is spelled, though texts leave it out; an id beyond the tokenizer's is nothing."""
     words = TokenBytes(byte_level())

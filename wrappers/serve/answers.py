@@ -5,24 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from nntask.inference import TokenScore
+from nntask.inference import TokenBytes, TokenScore
 
 DONE: Final = b"data: [DONE]\n\n"
-
-
-class Words(Protocol):
-    """What is needed of tokens."""
-
-    def of(self, token: int) -> bytes:
-        """The bytes of a token."""
-
-    def word(self, token: int) -> str:
-        """A token as text."""
-
-    def is_left_out(self, token: int) -> bool:
-        """Whether texts leave a token out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +61,7 @@ class Form:
         tells_scores: whether probabilities are told.
     """
 
-    def __init__(self, *, is_chat: bool, name: str, created: int, model: str, fingerprint: str, words: Words, tells_scores: bool) -> None:
+    def __init__(self, *, is_chat: bool, name: str, created: int, model: str, fingerprint: str, words: TokenBytes, tells_scores: bool) -> None:
         self.is_chat, self._words, self._tells_scores = is_chat, words, tells_scores
         self._head = {"id": name, "created": created, "model": model, "system_fingerprint": fingerprint}
 

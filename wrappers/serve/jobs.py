@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nntask import UsageError
-from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest
+from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenPlaces
 
-from .answers import DONE, Form, PromptCounts, ToldToken, Words, Written, failed
+from .answers import DONE, Form, PromptCounts, ToldToken, Written, failed
 from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError
 from .schema import Asked
@@ -152,11 +152,12 @@ class Progress:
         words: tokens as bytes.
     """
 
-    def __init__(self, asked: Asked, prompts: list[Prompt], form: Form, decode: Callable[[Sequence[int]], str], words: Words) -> None:
+    def __init__(self, asked: Asked, prompts: list[Prompt], form: Form, decode: Callable[[Sequence[int]], str], words: TokenBytes) -> None:
         self._asked, self._form, self._decode, self._words = asked, form, decode, words
         self._prompts = [prompt for prompt in prompts for _ in range(asked.n)]
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._texts = [Written() for _ in self._prompts]
+        self._places = [TokenPlaces(words) for _ in self._prompts]
 
     @property
     def is_complete(self) -> bool:
@@ -169,10 +170,13 @@ class Progress:
         begin = self._shown_prompt(prompt) if asked.echo else ""
         said, scores = "", list[ToldToken]()
         if asked.limit != 0:
-            said, scores = piece.text, [ToldToken(score.token, len(begin) + offset, score) for offset, score in piece.scores]
+            said = piece.text
         if asked.echo and not text.num_pieces:
             said = begin + said
-            scores = [*self._told_prompt(prompt, piece), *scores] if asked.num_top is not None else scores
+            scores = self._told_prompt(prompt, piece) if asked.num_top is not None else []
+        if asked.limit != 0:
+            place = self._places[piece.index].place
+            scores += [ToldToken(score.token, len(begin) + place(score.token, certain), score) for certain, score in piece.scores]
         text.num_pieces += 1
         text.num_new, text.num_shared = 0 if asked.limit == 0 else piece.num_new, piece.num_shared
         text.text += said
@@ -189,7 +193,8 @@ class Progress:
         ids, scores = prompt.ids, (None, *piece.prompt_scores)
         first = next((at for at, token in enumerate(ids) if not self._words.is_left_out(token)), 0)
         is_cut = self._words.of(ids[first]).startswith(b" ") and not self._decode(ids[: first + 1]).startswith(" ")
-        offsets = Spelling(self._decode).offsets(ids)
+        counts, places = Spelling(self._decode).counts(ids), TokenPlaces(self._words)
+        offsets = [places.place(*each) for each in zip(ids, counts, strict=True)]
         return [ToldToken(*each, is_cut and at == first) for at, each in enumerate(zip(ids, offsets, scores, strict=True))]
 
     def answer(self) -> dict[str, Any]:
