@@ -20,6 +20,7 @@ from tiles import BlockFormat
 
 from ..errors import DataError
 from ..io.gguf_file import MAGIC, SUFFIX, GgufFile
+from ..io.regular_file import open_regular
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
@@ -40,7 +41,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
     if file.suffix == SUFFIX:
         return True
     try:
-        with file.open("rb") as opened:
+        with os.fdopen(open_regular(file), "rb") as opened:
             return opened.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -5,9 +5,10 @@ Nothing that is there already is overwritten: a new run wants a directory of its
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +17,11 @@ from tiles.kernels import kernel_versions
 
 from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
 from ..config.resolution import RUNS
+from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
+from ..telemetry.tensorboard import FOLDER
 from .run_lock import LOCK
 
 CONFIG: Final = RUN_CONFIG
@@ -49,6 +52,20 @@ def check_new_run(path: Path) -> None:
         what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
         raise UsageError(f"--run-dir {path} {what}; remove it, or give a new directory")
     check_writable(path, "--run-dir")
+
+
+def check_no_links(path: Path) -> None:
+    """Make sure that the directories inside a run are no links, since what is written into them would land elsewhere.
+
+    Raises:
+        UsageError: one of them is a link.
+    """
+    directories = [path / "checkpoints", path / FOLDER, path / NODES, *(path / NODES).glob("*")]
+    if links := [directory for directory in directories if directory.is_symlink()]:
+        raise UsageError(
+            f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}; put the directory in its place, or move "
+            "the whole run where it leads"
+        )
 
 
 def _never_began(path: Path) -> bool:
@@ -107,7 +124,9 @@ def _installed(*packages: str) -> dict[str, str]:
     return found
 
 
-def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int]) -> dict[str, Any]:
+def summary_of(
+    whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int], findings: Sequence[Finding] = ()
+) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
@@ -116,6 +135,7 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_s
         stats: counters of the runtime of this process.
         tasks_per_step: each counted, also those that run as one.
         fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
+        findings: what the data left out, cut or replaced.
     """
     outside, tasks = around(own, stats), tasks_per_step * own.steps
     return {
@@ -138,6 +158,7 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_s
         "tasks_per_step": tasks_per_step,
         "task_overhead_us": own.idle_seconds / tasks * 1e6 if tasks else 0.0,
         "fallbacks": dict(fallbacks),
+        "data": counts(findings),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
     }

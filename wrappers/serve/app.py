@@ -108,6 +108,7 @@ class Application:
         async def answer(request: Request) -> Response:
             begin = time.monotonic()
             try:
+                _check_framing(request)
                 self._check_host(request)
                 if not is_open:
                     self._check_key(request)
@@ -242,6 +243,12 @@ class Application:
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
     """The header that names the fields of a request that were ignored, if there are any."""
     return {IGNORED: ", ".join(names)[:_LONGEST_HEADER]} if names else {}
+
+
+def _check_framing(request: Request) -> None:
+    """Refuse a request with two lengths: where a proxy believes the other one, a second request would hide in its body (RFC 9112, section 6.3)."""
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        raise ApiError(400, "a request has content-length or transfer-encoding, got both; send one of them", headers={"connection": "close"})
 
 
 class _EventStream(StreamingResponse):
