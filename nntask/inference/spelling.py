@@ -111,8 +111,8 @@ class TokenBytes:
         return len(half) if "ByteFallback" in self._kinds else 1
 
 
-class TokenPlaces:
-    """Where the tokens of a text begin in it, one after the other.
+class TokenOffsets:
+    """Offsets of the tokens of a text, one after the other.
 
     Args:
         words: bytes of tokens.
@@ -121,7 +121,7 @@ class TokenPlaces:
     def __init__(self, words: TokenBytes) -> None:
         self._words, self._count, self._half, self._waits = words, 0, b"", False
 
-    def place(self, token: int, certain: int) -> int:
+    def offset_of(self, token: int, certain: int) -> int:
         """The number of characters in front of the next token; of one that goes on with a character, those in front of that.
 
         Args:

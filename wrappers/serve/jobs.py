@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nntask import UsageError
-from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenPlaces
+from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets
 
 from .answers import DONE, Form, PromptCounts, ToldToken, Written, failed
 from .engine import Busy, Job, News, Piece, TextEngine
@@ -157,7 +157,7 @@ class Progress:
         self._prompts = [prompt for prompt in prompts for _ in range(asked.n)]
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._texts = [Written() for _ in self._prompts]
-        self._places = [TokenPlaces(words) for _ in self._prompts]
+        self._offsets = [TokenOffsets(words) for _ in self._prompts]
 
     @property
     def is_complete(self) -> bool:
@@ -175,8 +175,8 @@ class Progress:
             said = begin + said
             scores = self._told_prompt(prompt, piece) if asked.num_top is not None else []
         if asked.limit != 0:
-            place = self._places[piece.index].place
-            scores += [ToldToken(score.token, len(begin) + place(score.token, certain), score) for certain, score in piece.scores]
+            offset_of = self._offsets[piece.index].offset_of
+            scores += [ToldToken(score.token, len(begin) + offset_of(score.token, certain), score) for certain, score in piece.scores]
         text.num_pieces += 1
         text.num_new, text.num_shared = 0 if asked.limit == 0 else piece.num_new, piece.num_shared
         text.text += said
@@ -193,8 +193,8 @@ class Progress:
         ids, scores = prompt.ids, (None, *piece.prompt_scores)
         first = next((at for at, token in enumerate(ids) if not self._words.is_left_out(token)), 0)
         is_cut = self._words.of(ids[first]).startswith(b" ") and not self._decode(ids[: first + 1]).startswith(" ")
-        counts, places = Spelling(self._decode).counts(ids), TokenPlaces(self._words)
-        offsets = [places.place(*each) for each in zip(ids, counts, strict=True)]
+        counts, known = Spelling(self._decode).counts(ids), TokenOffsets(self._words)
+        offsets = [known.offset_of(*each) for each in zip(ids, counts, strict=True)]
         return [ToldToken(*each, is_cut and at == first) for at, each in enumerate(zip(ids, offsets, scores, strict=True))]
 
     def answer(self) -> dict[str, Any]:
