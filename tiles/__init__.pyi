@@ -2,6 +2,7 @@ from . import block_format
 from .block_format import BLOCK_FORMATS, ENCODED_FORMATS, Q4_0, Q8_0, BlockFormat
 from .emission import emit
 from .kernels.catalog import register
+from .kernels.cpu.matmul import TOKEN_ROWS
 from .kernels.registry import register_activation
 from .quantised import QuantisedTensor
 from .tensor import TileTensor
@@ -13,6 +14,7 @@ __all__ = [
     "ENCODED_FORMATS",
     "Q4_0",
     "Q8_0",
+    "TOKEN_ROWS",
     "BlockFormat",
     "QuantisedTensor",
     "TileTensor",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
@@ -57,6 +58,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template of {name} has a mistake: {error}; mend it, or name another with --chat-template FILE") from None
         self._of_tools = ChatTemplate(tools, name, words) if tools else None
+
+    def set_date(self, now: datetime) -> None:
+        """Tell the template from now on that this is the date; without it the date is fixed, so that data are always the same."""
+        self._marks.now = now
 
     def terms(self) -> str:
         """What the text of a conversation follows from: the template, and the special tokens that it may name."""

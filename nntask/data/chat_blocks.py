@@ -16,6 +16,8 @@ import jinja2.sandbox
 
 _OF_OBJECTS: Final = ("tojson", "items", "dictsort")
 """Filters and methods that write the arguments of a function call as an object."""
+FIXED: Final = datetime(2024, 7, 26)
+"""The date that templates are told while data are made."""
 
 
 class GenerationBlocks(jinja2.ext.Extension):
@@ -42,7 +44,11 @@ class GenerationBlocks(jinja2.ext.Extension):
 
 
 class ChatEnvironment:
-    """Renders templates and tells what their blocks wrote."""
+    """Renders templates and tells what their blocks wrote.
+
+    Attributes:
+        now: what templates are told that the date is; fixed unless it is set, so that data are always the same.
+    """
 
     def __init__(self) -> None:
         self.jinja = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -50,7 +56,8 @@ class ChatEnvironment:
         )
         self.jinja.filters["tojson"] = _to_json
         self.jinja.globals["raise_exception"] = _refuse
-        self.jinja.globals["strftime_now"] = _fixed_time
+        self.now = FIXED
+        self.jinja.globals["strftime_now"] = lambda form: self.now.strftime(form)
         (self._blocks,) = (each for each in self.jinja.extensions.values() if isinstance(each, GenerationBlocks))
 
     def rendered(self, template: jinja2.Template, **values: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -121,8 +128,3 @@ def _to_json(
 
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _fixed_time(form: str) -> str:
-    """The date that templates ask for: always the same, so that the data are."""
-    return datetime(2024, 7, 26).strftime(form)

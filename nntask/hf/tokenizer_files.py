@@ -1,6 +1,6 @@
 """Tokenizers as the files that ``AutoTokenizer`` loads: tokenizer.json, and a tokenizer_config.json unless the tokenizer came with one.
 
-Plain bytes become a BPE without merges over the byte alphabet of GPT-2 (Radford et al., 2019, ``bytes_to_unicode``), whose ids are the bytes.
+Plain bytes become a BPE without merges over the byte alphabet of GPT-2 (`data.byte_letters`), whose ids are the bytes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from ..data.byte_letters import byte_letters
 from ..data.foreign_tokenizer import TOKENIZER_FILE
 from ..data.special_tokens import END_OF_TEXT, TOKENIZER_CONFIG
 from ..data.tokenizer import ByteTokenizer, Tokenizer
-
-_PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 
 def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
@@ -50,9 +49,7 @@ def _saved(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:
     """The content of a tokenizer.json for plain bytes."""
-    others = [byte for byte in range(256) if byte not in _PRINTABLE]
-    letters = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + others.index(byte)) for byte in range(256)}
-    vocab = {letter: byte for byte, letter in letters.items()}
+    vocab = {letter: byte for byte, letter in sorted(byte_letters().items())}
     added = []
     if tokenizer.vocab_size > len(vocab):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -9,7 +9,7 @@ from .running_batch import BatchShape, NextToken, RunningBatch, RunningText, Tex
 from .samples import HOW, sample_prompt, sample_text
 from .sampling import Sampling, choose
 from .scoring import perplexity
-from .spelling import Spelling
+from .spelling import Spelling, TokenBytes, TokenOffsets
 
 __all__ = [
     "HOW",
@@ -29,6 +29,8 @@ __all__ = [
     "Spelling",
     "TextIds",
     "TextRequest",
+    "TokenBytes",
+    "TokenOffsets",
     "TokenScore",
     "check_joins",
     "check_memory",

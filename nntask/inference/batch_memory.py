@@ -1,13 +1,14 @@
 """Whether a machine has the memory for a running batch, and how many pages its cache may have: ``nntask serve`` refuses at once what would end later.
 
-What counts are the steps with all pages in use: a token of every text, and a piece of a prompt whose probabilities are told. With a disk tier the
+What counts are the steps with all pages in use: a token of every text, and a piece of a prompt whose probabilities are told, and the scores that the
+steps of fewer texts keep. With a disk tier the
 cache may be larger than host memory; without one it has as many pages as fit, and texts wait until some are free.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from scheduler import CapturingRuntime
 from tiles import TileTensor
@@ -17,13 +18,17 @@ from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..planning.needs import shortage
 from .memory_check import needs_of_step, what_to_raise
-from .running_batch import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for
+from .running_batch import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
 
 if TYPE_CHECKING:
     from ..models.language import LanguageModel
     from ..planning.needs import Needs
     from ..tiling.model_tiling import ModelTiling
     from .pretrained import ModelSource
+
+_SCORE_NBYTES: Final = 4
+_INSTANCES: Final = 2
+"""Of a recorded step, each with scores of its own."""
 
 
 def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, *, is_exact: bool = False) -> BatchShape:
@@ -39,11 +44,11 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
     """
     check_joins(source.config)
     check_budgets(machine)
-    target = this_machine(machine)
+    target, most = this_machine(machine), token_rows(shape.slots, has_gpus=machine.has_gpus)[-1]
 
     def lacking(shape: BatchShape) -> Needs | None:
         """What the step that needs most memory needs, of those that the machine has not enough for; None where all fit."""
-        found = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (shape.slots, PROMPT_ROWS))
+        found = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (most, PROMPT_ROWS))
         return max((needs for needs in found if not needs.fit(target)), key=lambda needs: (needs.last(target), needs.task), default=None)
 
     if lacking(shape) is None:
@@ -61,13 +66,16 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
 
 
 def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, num_rows: int) -> Needs:
-    """What a step over rows with scores needs; without them it needs less."""
+    """What a step over rows with scores needs; without them it needs less. It sees one tile of pages; others are more tasks of the same size."""
+    data: list[TileTensor] = []
 
     def emit(model: LanguageModel, runtime: CapturingRuntime) -> TileTensor | None:
         model.eval()
         pages = pages_for(model, runtime, shape)
+        data.extend(pages.tensors)
         inputs = pages.inputs(num_rows)
         with runtime.record():
-            return emit_rows(model, pages.past(inputs, pages.num_tiles), inputs, scores=True)
+            return emit_rows(model, pages.past(inputs, 1), inputs, scores=True)
 
-    return needs_of_step(source, tiling, dtype, machine, emit)
+    kept = sum(token_rows(shape.slots, has_gpus=machine.has_gpus)[:-1]) * source.config.vocab_size * _SCORE_NBYTES * _INSTANCES
+    return needs_of_step(source, tiling, dtype, machine, emit, data=data, kept=kept)

@@ -102,13 +102,21 @@ def needs_of_step(
     dtype: str,
     machine: MachineSpec,
     emit: Callable[[LanguageModel, CapturingRuntime], TileTensor | None],
+    *,
+    data: Sequence[TileTensor] = (),
+    kept: int = 0,
 ) -> Needs:
-    """What a model and a recorded step of it need; `emit` records the step and returns its output, if it has one."""
+    """What a model and a recorded step of it need; `emit` records the step and returns its output, if it has one.
+
+    Args:
+        data: what there is besides the model, of which the step may touch a part; `emit` may add to it.
+        kept: bytes that other steps keep.
+    """
     with no_collections():
         runtime = CapturingRuntime(has_gpus=machine.has_gpus)
         model = source.build(runtime, tiling, dtype, read=False)
         emit(model, runtime)
-        runtime.plan.idle = untouched(runtime.plan, model.tensors().values())
+        runtime.plan.idle = untouched(runtime.plan, [*model.tensors().values(), *data]) + kept
         return needs_of(runtime.plan, reading=runtime.reading_nbytes)
 
 

@@ -1,16 +1,17 @@
 """A batch of texts that run side by side, which join and leave between tokens (continuous batching: Yu et al., Orca, 2022).
 
-A text has a slot and pages of the cache (`nn.kv_pages`, `page_pool`). Two recorded steps do all the work, and neither is recorded anew when texts
-come or go: one takes a token of every slot and scores what follows; the other takes a piece of one prompt, a row for each token. `step` runs the
-second for the first text that still has a prompt to read, then the first for all whose prompts are read, so a long prompt holds nobody up.
+A text has a slot and pages of the cache (`nn.kv_pages`, `page_pool`). Recorded steps do all the work, and none is recorded anew when texts come or
+go: some take a token of each of 1, 2, 4, ... texts and score what follows; another takes a piece of one prompt, a row for each token. `step` runs the
+latter for the first text that still has a prompt to read, then the smallest of the former that holds all whose prompts are read, so a long prompt
+holds nobody up and the cost of a token follows the texts that run. Each is recorded when it is first needed.
 
-What a text says follows from its request and its slot alone. Rows share nothing but products with weights, each row of which is computed from that
-row; a position of a prompt always has the same row of its step; and the order in which attention adds pages is that of the text. Between slots the
-last bits of scores may differ, where the BLAS computes the last rows of a product by another loop.
+The scores of a text follow from its request alone: rows share nothing but products with weights, whose loops give each row the bits that it has alone
+(`kernels.cpu.matmul.are_tokens`); a position of a prompt always has the same row of its step; and the order in which attention adds pages is that of
+the text. GPUs choose their products by the number of rows. There a step has a row for every slot, and last bits may depend on the slot.
 
 Pages of prompts that are full are known by what stands before their end, and a text whose prompt begins as another's did takes its pages over: those
-of texts that run, and of such that have ended while nobody needed their pages. Pages of what texts have said are not, since a step of other rows
-made them, which may have other last bits.
+of texts that run, and of such that have ended while nobody needed their pages. Pages of what texts have said are not, since another step made
+them, which may have other last bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tiles import TileTensor
+from tiles import TOKEN_ROWS, TileTensor
 
 from ..errors import Diverged, UsageError
 from ..models.language import LanguageModel
@@ -190,7 +191,8 @@ class RunningBatch:
         self._model, self.runtime = model, runtime
         self._pages = pages_for(model, runtime, shape)
         self._inputs: dict[int, RowInputs] = {}
-        self._recorded: dict[Work, tuple[Step, TileTensor | None]] = {}
+        self._recorded: dict[tuple[Work, int], tuple[Step, TileTensor | None]] = {}
+        self._sizes = token_rows(shape.slots, has_gpus=runtime.has_gpus)
         self._slots: list[RunningText | None] = [None] * shape.slots
         self._unread: list[RunningText] = []
 
@@ -292,12 +294,16 @@ class RunningBatch:
         """Scores of what follows each text  # -> (len(texts), V)."""
         for text in texts:
             self._take_pages(text, len(text.tokens))
-        slots = np.array([text.slot for text in texts])
-        given = [[text.tokens[-1] for text in texts], [len(text.tokens) - 1 for text in texts]]
-        scores = self._run("tokens", self.shape.slots, slots, given, [text.pages for text in texts])
-        assert scores is not None  # this step has some
-        found: Scores = scores[slots]
-        return found
+        found = []
+        for first in range(0, len(texts), self._sizes[-1]):
+            piece = texts[first : first + self._sizes[-1]]
+            size = next(size for size in self._sizes if size >= len(piece))
+            rows = np.array([text.slot for text in piece]) if size == self.shape.slots else np.arange(len(piece))
+            given = [[text.tokens[-1] for text in piece], [len(text.tokens) - 1 for text in piece]]
+            scores = self._run("tokens", size, rows, given, [text.pages for text in piece])
+            assert scores is not None  # this step has some
+            found.append(scores[rows])
+        return np.concatenate(found)
 
     def _continued(self, text: RunningText, scores: Scores) -> NextToken | Diverged:
         """The next token of a text from its scores (V,)."""
@@ -321,6 +327,24 @@ class RunningBatch:
             text.pages.append(self.pool.take())
             text.num_reserved -= 1
 
+    def record_ahead(self) -> bool:
+        """Record a step that the next prompt needs, if it is not recorded yet; returns whether it was not. Called while nothing runs."""
+        if ("prompt", PROMPT_ROWS) in self._recorded or not self._pages.num_grown:
+            return False
+        self._step("prompt", PROMPT_ROWS)
+        return True
+
+    def _step(self, work: Work, num_rows: int) -> tuple[Step, TileTensor | None]:
+        """A recorded step, and its scores if it has some."""
+        if num_rows not in self._inputs:
+            self._inputs[num_rows] = self._pages.inputs(num_rows)
+        if (work, num_rows) not in self._recorded:
+            inputs = self._inputs[num_rows]
+            with self.runtime.record(groups=True) as step:
+                output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
+            self._recorded[work, num_rows] = step, output
+        return self._recorded[work, num_rows]
+
     def _run(
         self, work: Work, num_rows: int, rows: npt.NDArray[np.intp], given: Sequence[npt.ArrayLike], pages: Sequence[Sequence[int]]
     ) -> Scores | None:
@@ -337,13 +361,7 @@ class RunningBatch:
         if self._pages.num_grown * self._pages.pages_per_tile < self.pool.num_highest:
             self._pages.grow(self.pool.num_highest)
             self._recorded.clear()
-        if num_rows not in self._inputs:
-            self._inputs[num_rows] = self._pages.inputs(num_rows)
-        inputs = self._inputs[num_rows]
-        if work not in self._recorded:
-            with self.runtime.record(groups=True) as step:
-                output = emit_rows(self._model, self._pages.past(inputs), inputs, scores=work != "prompt")
-            self._recorded[work] = step, output
+        (step, output), inputs = self._step(work, num_rows), self._inputs[num_rows]
         tokens, positions = np.zeros((2, num_rows, 1), np.int32)
         tokens[rows, 0], positions[rows, 0] = given
         table = np.full((num_rows, self.shape.most), -1, np.int32)
@@ -353,7 +371,6 @@ class RunningBatch:
         inputs.positions.write(positions)
         inputs.table.write(table)
         self.num_steps[work] += 1
-        step, output = self._recorded[work]
         ticket = step.replay()
         if output is None:
             return None
@@ -370,6 +387,15 @@ def check_joins(config: ModelConfig) -> None:
     check_writes(config)
     if config.description.encoder is not None:
         raise UsageError(f"a {config.model_type} reads prompts with an encoder, and texts that join are of models without one; use nntask generate")
+
+
+def token_rows(slots: int, *, has_gpus: bool) -> tuple[int, ...]:
+    """Rows of the steps that take a token of each text, ascending: the smallest that holds all texts is run, and of more texts than the largest holds
+    several."""
+    if has_gpus:
+        return (slots,)
+    most = min(slots, TOKEN_ROWS)
+    return (*(1 << power for power in range((most - 1).bit_length())), most)
 
 
 def pages_for(model: LanguageModel, runtime: TaskRuntime, shape: BatchShape) -> KVPages:

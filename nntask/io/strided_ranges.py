@@ -1,7 +1,7 @@
 """Strided ranges of files: arrays whose elements are in a file, and transfers of rectangular windows of them.
 
 A range has a file, the offset of its first element, a shape, and a stride in bytes for each axis, like an array over a memory map, but without the
-map. One part of a fused weight is such a range, so is a transposed weight, and so is a tile of either. Bytes outside the range are not read. A file
+map. One part of a fused weight is such a range, so is a transposed weight, and so is a tile of either. Bytes outside the range are not kept. A file
 that changes after it was opened is refused; a file that was removed, or replaced by another of its name, is read with its old content.
 """
 
@@ -24,6 +24,11 @@ from .regular_file import open_regular
 Array = npt.NDArray[Any]
 PASS_NBYTES: Final = 1 << 18
 """Scratch memory in bytes of a transfer between different layouts or element types, unless one row of the file is longer."""
+
+_SHORT_GAP: Final = 1 << 12
+"""Bytes between two rows that are read with them, a page of the system's."""
+_ROWS_A_CALL: Final = 256
+"""A call takes at most 1,024 buffers."""
 
 
 class ByteFile(Protocol):
@@ -70,6 +75,17 @@ class OpenFile:
         """
         try:
             return os.preadv(self.fd, [out], offset)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
+
+    def scatter_at(self, outs: Sequence[memoryview | bytearray], offset: int) -> int:
+        """As `read_at`, into several buffers one after another.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        try:
+            return os.preadv(self.fd, outs, offset)
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
 
@@ -169,7 +185,11 @@ class FileRange:
             StorageError: the file cannot be read, or has changed.
         """
         if self._is_plain(out.dtype):
-            self._transfer(self.file.read_at, out)
+            done = self._read_rows(out)
+            if done == 0:
+                self._transfer(self.file.read_at, out)
+            elif done < len(out):
+                self[slice(done, None), slice(None)]._transfer(self.file.read_at, out[done:])
             self.file.check()
             return
         for box, window in self._passes():
@@ -189,6 +209,21 @@ class FileRange:
             shape = tuple(box.shape[axis] for axis in self.order)
             raw = np.ascontiguousarray(values[window].transpose(self.order), self.dtype)
             FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.write_at, raw)
+
+    def _read_rows(self, out: Array) -> int:
+        """Fill rows that have short gaps between them, many with one call; returns how many. Each call costs more than such a gap."""
+        if not isinstance(self.file, OpenFile) or len(self.shape) != 2 or self.strides[1] != self.dtype.itemsize:
+            return 0
+        step, nbytes = self.strides[0], self.shape[1] * self.dtype.itemsize
+        if not 0 < step - nbytes <= _SHORT_GAP:
+            return 0
+        raw, gap = out.reshape(-1).view(np.uint8).data, bytearray(step - nbytes)
+        for first in range(0, len(out), _ROWS_A_CALL):
+            stop = min(first + _ROWS_A_CALL, len(out))
+            buffers = [each for row in range(first, stop) for each in (raw[row * nbytes : (row + 1) * nbytes], gap)][:-1]
+            if self.file.scatter_at(buffers, self.offset + first * step) < (stop - first - 1) * step + nbytes:
+                return first
+        return len(out)
 
     def _is_plain(self, dtype: np.dtype[Any]) -> bool:
         return dtype == self.dtype and self.order == tuple(range(len(self.shape)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
@@ -183,7 +184,7 @@ class BertConfig(HiddenConfig):
         """P: longest sequence; some rows of the table of positions may belong to none."""
         return self.max_position_embeddings - self.first_position
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         std, norm, p = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps), self.hidden_dropout_prob

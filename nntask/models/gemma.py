@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
@@ -88,7 +89,7 @@ class GemmaConfig(GatedConfig):
         """Of all norms."""
         return NormShape(kind="rms", eps=self.rms_norm_eps, offset=1.0)
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         found = super().description

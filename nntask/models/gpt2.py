@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 from typing import Any, ClassVar, Final
 
@@ -124,7 +125,7 @@ class GPT2Config(FamilyConfig):
         """Name of the activation's kernel."""
         return ACTIVATIONS[self.activation_function]
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts; layers that add to the residual stream begin with deviation initializer_range / sqrt(2 L) (section 2.3 of the paper)."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
@@ -103,7 +104,7 @@ class GPTNeoConfig(KeyedConfig):
             known["attention_layers"] = None
         return known
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
@@ -76,7 +77,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
             if values[key] not in (None, only):
                 raise UsageError(f"{key} in {source} must be absent, null or {only}, all that a GPT-NeoX has, got {values[key]}; leave it out")
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)

@@ -7,6 +7,7 @@ frequencies, which follow from the config.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Final
 
 from .config_fields import ACTIVATIONS, choice, positive, switch
@@ -54,7 +55,7 @@ class GatedConfig(RotaryConfig):
     names: ClassVar[Names] = NAMES
     num_inner_matrices: ClassVar[int] = 3
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         return Description(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
@@ -107,7 +108,7 @@ class OPTConfig(KeyedConfig):
         """Standard deviation of initial weights."""
         return self.init_std
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         std, norm = self.init_std, NormShape(kind="layer", eps=1e-5)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Final
 
 from .config_fields import ACTIVATIONS, choice, positive, probability
@@ -61,7 +62,7 @@ class PhiConfig(PartialRotaryConfig):
         outside={"head_bias": "lm_head.bias"},
     )
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)

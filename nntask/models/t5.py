@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
@@ -180,7 +181,7 @@ class T5Config(KeyedConfig):
             dropped=("EncDecAttention.relative_attention_bias.weight",),
         )
 
-    @property
+    @cached_property
     def description(self) -> Description:
         """The model's parts."""
         is_scaled = self.tie_word_embeddings if self.scale_decoder_outputs is None else self.scale_decoder_outputs

@@ -103,6 +103,11 @@ class KVPages:
         ]
 
     @property
+    def tensors(self) -> list[TileTensor]:
+        """All keys and values."""
+        return [tensor for layer in self._layers for tensor in layer]
+
+    @property
     def num_tiles(self) -> int:
         """Tiles that may take memory."""
         return self._layers[0][0].grid[0]

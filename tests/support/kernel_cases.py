@@ -291,7 +291,7 @@ def quantised_linear(make: Maker, block_format: str, num_rows: int, *, trans_b: 
     named = BLOCK_FORMATS[block_format]
     columns = columns_of(named, 96)
     w, (inner, outer) = blocks_of(make(70, columns) / 8, named), (columns, 70) if trans_b else (70, columns)
-    room = panel_scratch_nbytes(num_rows, w.shape, named, make.dtype.itemsize, trans_b=trans_b)
+    room = panel_scratch_nbytes((1, num_rows, inner), w.shape, named, make.dtype.itemsize, trans_b=trans_b)
     args = [make(1, num_rows, inner), w, *([make(outer)] if bias else []), make(1, num_rows, outer), *([np.empty(room, np.uint8)] if room else [])]
     constants = {"block_format": block_format, "trans_b": trans_b, "has_bias": bias, "accumulate": accumulate}
     return args, [] if accumulate else [2 + bias], constants

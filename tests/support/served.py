@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ def write_served_model(path: Path, config: GPT2Config = CONFIG, *, has_template:
     inner.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", **({"chat_template": CHATML} if has_template else {})}))
     return path
+
+
+def text_of(tokens: Iterable[str]) -> str:
+    """The text of tokens as they are told: joined, those that are no text of their own by their bytes."""
+    data = b"".join(bytes.fromhex(word[6:].replace("\\x", "")) if word.startswith("bytes:") else word.encode() for word in tokens)
+    return data.decode(errors="replace")
 
 
 class Served:

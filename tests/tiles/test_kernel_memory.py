@@ -321,7 +321,7 @@ def _quantised_linear(m: Maker, block_format: str, trans_b: bool) -> Call:
     named, rows = BLOCK_FORMATS[block_format], 300
     w = _blocks(m, block_format, rows)
     wide, narrow = m(1, m.rows, named.columns(w.shape[1])), m(1, m.rows, rows)
-    room = np.empty(panel_scratch_nbytes(m.rows, w.shape, named, m.dtype.itemsize, trans_b=trans_b), np.uint8)
+    room = np.empty(panel_scratch_nbytes(wide.shape, w.shape, named, m.dtype.itemsize, trans_b=trans_b), np.uint8)
     constants = {"block_format": block_format, "trans_b": trans_b, "has_bias": False, "accumulate": False}
     return [*((wide, w, narrow) if trans_b else (narrow, w, wide)), room], constants
 

@@ -117,7 +117,7 @@ def _quantised_task(w: QuantisedTensor, accesses: list[Access], transpose_w: boo
     """One product with a quantised tile; `accesses` are x, w, [bias,] y. What is stored is (N, K), or its transpose."""
     views: list[Any] = [handle.view for handle, _ in accesses]
     trans_b, itemsize = transpose_w != w.is_turned, 8 if views[0].dtype == np.float64 else 4
-    nbytes = panel_scratch_nbytes(prod(views[0].shape[:-1]), views[1].shape, w.block_format, itemsize, trans_b=trans_b)
+    nbytes = panel_scratch_nbytes(views[0].shape, views[1].shape, w.block_format, itemsize, trans_b=trans_b)
     if nbytes and w.runtime.has_gpus:  # where a whole tile is decoded
         nbytes = max(nbytes, views[1].shape[0] * w.block_format.columns(views[1].shape[1]) * views[0].dtype.itemsize)
     if nbytes:

@@ -5,35 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from nntask.inference import TokenScore
+from nntask.inference import TokenBytes, TokenScore
 
 DONE: Final = b"data: [DONE]\n\n"
-_HALF: Final = "\N{REPLACEMENT CHARACTER}"
 
 
-class Words(Protocol):
-    """What is needed of a tokenizer."""
+@dataclass(frozen=True, slots=True)
+class ToldToken:
+    """A token whose probabilities are told.
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
+    Attributes:
+        offset: characters of the text in front of it.
+        score: None of the first token of a text, which nothing stands before.
+        is_cut: whether the text begins behind the space that its bytes begin with.
+    """
+
+    token: int
+    offset: int
+    score: TokenScore | None
+    is_cut: bool = False
 
 
 @dataclass(slots=True)
 class Written:
-    """A text of an answer, so far.
-
-    Attributes:
-        num_chars: characters before the tokens whose probabilities come next.
-    """
+    """A text of an answer, so far."""
 
     text: str = ""
     end: str | None = None
-    scores: list[TokenScore | int] = field(default_factory=list)
+    scores: list[ToldToken] = field(default_factory=list)
     num_new: int = 0
     num_shared: int = 0
-    num_chars: int = 0
     num_pieces: int = 0
 
 
@@ -54,11 +57,11 @@ class Form:
         created: seconds since 1970.
         model: name of the model, as it was asked for.
         fingerprint: of the software and the model.
-        words: tokens as text.
+        words: tokens as text and bytes.
         tells_scores: whether probabilities are told.
     """
 
-    def __init__(self, *, is_chat: bool, name: str, created: int, model: str, fingerprint: str, words: Words, tells_scores: bool) -> None:
+    def __init__(self, *, is_chat: bool, name: str, created: int, model: str, fingerprint: str, words: TokenBytes, tells_scores: bool) -> None:
         self.is_chat, self._words, self._tells_scores = is_chat, words, tells_scores
         self._head = {"id": name, "created": created, "model": model, "system_fingerprint": fingerprint}
 
@@ -67,7 +70,7 @@ class Form:
         choices = []
         for index, text in enumerate(texts):
             said: dict[str, Any] = {"message": {"role": "assistant", "content": text.text, "refusal": None}} if self.is_chat else {"text": text.text}
-            choices.append({"index": index, **said, "logprobs": self._scores(text.scores, text), "finish_reason": text.end})
+            choices.append({"index": index, **said, "logprobs": self._scores(text.scores), "finish_reason": text.end})
         kind = "chat.completion" if self.is_chat else "text_completion"
         return {**self._head, "object": kind, "choices": choices, "usage": usage(texts, prompts)}
 
@@ -75,10 +78,10 @@ class Form:
         """The event with which a text begins, if it has one."""
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None, None) if self.is_chat else None
 
-    def more(self, index: int, text: str, scores: Sequence[TokenScore | int], written: Written, end: str | None) -> bytes:
+    def more(self, index: int, text: str, scores: Sequence[ToldToken], end: str | None) -> bytes:
         """The event with more of a text; `end` is why it ends."""
         said: dict[str, Any] = {"delta": {"content": text} if text or end is None else {}} if self.is_chat else {"text": text}
-        return self._event(index, said, self._scores(scores, written) if scores else None, end)
+        return self._event(index, said, self._scores(scores) if scores else None, end)
 
     def counts(self, texts: Sequence[Written], prompts: PromptCounts) -> bytes:
         """The event with the counts."""
@@ -92,38 +95,32 @@ class Form:
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": end}
         return _data({**self._head, "object": self._chunk, "choices": [choice]})
 
-    def _scores(self, scores: Sequence[TokenScore | int], written: Written) -> dict[str, Any] | None:
-        """Probabilities; a plain id is a token that nothing stands before."""
+    def _scores(self, scores: Sequence[ToldToken]) -> dict[str, Any] | None:
+        """Probabilities."""
         if not self._tells_scores:
             return None
         if self.is_chat:
-            return {"content": [self._in_chat(each) for each in scores if isinstance(each, TokenScore)], "refusal": None}
-        tokens, offsets = [], []
-        for each in scores:
-            tokens.append(self._word(each if isinstance(each, int) else each.token))
-            offsets.append(written.num_chars)
-            written.num_chars += len(tokens[-1])
+            return {"content": [self._in_chat(each.score) for each in scores if each.score is not None], "refusal": None}
         return {
-            "tokens": tokens,
-            "token_logprobs": [None if isinstance(each, int) else _told(each.logprob) for each in scores],
-            "top_logprobs": [None if isinstance(each, int) else self._top(each) for each in scores],
-            "text_offset": offsets,
+            "tokens": [self._words.word(each.token)[each.is_cut :] for each in scores],
+            "token_logprobs": [None if each.score is None else _told(each.score.logprob) for each in scores],
+            "top_logprobs": [None if each.score is None else self._top(each.score) for each in scores],
+            "text_offset": [each.offset for each in scores],
         }
 
     def _top(self, score: TokenScore) -> dict[str, float]:
-        """The best tokens, and the one that came."""
-        return {self._word(token): _told(p) for token, p in (*score.top, (score.token, score.logprob))}
+        """The best tokens, and the one that came; of several that are spelled alike the best one."""
+        found: dict[str, float] = {}
+        for token, logprob in (*score.top, (score.token, score.logprob)):
+            found.setdefault(self._words.word(token), _told(logprob))
+        return found
 
     def _in_chat(self, score: TokenScore) -> dict[str, Any]:
         found = [self._entry(token, logprob) for token, logprob in ((score.token, score.logprob), *score.top)]
         return {**found[0], "top_logprobs": found[1:]}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self._word(token)
-        return {"token": word, "logprob": _told(logprob), "bytes": None if _HALF in word else list(word.encode())}
-
-    def _word(self, token: int) -> str:
-        return self._words.decode([token])
+        return {"token": self._words.word(token), "logprob": _told(logprob), "bytes": list(self._words.of(token))}
 
 
 def usage(texts: Sequence[Written], prompts: PromptCounts) -> dict[str, Any]:

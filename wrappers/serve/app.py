@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import hmac
 import secrets
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from nntask import DataError
-from nntask.inference import TextIds
+from nntask.inference import TextIds, TokenBytes
 
 from . import schema
 from .answers import Form
@@ -35,6 +36,10 @@ from .page import page
 Handler = Callable[[Request], Awaitable[Response]]
 _HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SSE: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+IGNORED: Final = "x-ignored-fields"
+"""Header of answers to requests with fields that nobody knows."""
+_LONGEST_HEADER: Final = 500
+_MOST_NAMED: Final = 100
 _LEFT: Final = 499
 """What is counted where the client has left before its answer; nobody reads it."""
 
@@ -52,6 +57,7 @@ class Service:
         most_bytes: of a request's body.
         receive_seconds: in which it must arrive.
         is_local: whether only this machine is listened to.
+        is_strict: whether fields that nobody knows are refused.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Service:
     most_bytes: int
     receive_seconds: float
     is_local: bool
+    is_strict: bool = False
 
 
 class Application:
@@ -74,7 +81,8 @@ class Application:
 
     def __init__(self, service: Service, engine: TextEngine, desk: Desk, metrics: Metrics) -> None:
         self._service, self._engine, self._desk, self._metrics = service, engine, desk, metrics
-        self.is_ending = False
+        self.is_ending, self._words = False, TokenBytes(service.ids.tokenizer)
+        self._ignored: set[str] = set()
         self._rendering, self._num_unwritten = asyncio.Lock(), 0
         routes = [
             self._route("/v1/completions", self._texts, "POST"),
@@ -154,7 +162,8 @@ class Application:
         if self.is_ending:
             raise ApiError(503, "the server is shutting down; ask another one", code="shutting_down")
         body = schema.parsed(await self._body(request))
-        asked = (schema.chat if is_chat else schema.completion)(body)
+        asked = (schema.chat if is_chat else schema.completion)(body, is_strict=service.is_strict)
+        self._note_ignored(asked.ignored)
         self._check_model(asked.model)
         if (count := asked.num_texts) > self._engine.most_open:
             raise ApiError(400, f"a request may ask for at most {self._engine.most_open} texts, got {count}; ask for fewer at a time", param="n")
@@ -167,15 +176,22 @@ class Application:
             created=int(time.time()),
             model=service.name,
             fingerprint=service.fingerprint,
-            words=service.ids.tokenizer,
+            words=self._words,
             tells_scores=asked.num_top is not None,
         )
-        progress, held = Progress(asked, prompts, form), contextlib.ExitStack()
+        progress, held = Progress(asked, prompts, form, service.ids.tokenizer.decode, self._words), contextlib.ExitStack()
         queue = held.enter_context(self._desk.submitted(self._engine, job))
         if asked.stream:
-            return _EventStream(progress.events(queue), held)
+            return _EventStream(progress.events(queue), held, _ignored_header(asked.ignored))
         with held:
-            return JSONResponse(await _unless_left(request, progress.until_complete(queue)))
+            return JSONResponse(await _unless_left(request, progress.until_complete(queue)), headers=_ignored_header(asked.ignored))
+
+    def _note_ignored(self, names: Sequence[str]) -> None:
+        """Name fields that are ignored in the log, each once; no more than `_MOST_NAMED`, since clients choose them."""
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < _MOST_NAMED:
+                self._ignored.add(name)
+                print(f"nntask: the field {name} of requests is not known here and is ignored; --strict-fields refuses it", file=sys.stderr)
 
     async def _encoded(self, asked: schema.Asked) -> list[Prompt]:
         """The prompts of a request, made beside the event loop. The template renders one conversation at a time; texts that wait for it are open."""
@@ -224,6 +240,11 @@ class Application:
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
 
 
+def _ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header that names the fields of a request that were ignored, if there are any."""
+    return {IGNORED: ", ".join(names)[:_LONGEST_HEADER]} if names else {}
+
+
 def _check_framing(request: Request) -> None:
     """Refuse a request with two lengths: where a proxy believes the other one, a second request would hide in its body (RFC 9112, section 6.3)."""
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
@@ -233,8 +254,8 @@ def _check_framing(request: Request) -> None:
 class _EventStream(StreamingResponse):
     """Server-sent events; `held` is let go when they end, or the client leaves."""
 
-    def __init__(self, events: Any, held: contextlib.ExitStack) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=_SSE)
+    def __init__(self, events: Any, held: contextlib.ExitStack, headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=_SSE | headers)
         self._held = held
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -1,7 +1,7 @@
 """The one thread that owns the runtime: requests come to it by a queue, and what their texts say leaves in lists, one for each step.
 
 Requests wait in order of arrival until a slot and pages of the cache are free; how many may wait is bounded where they are submitted. The thread
-sleeps in its queue while there is nothing to do. When it fails, every request is told so, and `failure` says why.
+sleeps in its queue while there is nothing to do, once the step of prompts is recorded. When it fails, every request is told so; `failure` says why.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Piece:
     Attributes:
         index: of the text in its job.
         text: characters, maybe none.
-        scores: of the tokens that begin in these characters, if they were asked for.
+        scores: of the tokens that begin in these characters, if they were asked for, each with the number of characters in front of its token.
         num_new: tokens of the text so far.
         num_shared: tokens of its prompt that were in the cache already.
         end: why it has ended with this; None where it goes on.
@@ -53,7 +53,7 @@ class Piece:
 
     index: int
     text: str
-    scores: tuple[TokenScore, ...]
+    scores: tuple[tuple[int, TokenScore], ...]
     num_new: int
     num_shared: int
     end: Literal["stop", "length"] | None
@@ -76,14 +76,14 @@ class _Running:
     pieces: TextPieces
     scores: deque[tuple[int, TokenScore]] = field(default_factory=deque)
 
-    def told_scores(self, *, is_whole: bool) -> tuple[TokenScore, ...]:
+    def told_scores(self, *, is_whole: bool) -> tuple[tuple[int, TokenScore], ...]:
         """The scores of tokens that begin in what has been told; all of them of a text that has ended by itself.
 
         Those that begin in a stop word never are. A token in which one begins is, so that tokens may say more than the text.
         """
         found = []
         while self.scores and (is_whole or self.scores[0][0] < self.pieces.num_told):
-            found.append(self.scores.popleft()[1])
+            found.append(self.scores.popleft())
         return tuple(found)
 
 
@@ -196,6 +196,8 @@ class TextEngine:
     def _turn(self, batch: RunningBatch) -> None:
         """Take what has come, let waiting texts join, and step."""
         if not self._running and not self._waiting:
+            if self._inbox.empty() and batch.record_ahead():
+                return
             self._inbox.get()()
         while True:
             try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nntask import UsageError
-from nntask.inference import RunningBatch, TextIds, TextRequest, TokenScore
+from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets
 
-from .answers import DONE, Form, PromptCounts, Written, failed
+from .answers import DONE, Form, PromptCounts, ToldToken, Written, failed
 from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError
 from .schema import Asked
@@ -153,32 +153,54 @@ class Progress:
 
     Args:
         prompts: of the request, each with `asked.n` texts.
+        decode: ids -> text.
+        words: tokens as bytes.
     """
 
-    def __init__(self, asked: Asked, prompts: list[Prompt], form: Form) -> None:
-        self._asked, self._form = asked, form
+    def __init__(self, asked: Asked, prompts: list[Prompt], form: Form, decode: Callable[[Sequence[int]], str], words: TokenBytes) -> None:
+        self._asked, self._form, self._decode, self._words = asked, form, decode, words
         self._prompts = [prompt for prompt in prompts for _ in range(asked.n)]
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._texts = [Written() for _ in self._prompts]
+        self._offsets = [TokenOffsets(words) for _ in self._prompts]
 
     @property
     def is_complete(self) -> bool:
         """Whether all texts have ended."""
         return all(text.end is not None for text in self._texts)
 
-    def add(self, piece: Piece) -> tuple[str, list[TokenScore | int]]:
+    def add(self, piece: Piece) -> tuple[str, list[ToldToken]]:
         """Take a piece; returns what it adds to the text and to the probabilities, the prompt's in front where they are told."""
         text, asked, prompt = self._texts[piece.index], self._asked, self._prompts[piece.index]
-        said, scores = ("", []) if asked.limit == 0 else (piece.text, list[TokenScore | int](piece.scores))
+        begin = self._shown_prompt(prompt) if asked.echo else ""
+        said, scores = "", list[ToldToken]()
+        if asked.limit != 0:
+            said = piece.text
         if asked.echo and not text.num_pieces:
-            said = prompt.text + said
-            scores = [prompt.ids[0], *piece.prompt_scores, *scores] if asked.num_top is not None else scores
+            said = begin + said
+            scores = self._told_prompt(prompt, piece) if asked.num_top is not None else []
+        if asked.limit != 0:
+            offset_of = self._offsets[piece.index].offset_of
+            scores += [ToldToken(score.token, len(begin) + offset_of(score.token, certain), score) for certain, score in piece.scores]
         text.num_pieces += 1
         text.num_new, text.num_shared = 0 if asked.limit == 0 else piece.num_new, piece.num_shared
         text.text += said
         text.end = piece.end
         text.scores += scores
         return said, scores
+
+    def _shown_prompt(self, prompt: Prompt) -> str:
+        """The text of a prompt, that of its ids where it came so."""
+        return prompt.text or self._decode(prompt.ids)
+
+    def _told_prompt(self, prompt: Prompt, piece: Piece) -> list[ToldToken]:
+        """The tokens of a prompt; the first one of its text may begin with a space of the tokenizer's own, which the text does not have."""
+        ids, scores = prompt.ids, (None, *piece.prompt_scores)
+        first = next((at for at, token in enumerate(ids) if not self._words.is_left_out(token)), 0)
+        is_cut = self._words.of(ids[first]).startswith(b" ") and not self._decode(ids[: first + 1]).startswith(" ")
+        counts, known = Spelling(self._decode).counts(ids), TokenOffsets(self._words)
+        offsets = [known.offset_of(*each) for each in zip(ids, counts, strict=True)]
+        return [ToldToken(*each, is_cut and at == first) for at, each in enumerate(zip(ids, offsets, scores, strict=True))]
 
     def answer(self) -> dict[str, Any]:
         """The whole answer."""
@@ -199,7 +221,7 @@ class Progress:
                 yield failed(piece.body())
                 return
             said, scores = self.add(piece)
-            yield self._form.more(piece.index, said, scores, self._texts[piece.index], piece.end)
+            yield self._form.more(piece.index, said, scores, piece.end)
         if self._asked.tells_usage:
             yield self._form.counts(self._texts, self._counts())
         yield DONE

@@ -1,7 +1,7 @@
 """Requests as OpenAI's clients write them: a table of fields for each kind, with what is allowed and what stands for nothing.
 
-A field that is not offered is refused unless it asks for nothing, one that has no effect is accepted, and one that nobody knows, or that is there
-twice, is refused: a request is never answered as if it had said less.
+A field that is not offered is refused unless it asks for nothing, and one that has no effect is accepted. One that nobody knows is named in the
+answer (`Asked.ignored`), or refused where the server is strict; an empty one says nothing. A field that is there twice is refused.
 """
 
 from __future__ import annotations
@@ -21,23 +21,32 @@ Check = Callable[[str, Any], Any]
 MOST_TOP: Final = 20
 """Most tokens that are told beside a chosen one."""
 _MOST_TOKENS: Final = 1 << 31
+NO_LIMIT: Final = _MOST_TOKENS + 1
+"""Of new tokens: as many as the context has room for."""
 _MOST_STOPS: Final = 16
 _LONGEST_STOP: Final = 1000
 _LEAST_TOP_P: Final = 1e-9
-_EFFECTLESS: Final = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "verbosity")
-_NOT_OFFERED: Final = ("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "prediction", "suffix")
+_EFFECTLESS: Final = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    *("verbosity", "keep_alive", "cache_prompt", "prediction"),
+)
+"""Fields that say something about the request, or about how it is served, and nothing about the text."""
+_NOT_OFFERED: Final = (
+    *("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "suffix", "web_search_options"),
+    *("grammar", "json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+)
 _OF_MESSAGES: Final = ("role", "content", "name", "refusal", "annotations")
 """Fields of messages, the last three without effect."""
+_CALLS: Final = ("tool_calls", "function_call")
 _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "suffix": ("",),
 }
 """Values of fields that are not offered that ask for nothing."""
+_EMPTY: Final[tuple[Any, ...]] = (None, "", [], {}, False)
+"""Values that say nothing, whatever the field is."""
 
 
 def refused(name: str, rule: str, value: Any) -> ApiError:
@@ -56,6 +65,15 @@ def _integer(low: int, high: int) -> Check:
         return value
 
     return check
+
+
+def _or(other: Any, meaning: Any, check: Check) -> Check:
+    """A check that also takes `other`, which means `meaning`."""
+
+    def either(name: str, value: Any) -> Any:
+        return meaning if type(value) is type(other) and value == other else check(name, value)
+
+    return either
 
 
 def _number(low: float, high: float) -> Check:
@@ -91,9 +109,9 @@ def _encodable(name: str, text: str) -> str:
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     is_list = isinstance(found, list) and len(found) <= _MOST_STOPS
-    if not is_list or not all(isinstance(each, str) and 0 < len(each) <= _LONGEST_STOP for each in found):
-        raise refused(name, f"a string or at most {_MOST_STOPS} of them, of 1 to {_LONGEST_STOP} characters", value)
-    return tuple(_encodable(name, each) for each in found)
+    if not is_list or not all(isinstance(each, str) and len(each) <= _LONGEST_STOP for each in found):
+        raise refused(name, f"a string or at most {_MOST_STOPS} of them, of at most {_LONGEST_STOP} characters", value)
+    return tuple(_encodable(name, each) for each in found if each)
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
@@ -110,9 +128,10 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 def _stream_options(name: str, value: Any) -> bool:
     """Whether a stream tells its usage."""
-    if not isinstance(value, dict) or set(value) - {"include_usage", "include_obfuscation"}:
+    if not isinstance(value, dict):
         raise refused(name, 'an object with "include_usage"', value)
-    return all(_flag(f"{name}.{key}", each) for key, each in value.items() if key == "include_usage") and "include_usage" in value
+    wanted = value.get("include_usage")
+    return wanted is not None and _flag(f"{name}.include_usage", wanted)
 
 
 def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -128,35 +147,39 @@ def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
-    rule = 'a list of objects with "role" and "content", the latter a string or a list of {"type": "text", "text": ...}'
     if not isinstance(value, list) or not value:
+        rule = 'a list of objects with "role" and "content", the latter a string or a list of {"type": "text", "text": ...}'
         raise refused(name, rule, value)
-    found = []
-    for number, message in enumerate(value):
-        where = f"{name}[{number}]"
-        content = message.get("content") if isinstance(message, dict) else None
-        if isinstance(content, list):
-            if not all(isinstance(each, dict) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
-                raise refused(where, 'texts, as {"type": "text", "text": ...}; this model reads nothing else', message)
-            content = "".join(each["text"] for each in content)
-        if not isinstance(content, str) or not isinstance(message.get("role"), str):
-            raise refused(where, 'an object with "role" and "content"', message)
-        if more := [key for key, each in message.items() if each and key not in _OF_MESSAGES]:
-            raise refused(where, f"of {', '.join(_OF_MESSAGES)}; there is no {ascii(more[0])[1:-1][:40]} here", message)
-        found.append({"role": _encodable(where, message["role"]), "content": _encodable(where, content)})
-    return tuple(found)
+    return tuple(_message(f"{name}[{number}]", each) for number, each in enumerate(value))
+
+
+def _message(where: str, message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise refused(where, 'an object with "role" and "content"', message)
+    if calls := [key for key in _CALLS if message.get(key)]:
+        raise refused(where, f"without calls; there is no {calls[0]} here", message)
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        content = ""  # as OpenAI's own answers have it beside a call or a refusal
+    if isinstance(content, list):
+        if not all(isinstance(each, dict) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
+            raise refused(where, 'texts, as {"type": "text", "text": ...}; this model reads nothing else', message)
+        content = "".join(each["text"] for each in content)
+    if not isinstance(content, str):
+        raise refused(where, 'an object with "role" and "content"', message)
+    return {"role": _encodable(where, message["role"]), "content": _encodable(where, content)}
 
 
 _COMMON: Final[Mapping[str, tuple[Check, Any]]] = {
     "model": (_text, None),
     "temperature": (_number(0, 2), 1.0),
     "top_p": (_number(0, 1), 1.0),
-    "top_k": (_integer(0, _MOST_TOKENS), 0),
+    "top_k": (_or(-1, 0, _integer(0, _MOST_TOKENS)), 0),
     "n": (_integer(1, 128), 1),
     "stream": (_flag, False),
     "stream_options": (_stream_options, False),
     "stop": (_stops, ()),
-    "max_tokens": (_integer(0, _MOST_TOKENS), None),
+    "max_tokens": (_or(-1, NO_LIMIT, _integer(0, _MOST_TOKENS)), None),
     "presence_penalty": (_number(-2, 2), 0.0),
     "frequency_penalty": (_number(-2, 2), 0.0),
     "repetition_penalty": (_number(0.01, 100), 1.0),
@@ -166,14 +189,14 @@ _COMMON: Final[Mapping[str, tuple[Check, Any]]] = {
 _COMPLETION: Final = {
     **_COMMON,
     "prompt": (_prompts, None),
-    "logprobs": (_integer(0, MOST_TOP), None),
+    "logprobs": (_or(True, 1, _or(False, None, _integer(0, MOST_TOP))), None),
     "echo": (_flag, False),
     "best_of": (_integer(1, 128), None),
 }
 _CHAT: Final = {
     **_COMMON,
     "messages": (_messages, None),
-    "max_completion_tokens": (_integer(0, _MOST_TOKENS), None),
+    "max_completion_tokens": (_or(-1, NO_LIMIT, _integer(0, _MOST_TOKENS)), None),
     "logprobs": (_flag, False),
     "top_logprobs": (_integer(0, MOST_TOP), None),
 }
@@ -186,7 +209,8 @@ class Asked:
     Attributes:
         prompts: of a completion.
         messages: of a conversation.
-        limit: most new tokens; None where nothing is said.
+        limit: most new tokens; None for as many as there is room for.
+        ignored: fields that nobody knows.
         num_top: best tokens to tell beside each; None for no probabilities.
         tells_usage: whether a stream ends with counts.
     """
@@ -204,6 +228,7 @@ class Asked:
     echo: bool
     stream: bool
     tells_usage: bool
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_texts(self) -> int:
@@ -239,37 +264,42 @@ def parsed(body: bytes) -> dict[str, Any]:
     return found
 
 
-def completion(body: Mapping[str, Any]) -> Asked:
+def completion(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
     """A request of ``/v1/completions``.
+
+    Args:
+        is_strict: whether fields that nobody knows are refused.
 
     Raises:
         ApiError: a field breaks its rule.
     """
-    values = _checked(body, _COMPLETION, ("model", "prompt"))
+    values, ignored = _checked(body, _COMPLETION, ("model", "prompt"), is_strict=is_strict)
     if values["best_of"] not in (None, values["n"]):
         raise ApiError(400, f"best_of must be n, got {values['best_of']} and {values['n']}: all texts are returned; drop it", param="best_of")
     limit = 16 if values["max_tokens"] is None else values["max_tokens"]
     if limit == 0 and not values["echo"]:
         raise refused("max_tokens", "at least 1 without echo", 0)
-    return _asked(values, prompts=values["prompt"], limit=limit, num_top=values["logprobs"], echo=values["echo"])
+    limit = None if limit == NO_LIMIT else limit
+    return _asked(values, ignored=ignored, prompts=values["prompt"], limit=limit, num_top=values["logprobs"], echo=values["echo"])
 
 
-def chat(body: Mapping[str, Any]) -> Asked:
-    """A request of ``/v1/chat/completions``.
+def chat(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
+    """A request of ``/v1/chat/completions``; see `completion`.
 
     Raises:
         ApiError: a field breaks its rule.
     """
-    values = _checked(body, _CHAT, ("model", "messages"))
-    if values["top_logprobs"] is not None and not values["logprobs"]:
+    values, ignored = _checked(body, _CHAT, ("model", "messages"), is_strict=is_strict)
+    if values["top_logprobs"] and not values["logprobs"]:
         raise ApiError(400, "top_logprobs is for logprobs: true; add that, or drop it", param="top_logprobs")
     limits = [values[name] for name in ("max_completion_tokens", "max_tokens") if values[name] is not None]
     if limits and limits[0] == 0:
         raise refused("max_completion_tokens", "at least 1", 0)
     return _asked(
         values,
+        ignored=(*ignored, *_unknown_of_messages(body["messages"], is_strict=is_strict)),
         messages=values["messages"],
-        limit=limits[0] if limits else None,
+        limit=limits[0] if limits and limits[0] != NO_LIMIT else None,
         num_top=(values["top_logprobs"] or 0) if values["logprobs"] else None,
     )
 
@@ -292,22 +322,41 @@ def _asked(values: Mapping[str, Any], **own: Any) -> Asked:
     return Asked(**{"prompts": (), "messages": (), "echo": False, **common, **own})
 
 
-def _checked(body: Mapping[str, Any], table: Mapping[str, tuple[Check, Any]], needed: Sequence[str]) -> dict[str, Any]:
-    """The value of every field of a table."""
+def _checked(
+    body: Mapping[str, Any], table: Mapping[str, tuple[Check, Any]], needed: Sequence[str], *, is_strict: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The value of every field of a table, and the names of fields that nobody knows."""
     for name in needed:
         if body.get(name) is None:
             raise ApiError(400, f"{name} is missing; every request has it", param=name)
-    found = {name: default for name, (_, default) in table.items()}
+    found, unknown = {name: default for name, (_, default) in table.items()}, []
     for name, value in body.items():
         if name in table:
             if value is not None:
                 found[name] = table[name][0](name, value)
         elif name in _NOT_OFFERED:
-            if value is not None and value not in _NOTHING.get(name, ()):
+            if value not in _EMPTY and value not in _NOTHING.get(name, ()):
                 raise ApiError(400, f"{name} is not offered here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
-        elif name not in _EFFECTLESS:
-            known = ", ".join(sorted(table))
-            raise ApiError(400, f"{name!a:.80} is no field of this request; there are {known}", param=ascii(name)[1:-1][:80])
+        elif name not in _EFFECTLESS and value not in _EMPTY:
+            unknown.append(_plain(name))
+            if is_strict:
+                raise ApiError(400, f"{name!a:.80} is no field of this request; there are {', '.join(sorted(table))}", param=_plain(name))
     if any(isinstance(value, float) and not math.isfinite(value) for value in found.values()):
         raise ApiError(400, "numbers must be finite; change them")
-    return found
+    return found, tuple(unknown)
+
+
+def _unknown_of_messages(messages: Sequence[Mapping[str, Any]], *, is_strict: bool) -> tuple[str, ...]:
+    """Names of fields of messages that nobody knows, as ``messages[].name``."""
+    found: dict[str, None] = {}
+    for number, message in enumerate(messages):
+        for key in [key for key, value in message.items() if key not in (*_OF_MESSAGES, *_CALLS) and value not in _EMPTY]:
+            if is_strict:
+                raise refused(f"messages[{number}]", f"of {', '.join(_OF_MESSAGES)}; there is no {_plain(key)} here", message)
+            found[f"messages[].{_plain(key)}"] = None
+    return tuple(found)
+
+
+def _plain(name: str) -> str:
+    """A name that others have chosen, for logs and headers: printable ASCII without separators, and short."""
+    return ascii(name)[1:-1].replace(",", "\\x2c")[:80]

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final
 
 from nntask import DataError
@@ -65,6 +66,7 @@ class TemplateProcess:
     Args:
         source: the template.
         most: characters of a conversation, given and written; never more than `LONGEST`.
+        now: the date that the template is told with each conversation.
         cpu_seconds: a whole number.
         wall_seconds: for compiling and for each conversation.
 
@@ -72,8 +74,16 @@ class TemplateProcess:
         DataError: the template has a mistake, or takes too much time or memory already where it is compiled.
     """
 
-    def __init__(self, source: ChatSource, most: int, cpu_seconds: int = CPU_SECONDS, wall_seconds: float = WALL_SECONDS) -> None:
+    def __init__(
+        self,
+        source: ChatSource,
+        most: int,
+        now: Callable[[], datetime] = datetime.now,
+        cpu_seconds: int = CPU_SECONDS,
+        wall_seconds: float = WALL_SECONDS,
+    ) -> None:
         self._source, self._most, self._seconds, self._wall_seconds = source, min(most, LONGEST), cpu_seconds, wall_seconds
+        self._now = now
         self._nbytes = _NBYTES + self._most * _NBYTES_A_CHARACTER
         self._lock, self._is_closed = threading.Lock(), False
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +105,7 @@ class TemplateProcess:
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._begin_again()
-            return self._told([list(messages), where], f"{what}, which takes", "change the messages")
+            return self._told([list(messages), where, self._now().isoformat()], f"{what}, which takes", "change the messages")
 
     def close(self) -> None:
         """End the process for good, also under a conversation that is being written; those that wait are refused."""
@@ -230,9 +240,10 @@ def main() -> None:
 
     _answer(compiled, seconds, most, f"the chat template of {name}", "name another with --chat-template FILE")
     for line in sys.stdin:
-        messages, where = json.loads(line)
+        messages, where, now = json.loads(line)
 
-        def rendered(messages: Any = messages, where: str = where) -> str:
+        def rendered(messages: Any = messages, where: str = where, now: str = now) -> str:
+            found[0].set_date(datetime.fromisoformat(now))
             return found[0].prompt(messages, where)
 
         _answer(rendered, seconds, most, f"{where} is not for the chat template of {name}, which", "change the messages")

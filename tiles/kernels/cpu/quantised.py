@@ -1,11 +1,13 @@
 """Products and lookups with quantised weights on the CPU.
 
-One or a few fp32 rows take a compiled loop that widens the weights in registers; reading them is most of the cost, so the bytes are what counts, a
-quarter (q8_0) or a seventh (q4_0) of those of fp32. More rows decode a panel of the weights into scratch that stays in cache, and multiply that by
-BLAS. Sums are of fp32 products with fp32 activations: rounding those to 8 bits, as llama.cpp does, would be wrong by half a percent.
+A few fp32 rows take a compiled loop that widens the weights in registers, once for up to 8 rows; reading them is most of the cost of one row, so a
+quarter (q8_0) or a seventh (q4_0) of the bytes is what counts. More rows decode a panel of the weights into scratch that stays in cache, and multiply
+that by BLAS. Sums are of fp32 products with fp32 activations: activations rounded to 8 bits, as llama.cpp multiplies them, would be wrong by half a
+percent. Rows that are tokens of texts (`matmul.are_tokens`) take the loop up to 32, as each then has the bits that it has alone.
 
-Ladder, rows x (R, 1024) @ (4096, 1024)^T of q4_0, one core with AVX-512: R = 1 in registers 0.14 ms, by panels 0.46 ms (fp32 weights by BLAS 0.22 ms
-from the cache, 0.63 ms from memory); R = 4 0.54 / 0.58 / 0.46 ms, R = 8 1.2 / 0.76 / 0.89 ms, R = 256 by panels 19 ms, of fp32 weights 18 ms.
+Ladder, rows x (R, 1024) @ (4096, 1024)^T from memory, one core with AVX-512 beside busy ones, for R = 1, 4, 16, 32: q8_0 in registers
+0.58 / 0.83 / 2.2 / 4.3 ms, by panels 1.1 / 1.4 / 4.2 / 5.5 ms, and with a row of weights decoded for each row alone 0.64 / 1.8 ms; q4_0 in registers
+0.43 / 0.66 / 2.2 / 4.2 ms, by panels 0.94 / 1.3 / 4.3 / 5.3 ms. R = 64 of q8_0: 8.5 and 6.9 ms.
 One row in registers on a busy day, in ms: q4_0 0.35, iq4_xs 0.36, iq4_nl 0.38, q4_k 0.41, q8_0 and q2_k 0.43, q4_1 0.46, q5_k 0.48, q6_k 0.51,
 q5_0 0.52, q3_k 0.54, f16 0.55, bf16 and q5_1 0.60.
 """
@@ -24,28 +26,28 @@ from ..registry import register
 from .blas import gemm
 from .elementwise import cut, single
 from .embedding import check_ids
-from .matmul import rows
+from .matmul import are_tokens, rows
 
 Array = npt.NDArray[Any]
 
 FEW_ROWS: Final = 4
-"""Rows up to which the weights are decoded again for each."""
+"""Rows up to which the weights are decoded in registers, whatever the rows are."""
 PANEL: Final = (128, 1024)
 """Rows and columns of weights that are decoded at a time; 512 KiB in fp32."""
 _DECODED: Final = 2048
 """Numbers that NumPy decodes at a time, so that its temporaries stay small."""
 
 
-def panel_scratch_nbytes(num_rows: int, blocks: tuple[int, ...], block_format: BlockFormat, itemsize: int, *, trans_b: bool) -> int:
+def panel_scratch_nbytes(activations: Sequence[int], blocks: tuple[int, ...], block_format: BlockFormat, itemsize: int, *, trans_b: bool) -> int:
     """Working memory of `quantised_linear`.
 
     Args:
-        num_rows: of the activations.
+        activations: their shape, features last.
         blocks: shape of the weight's tile, in bytes.
         itemsize: of the type that is computed in.
         trans_b: as of the kernel.
     """
-    if trans_b and num_rows <= FEW_ROWS and itemsize == 4:
+    if trans_b and itemsize == 4 and (prod(activations[:-1]) <= FEW_ROWS or are_tokens(activations)):
         return 0
     return min(blocks[0], PANEL[0]) * min(block_format.columns(blocks[1]), PANEL[1]) * itemsize
 

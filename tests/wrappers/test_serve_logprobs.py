@@ -1,0 +1,176 @@
+"""Probabilities of tokens that are no whole characters: their bytes are the text, their offsets lie in it, and no two of the best look alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from support.served import LETTERS, served, write_served_model
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from nntask.data.byte_letters import byte_letters
+from nntask.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from nntask.inference import TokenBytes, TokenScore
+from wrappers.serve.answers import Form, ToldToken
+from wrappers.serve.engine import Piece
+from wrappers.serve.jobs import Progress, Prompt
+from wrappers.serve.pieces import TextPieces
+from wrappers.serve.schema import completion
+
+TEXTS = st.text(alphabet="ab é€😀\u2028 ", max_size=12)
+
+
+def byte_level() -> BpeTokenizer:
+    """A byte-level BPE with some merges, one of which ends inside a character."""
+    letters = list(byte_letters().values())
+    a, b, first, second = "a", "b", *(byte_letters()[byte] for byte in "é".encode())
+    merges = [(a, b), (first, second), (byte_letters()[0x20], a), (byte_letters()[0xF0], byte_letters()[0x9F])]
+    words = [*letters, *("".join(pair) for pair in merges)]
+    inner = Inner(models.BPE({word: at for at, word in enumerate(words)}, merges))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    inner.add_special_tokens(["<|end|>"])
+    return BpeTokenizer(inner)
+
+
+def sentence_piece() -> BpeTokenizer:
+    """A BPE as LLaMA 2's: spaces as letters of their own, one put in front of a text, and bytes for what has no letter."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "é", "\u2581a", "ab"]
+    merges = [("\u2581", "a"), ("a", "b")]
+    inner = Inner(models.BPE({word: at for at, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(parts)
+    return BpeTokenizer(inner)
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {"byte-level": byte_level, "sentence piece": sentence_piece, "plain bytes": ByteTokenizer}
+
+
+def num_whole(data: bytes) -> int:
+    """Whole characters that bytes begin with."""
+    while data:
+        try:
+            return len(data.decode())
+        except UnicodeDecodeError as error:
+            data = data[: error.start]
+    return 0
+
+
+def answered(tokenizer: Tokenizer, prompt: Sequence[int], prompt_text: str, new: Sequence[int], *, echo: bool, is_stream: bool) -> tuple[str, dict]:
+    """The text and the probabilities of an answer that says `new`, as a client joins them."""
+    asked = completion({"model": "m", "prompt": "x", "logprobs": 0, "echo": echo, "max_tokens": 99})
+    words = TokenBytes(tokenizer)
+    form = Form(is_chat=False, name="n", created=0, model="m", fingerprint="f", words=words, tells_scores=True)
+    progress = Progress(asked, [Prompt(tuple(prompt), prompt_text)], form, tokenizer.decode, words)
+    pieces, text = TextPieces(tokenizer.decode, prompt, ()), ""
+    joined: dict[str, list] = {"tokens": [], "text_offset": []}
+    told = tuple(TokenScore(token, -1.0, ()) for token in prompt[1:])
+    for number, token in enumerate(new):
+        scores = ((pieces.num_spelled, TokenScore(token, -1.0, ())),)
+        is_last = number == len(new) - 1
+        piece = Piece(0, pieces.add(token) + (pieces.end() if is_last else ""), scores, number + 1, 0, "length" if is_last else None, told)
+        said, found = progress.add(piece)
+        told, text = (), text + said
+        event = json.loads(form.more(0, said, found, piece.end).removeprefix(b"data: "))["choices"][0]
+        for key, values in joined.items():
+            values.extend(event["logprobs"][key] if event["logprobs"] else [])
+    if is_stream:
+        return text, joined
+    whole = progress.answer()["choices"][0]
+    return whole["text"], whole["logprobs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=TEXTS.filter(bool), text=TEXTS.filter(bool), echo=st.booleans(), is_stream=st.booleans())
+def test_tokens_are_the_text(kind: str, prompt: str, text: str, echo: bool, is_stream: bool) -> None:
+    """Bytes joined are the text, and each offset counts whole characters in front of its token; with and without the prompt, whole or streamed."""
+    tokenizer = KINDS[kind]()
+    words = TokenBytes(tokenizer)
+    before, ids = ([int(i) for i in tokenizer.encode([each])[0]] for each in (prompt, text))
+    found, told = answered(tokenizer, before, prompt, ids, echo=echo, is_stream=is_stream)
+    tokens = [*(before if echo else ()), *ids]
+    assert len(told["tokens"]) == len(told["text_offset"]) == len(tokens)
+    data, offsets = b"", []
+    for at, token in enumerate(tokens):
+        offsets.append(num_whole(data))
+        data += words.of(token)[1 if kind == "sentence piece" and echo and at == 0 else 0 :]
+    assert data.decode() == found
+    assert told["text_offset"] == offsets
+    spelled = b"".join(bytes.fromhex(word[6:].replace("\\x", "")) if word.startswith("bytes:") else word.encode() for word in told["tokens"])
+    assert spelled == data
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "plain bytes"])
+@given(data=st.lists(st.sampled_from(list(b"a \xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80")), min_size=1, max_size=12))
+def test_offsets_of_bytes_that_are_no_text(kind: str, data: list[int]) -> None:
+    """Bytes one by one, with halves of characters among them: each begins where its character or its sign of replacement stands in the text."""
+    tokenizer = KINDS[kind]()
+    ids = [int(tokenizer.encode([chr(byte)])[0][0]) if byte < 128 else byte_id(tokenizer, byte) for byte in data]
+    text, told = answered(tokenizer, [int(i) for i in tokenizer.encode(["b"])[0]], "b", ids, echo=False, is_stream=False)
+    assert text == bytes(data).decode(errors="replace")
+    wants = []
+    for at in range(len(data)):
+        front = bytes(data[:at]).decode(errors="replace")
+        goes_on = front.endswith("\ufffd") and len(bytes(data[: at + 1]).decode(errors="replace")) == len(front)
+        wants.append(len(front) - goes_on)
+    assert told["text_offset"] == wants
+
+
+def byte_id(tokenizer: Tokenizer, byte: int) -> int:
+    """The id of a byte."""
+    return int(tokenizer.inner.token_to_id(byte_letters()[byte])) if isinstance(tokenizer, BpeTokenizer) else byte
+
+
+def test_special_tokens_and_ids_that_are_none() -> None:
+    """A special token is spelled, though texts leave it out; an id beyond the tokenizer's is nothing."""
+    words = TokenBytes(byte_level())
+    assert words.word(260) == "<|end|>"
+    assert (words.of(9999), words.word(9999)) == (b"", "")
+    assert TokenBytes(ByteTokenizer()).of(256) == b""
+
+
+def test_halves_of_characters_do_not_share_a_key() -> None:
+    """Of five best tokens that are bytes of characters, five are told."""
+    words = TokenBytes(byte_level())
+    form = Form(is_chat=False, name="n", created=0, model="m", fingerprint="f", words=words, tells_scores=True)
+    best = [byte_level().inner.token_to_id(byte_letters()[byte]) for byte in (0xF0, 0x9F, 0x98, 0x80, 0xC3)]
+    score = TokenScore(best[0], -0.5, tuple((token, -0.5 - at) for at, token in enumerate(best)))
+    event = json.loads(form.more(0, "", [ToldToken(best[0], 0, score)], None).removeprefix(b"data: "))
+    (top,) = event["choices"][0]["logprobs"]["top_logprobs"]
+    assert top == {"bytes:\\xf0": -0.5, "bytes:\\x9f": -1.5, "bytes:\\x98": -2.5, "bytes:\\x80": -3.5, "bytes:\\xc3": -4.5}
+
+
+def test_bytes_over_http(tmp_path: Path) -> None:
+    """A letter of two tokens, forced by a bias: a client joins the bytes of a conversation, and an echo of ids is their text."""
+    model = write_served_model(tmp_path / "small")
+    assert load_file(model / "model.safetensors")
+    first, second = LETTERS.index("\u00c3"), LETTERS.index("\u00a9")
+    with served(model, "--ram", "256MiB") as server, server.client() as client:
+        for token in (first, second):
+            found = client.completions.create(
+                model="small", prompt=[first, second], echo=True, max_tokens=1, logprobs=1, temperature=0, logit_bias={str(token): 100}
+            ).choices[0]
+            assert found.logprobs is not None
+            assert found.logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "bytes:\\xc3" if token == first else "bytes:\\xa9"]
+            assert found.logprobs.text_offset == [0, 0, 1]
+            assert found.text.startswith("é")
+        chat = client.chat.completions.create(
+            model="small",
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=4,
+            logprobs=True,
+            temperature=0,
+            logit_bias={str(first): 100, str(second): 99.5},
+            frequency_penalty=2,
+        ).choices[0]
+        assert chat.logprobs is not None
+        assert chat.logprobs.content is not None
+        data = b"".join(bytes(each.bytes or []) for each in chat.logprobs.content)
+        assert data.decode(errors="replace") == chat.message.content
+        assert {0xC3, 0xA9} >= set(data)
