@@ -7,6 +7,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
+from support.weight_blocks import blocks_of, columns_of
 
 from scheduler import InlineRuntime
 from tiles import BLOCK_FORMATS, TOKEN_ROWS, BlockFormat, QuantisedTensor, TileTensor
@@ -60,15 +61,13 @@ def test_rows_of_fp32_weights(shape: tuple[int, int], turned: bool, kind: str) -
 @pytest.mark.parametrize("columns", [32, 96, 2080])
 def test_rows_of_quantised_weights(block_format: BlockFormat, columns: int) -> None:
     """One block, an odd number of them and many."""
-    rng, runtime = np.random.default_rng(1), InlineRuntime()
-    x, w = (
-        rng.standard_normal((TOKEN_ROWS, columns)).astype(np.float32),
-        QuantisedTensor(runtime, (70, columns), (-1, -1), np.float32, block_format, name="w"),
-    )
-    w.write(rng.standard_normal((70, columns)).astype(np.float32))
-    check(
-        lambda rows: matmul.linear(tensor(runtime, rows), w, transpose_w=True).read(), x, x.astype(np.float64) @ w.read().astype(np.float64).T, 2e-6
-    )
+    rng, runtime, columns = np.random.default_rng(1), InlineRuntime(), columns_of(block_format, columns)
+    x = rng.standard_normal((TOKEN_ROWS, columns)).astype(np.float32)
+    w = QuantisedTensor(runtime, (70, columns), (-1, -1), np.float32, block_format, name="w")
+    with runtime.acquire(w[0, 0], "W") as view:
+        view[...] = blocks_of(rng.standard_normal((70, columns)), block_format)
+    want = x.astype(np.float64) @ w.read().astype(np.float64).T
+    check(lambda rows: matmul.linear(tensor(runtime, rows), w, transpose_w=True).read(), x, want, 2e-6)
 
 
 @pytest.mark.skipif(not onednn.has_bf16_products(), reason="products of bf16 are made of fp32 ones here")
