@@ -169,6 +169,8 @@ def test_presets_have_the_published_sizes():
     assert sizes["mistral-7b"] == 7_241_732_096
     assert sizes["qwen2.5-0.5b"] == 494_032_768
     assert sizes["qwen3-0.6b"] == 596_049_920
+    assert sizes["gemma2-2b"] == 2_614_341_888
+    assert sizes["phi3-mini"] == 3_821_079_552
     assert sizes["gemma3-270m"] == 268_098_176
     assert sizes["gemma3-1b"] == 999_885_952
     assert sizes["gpt-neo-125m"] == 125_198_592

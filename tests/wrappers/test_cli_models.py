@@ -66,3 +66,11 @@ def test_small_presets_have_defaults_of_their_own() -> None:
     assert [name for name in PRESETS if is_small(name)] == [name for name in PRESETS if "tiny" in name]
     assert is_small("bert-tiny")
     assert not is_small("gpt2")
+
+
+def test_a_model_without_a_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    """A T5 takes sequences of any length."""
+    assert main(["models", "t5-small"]) == 0
+    assert "32,128 ids, sequences of any length" in capsys.readouterr().out
+    assert main(["models", "t5-small", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["longest_sequence"] is None

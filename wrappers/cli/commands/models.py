@@ -97,7 +97,7 @@ def step_of(name: str) -> dict[str, Any]:
         "blocks": config.n_layer,
         "width": config.n_embd,
         "heads": config.n_head,
-        "longest_sequence": config.n_positions,
+        "longest_sequence": config.longest,
         "vocabulary": config.vocab_size,
         "takes_images": takes_images,
         "state_bytes": STATE_BYTES * config.num_parameters,
@@ -128,11 +128,12 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
     yield f"family              {figures['model_type']}: {', '.join(figures['classes'])}; learns {', '.join(figures['objectives'])}"
     yield f"parameters          {figures['parameters']:,}"
-    blocks, longest = f"{figures['blocks']} blocks of width {figures['width']:,}", f"{figures['longest_sequence']:,}"
+    blocks, longest = f"{figures['blocks']} blocks of width {figures['width']:,}", figures["longest_sequence"]
     if figures["takes_images"]:
-        yield f"shape               {blocks}; {figures['vocabulary']:,} classes, images of {longest} patches"
+        yield f"shape               {blocks}; {figures['vocabulary']:,} classes, images of {longest:,} patches"
     else:
-        yield f"shape               {blocks} with {figures['heads']} heads; {figures['vocabulary']:,} ids, sequences of up to {longest}"
+        lengths = "any length" if longest is None else f"up to {longest:,}"
+        yield f"shape               {blocks} with {figures['heads']} heads; {figures['vocabulary']:,} ids, sequences of {lengths}"
     yield f"kept between steps  {format_size(figures['persistent_bytes'])}: weights and both moments of AdamW, fp32"
     yield f"one sequence        of {figures['seq_len']:,} needs {format_least(figures['least_bytes'])} at least, {figures['tasks']:,} tasks"
     yield f"with --disk         {format_least(figures['least_bytes_with_disk'])} of memory at least"
