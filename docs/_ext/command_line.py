@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from docutils import nodes
-from registry_tables import commands_markdown, environment_markdown, errors_markdown
+from registry_tables import commands_markdown, environment_markdown, errors_markdown, rows_markdown
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -132,18 +132,25 @@ class CommandFlags(SphinxDirective):
         return self.parse_text_to_nodes(flags_markdown(self.arguments[0].split(), self.options.get("only", "")), allow_section_headings=True)
 
 
+_TABLES = {
+    "commands-table": commands_markdown,
+    "environment-table": environment_markdown,
+    "rows-table": rows_markdown,
+    "errors-table": errors_markdown,
+}
+
+
 class CodeTable(SphinxDirective):
-    """``{commands-table}``, ``{environment-table}``, ``{errors-table}``."""
+    """``{commands-table}``, ``{environment-table}``, ``{rows-table}``, ``{errors-table}``."""
 
     def run(self) -> list[nodes.Node]:
         """The nodes."""
-        makers = {"commands-table": commands_markdown, "environment-table": environment_markdown, "errors-table": errors_markdown}
-        return self.parse_text_to_nodes(makers[self.name]())
+        return self.parse_text_to_nodes(_TABLES[self.name]())
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives."""
     app.add_directive("command-flags", CommandFlags)
-    for name in ("commands-table", "environment-table", "errors-table"):
+    for name in _TABLES:
         app.add_directive(name, CodeTable)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""Tables of the reference that are made from the code's registries: commands, environment variables, exit codes. Knows no Sphinx."""
+"""Tables of the reference that are made from the code's registries: commands, environment variables, keys of rows, exit codes. Knows no Sphinx."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def environment_markdown() -> str:
 
     rows = [[f"`{each.name}`", f"`--{each.flag}`" if each.flag else "", each.help] for each in VARIABLES]
     return _table(["variable", "stands in for", "meaning"], rows)
+
+
+def rows_markdown() -> str:
+    """The table of keys of rows and messages: one line for each kind of row, use and reason."""
+    from nntask.data.row_keys import ROW_KEYS
+
+    keys: dict[tuple[str, str, str], list[str]] = {}
+    for kind, rules in ROW_KEYS.items():
+        for key, rule in rules.items():
+            keys.setdefault((kind, rule.use, rule.reason), []).append(f"`{key}`")
+    return _table(["in", "keys", "what becomes of them", "why"], [[kind, ", ".join(named), use, why] for (kind, use, why), named in keys.items()])
 
 
 def errors_markdown() -> str:

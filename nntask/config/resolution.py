@@ -17,16 +17,30 @@ from typing import Any, Final, Literal, TypeVar, cast
 from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
 from ..checkpoints.store import STATE, Checkpoint, run_of
+from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
-from ..data.tokenizer import has_tokenizer
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
+from ..hf.model_directory import block_sizes
 from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling, divisors
 from ..tiling.tile_table import read_table, shape_of
 from .cluster import cluster_of
 from .objective import objective_of, with_objective
-from .run_config import LanguageRun, LanguageSpec, Length, ModelSpec, OptimizerSpec, RunConfig, Saving, ScheduleSpec, Start, StepSpec, TileChoice
+from .run_config import (
+    LanguageRun,
+    LanguageSpec,
+    Length,
+    ModelSpec,
+    OptimizerSpec,
+    RunConfig,
+    Saving,
+    ScheduleSpec,
+    Start,
+    StepSpec,
+    TileChoice,
+    with_kept_template,
+)
 from .settings import TrainSettings, differences, from_dict
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
@@ -113,7 +127,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
         "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
         "length": Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
         "saving": Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
-        "data": data_spec(settings, config),
+        "data": data_spec(settings, config, resumed),
         "machine": machine,
         "cluster": cluster_of(settings.cluster),
         "start": Start(
@@ -229,10 +243,10 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
     return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
 
 
-def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
-    """The data part of the settings."""
+def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:
+    """Return the data part of the settings, for a run that goes on from a checkpoint or a new one."""
     data = settings.data
-    return DataSpec(
+    found = DataSpec(
         dataset=data.dataset,
         path=data.dataset_path,
         val_path=data.val_path,
@@ -242,6 +256,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig) -> DataSpec:
         vocab_size=config.vocab_size,
         objective=objective_of(settings, config),
     )
+    return found if resumed is None else with_kept_template(found, resumed)
 
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:
@@ -254,7 +269,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
 
 
 def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:
-    """The tile sizes that the tables have for filled settings.
+    """Return the tile sizes that the tables have for filled settings, in whole blocks of the weights that adapters learn beside.
 
     Args:
         device: device class, a key of the built-in table.
@@ -266,6 +281,8 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
     minibatch, length = cut.minibatch, known(settings.model.seq_len)
     rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
     row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
+    if rank_of(settings) is not None and settings.checkpoints.init_from:
+        row = row.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
     return row.resolve(config, minibatch, length)
 
 

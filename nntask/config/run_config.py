@@ -18,6 +18,7 @@ from ..adapters.frozen_base import FrozenBase
 from ..adapters.lora import LoRA
 from ..checkpoints.store import Checkpoint
 from ..data.spec import DataSpec
+from ..data.special_tokens import CHAT_TEMPLATE
 from ..hardware.machine_spec import MachineSpec, devices_alone
 from ..models.interface import LanguageConfig, ModelConfig
 from ..optim.lr_schedule import Schedule, make_schedule
@@ -261,6 +262,14 @@ class LanguageRun:
         return run.recomputing(recompute) if self.step.recompute == "auto" else run
 
 
+def with_kept_template(data: DataSpec, checkpoint: Checkpoint) -> DataSpec:
+    """Return the data of a run that is continued, with the chat template that its checkpoint keeps if the file of the template is gone."""
+    objective, kept = data.objective, checkpoint.path / CHAT_TEMPLATE
+    if not objective.template or Path(objective.template).exists() or not kept.is_file():
+        return data
+    return replace(data, objective=replace(objective, template=str(kept)))
+
+
 @dataclass(frozen=True, slots=True)
 class RunConfig(LanguageRun):
     """A run of a model that is made of tiles.
@@ -274,7 +283,8 @@ class RunConfig(LanguageRun):
 
     def after(self, checkpoint: Checkpoint) -> RunConfig:
         """The same run, going on from a checkpoint of its own."""
-        return replace(self, start=replace(self.start, resumed=checkpoint, directory=None, weights=None, optimizer=None))
+        start = replace(self.start, resumed=checkpoint, directory=None, weights=None, optimizer=None)
+        return replace(self, start=start, data=with_kept_template(self.data, checkpoint))
 
     def beside(self, base: FrozenBase) -> RunConfig:
         """The same run, with these frozen weights beside its adapters."""

@@ -78,7 +78,7 @@ class DataSettings:
     dataset: str = "stdlib"
     """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin, jsonl, images"""
     dataset_path: str = ""
-    """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
+    """file, directory or pattern of files of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""
     """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
     dataset_select: int = -1

@@ -1,6 +1,7 @@
 from .batch import Batch, Cursor
 from .chat import ChatSource, ChatTemplate
 from .dataset import DATASETS, Dataset, check_spec, open_dataset
+from .foreign_tokenizer import TOKENIZER_FILE
 from .hub import WIKITEXT
 from .objectives import KINDS, Objective, random_batch
 from .prepare import TokenizedDataset, tokenize_dataset
@@ -8,7 +9,7 @@ from .sampler import BatchStream, Windows, in_order
 from .spec import DataSpec
 from .special_tokens import Special
 from .token_file import TokenFile
-from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "DATASETS",

@@ -1,8 +1,8 @@
 """Conversations as text, by a chat template in Jinja as transformers renders it, and which tokens of it the assistant has written.
 
 Templates are programs of others: they run in Jinja's sandbox, without access to files or attributes of objects. What is the assistant's is what
-stands in ``{% generation %}`` blocks; for a template without them, what it adds to the messages before when the answer comes. Jinja2 is imported
-when a conversation is read.
+stands in ``{% generation %}`` blocks; for a template without them, what it adds to the messages before when the answer comes (`chat_answers`). What a
+row holds and its template does not write is refused: tools, function calls, reasoning, whole messages. Jinja2 is imported when it is needed.
 """
 
 from __future__ import annotations
@@ -10,60 +10,24 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from .chat_answers import Answers, Untold
+from .chat_messages import ASSISTANT, MESSAGES, Conversation, conversation_of, names_of, plain_message, text_of
+from .chat_source import ChatSource
 from .encoding import RowEncoder
 from .json_lines import Record, clean
-from .special_tokens import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
+from .row_counts import RowCounts
+from .row_keys import ROW_KEYS, is_nothing
 from .tokenizer import Tokenizer
 
-MESSAGES: Final = "messages"
-_ASSISTANT: Final = "assistant"
-_WORDS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+__all__ = ["MESSAGES", "ChatSource", "ChatTemplate"]
 
-
-@dataclass(frozen=True, slots=True)
-class ChatSource:
-    """A template as it is written down; arguments as of `ChatTemplate`."""
-
-    source: str
-    name: str
-    words: Mapping[str, str]
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, file: str) -> ChatSource:
-        """The template in a file, or that of a tokenizer.
-
-        Args:
-            file: "" for the tokenizer's.
-
-        Raises:
-            DataError: there is none, or it cannot be read.
-        """
-        files = tokenizer.special.files
-        config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
-        named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in _WORDS if config.get(name)}}
-        words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in _WORDS}
-        if file:
-            try:
-                return cls(Path(file).read_text(encoding="utf-8"), file, words)
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
-        source = files.get(CHAT_TEMPLATE) or config.get("chat_template")
-        if isinstance(source, Sequence) and not isinstance(source, str):  # several of them by name
-            source = next((each.get("template") for each in source if isinstance(each, Mapping) and each.get("name") == "default"), None)
-        if not isinstance(source, str):
-            raise DataError(
-                "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
-                "or the tokenizer of a model for conversations with --tokenizer-path DIR"
-            )
-        return cls(source, TOKENIZER_CONFIG, words)
+_WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
 
 class ChatTemplate:
@@ -73,66 +37,131 @@ class ChatTemplate:
         source: the template.
         name: where it is from, for messages.
         words: special tokens by the names that templates use.
+        tools: the template of conversations with tools; "" for the same.
 
     Raises:
         DataError: Jinja2 is missing, or the template has a mistake.
     """
 
-    def __init__(self, source: str, name: str, words: Mapping[str, str]) -> None:
+    def __init__(self, source: str, name: str, words: Mapping[str, str], tools: str = "") -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise DataError(f"the chat template of {name} needs the jinja2 package; pip install -e '.[text]'")
         import jinja2
 
-        from .chat_blocks import environment
+        from .chat_blocks import environment, reads_of
 
         self._name, self._words, self._source = name, words, source
         self._marks = environment()
         try:
-            self._template = self._marks.jinja.from_string(source)
+            self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template of {name} has a mistake: {error}; mend it, or name another with --chat-template FILE") from None
+        self._of_tools = ChatTemplate(tools, name, words) if tools else None
 
     def terms(self) -> str:
         """What the text of a conversation follows from: the template, and the special tokens that it may name."""
-        return json.dumps([self._source, sorted(self._words.items())])
+        more = [] if self._of_tools is None else [self._of_tools.terms()]
+        return json.dumps([self._source, sorted(self._words.items()), *more])
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, file: str) -> ChatTemplate:
         """The template in a file, or that of a tokenizer; arguments and errors as of `ChatSource.of`, and a mistake in the template."""
         found = ChatSource.of(tokenizer, file)
-        return cls(found.source, found.name, found.words)
+        return cls(found.source, found.name, found.words, found.tools)
 
-    def encoded(self, line: Record, encoder: RowEncoder) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    def encoded(self, line: Record, encoder: RowEncoder, counts: RowCounts | None = None) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """(n,) ids of a conversation, and whether each is the assistant's.
+
+        Args:
+            counts: counts unknown keys and answers that the template changes.
 
         Raises:
             DataError: the line has no messages, none of the assistant, or the template refuses them.
         """
-        text, answers = self.rendered(line)
-        ids, starts = encoder.with_starts(clean(text))
-        counts = np.zeros(len(ids), np.bool_)
+        text, answers = self.rendered(line, counts)
+        ids, starts, offsets = encoder.with_offsets(clean(text))
+        is_answer = np.zeros(len(ids), np.bool_)
         for begin, end in answers:
-            counts |= (starts >= begin) & (starts < end)
-        return ids, counts
+            is_answer |= (starts >= begin) & (starts < end)
+            first = int(np.searchsorted(starts, begin))
+            while first and offsets[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
+                first -= 1
+                is_answer[first] = True
+        return ids, is_answer
 
-    def rendered(self, line: Record) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the first and last (excluded) character of each answer; errors as of `encoded`."""
-        messages = messages_of(line)
-        text, blocks = self._render(messages, line.where)
-        if blocks:
-            return text, blocks
-        found = []
-        for at, message in enumerate(messages):
-            if message["role"] == _ASSISTANT:
-                before = self._render(messages[:at], line.where, prompts=True)[0]
-                until = self._render(messages[: at + 1], line.where)[0]
-                if not (until.startswith(before) and text.startswith(until)):
+    def rendered(self, line: Record, counts: RowCounts | None = None) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the first and last (excluded) character of each answer; arguments and errors as of `encoded`."""
+        if self._of_tools is not None and not is_nothing(line.values.get("tools")):
+            return self._of_tools.rendered(line, counts)
+        if counts is not None:
+            counts.check("chat", [line.values], line.where)
+        found = conversation_of(line, self._reads)
+        if counts is not None:
+            counts.check("message", line.values[MESSAGES], line.where)
+            counts.add("nulls_in_tools", found.has_nulls)
+
+        def write(messages: Sequence[Mapping[str, Any]], *, prompts: bool) -> str:
+            return self._render(messages, found.where, prompts=prompts, given=found.given)[0]
+
+        text, blocks = self._render(found.messages, found.where, given=found.given)
+        answers = Answers(write, found.messages, text)
+        self._check_written(found, text, answers, counts)
+        try:
+            return text, answers.spans(found.learnt, blocks)
+        except Untold:
+            raise DataError(
+                f"{line.where} has a conversation whose beginning the chat template of {self._name} writes otherwise when more follows, so "
+                "that its answers cannot be told; use a template with {% generation %} blocks, or one answer a line"
+            ) from None
+
+    def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowCounts | None) -> None:
+        """Refuse what the template leaves out of the text, and count the answers that it writes otherwise.
+
+        Raises:
+            DataError: a message, or a part of it that counts, is left out.
+        """
+        for name in ("tools", "documents"):
+            if found.given[name] is not None and self._render(found.messages, found.where, given={**found.given, name: None})[0] == text:
+                raise DataError(
+                    f'{found.where} has "{name}", and the chat template of {self._name} does not write them; '
+                    "name a template that does with --chat-template FILE, or remove the key"
+                )
+        for at, message in enumerate(found.messages):
+            self._check_keys(found, at, text)
+            said = text_of(message).strip()
+            if said in text:
+                changed = False
+            else:
+                try:
+                    is_written = answers.is_written(at)
+                except Untold:
+                    is_written = True  # a refusal of the mark tells nothing
+                if not is_written:
                     raise DataError(
-                        f"{line.where} has a conversation whose beginning the chat template of {self._name} writes otherwise when more follows, so "
-                        "that its answers cannot be told; use a template with {% generation %} blocks, or one answer a line"
+                        f"{found.where} has a message of the role {message['role']} that the chat template of {self._name} leaves out: "
+                        f"{said[:40]!r}; name another template with --chat-template FILE, or remove the message"
                     )
-                found.append((len(before), len(until)))
-        return text, found
+                changed = True
+            if counts is not None and message["role"] == ASSISTANT:
+                counts.add("answers")
+                counts.add("answers_changed", changed)
+
+    def _check_keys(self, found: Conversation, at: int, text: str) -> None:
+        """Refuse keys of a message that the template does not write.
+
+        Raises:
+            DataError: there is one.
+        """
+        for key in _WRITTEN & found.said[at].keys():
+            names = names_of(key)
+            if is_nothing(found.said[at][key]) or names & self._reads.names:
+                continue
+            less = {key: value for key, value in found.messages[at].items() if key not in names}
+            if self._render([*found.messages[:at], less, *found.messages[at + 1 :]], found.where, given=found.given)[0] == text:
+                raise DataError(
+                    f'{found.where} has "{key}" in a message, {ROW_KEYS["message"][key].reason}, and the chat template of {self._name} does not '
+                    "write it; name a template that does with --chat-template FILE, or remove the key"
+                )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         """The text of a conversation up to where the assistant's next answer begins.
@@ -143,30 +172,17 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses it.
         """
-        return self._render(messages, where, prompts=True)[0]
+        return self._render([plain_message(each, self._reads, where) for each in messages], where, prompts=True)[0]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], where: str, *, prompts: bool = False) -> tuple[str, list[tuple[int, int]]]:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], where: str, *, prompts: bool = False, given: Mapping[str, Any] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         import jinja2
 
+        values = {**self._words, "tools": None, "documents": None, **(given or {}), "messages": messages, "add_generation_prompt": prompts}
         try:
-            return self._marks.rendered(self._template, messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **self._words)
+            return self._marks.rendered(self._template, **values)
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
             raise DataError(f"{where} is not for the chat template of {self._name}: {what}; mend or remove the line") from None
-
-
-def messages_of(line: Record) -> list[Mapping[str, Any]]:
-    """The messages of a line.
-
-    Raises:
-        DataError: they are none, or none is the assistant's.
-    """
-    found = line.values.get(MESSAGES)
-    is_list = isinstance(found, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
-    if not is_list or not found:
-        shape = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; mend or remove the line')
-    if all(each["role"] != _ASSISTANT for each in found):
-        raise DataError(f"{line.where} has no message of the role {_ASSISTANT}, and its answers are what is learnt; mend or remove the line")
-    return list(found)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+_OF_OBJECTS: Final = ("tojson", "items", "dictsort")
+"""Filters and methods that write the arguments of a function call as an object."""
 
 
 class GenerationBlocks(jinja2.ext.Extension):
@@ -56,14 +61,62 @@ class ChatEnvironment:
         return "".join(self._blocks.pieces), list(self._blocks.found)
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateReads:
+    """What a template reads of a conversation, as far as its source tells.
+
+    Args:
+        names: names, attributes and string constants in its expressions.
+        takes_objects: whether it writes the arguments of function calls as objects and does not ask whether they are strings.
+    """
+
+    names: frozenset[str]
+    takes_objects: bool
+
+
+def reads_of(jinja: jinja2.Environment, source: str) -> TemplateReads:
+    """Return what a template reads.
+
+    Raises:
+        jinja2.TemplateError: the source has a mistake.
+    """
+    tree = jinja.parse(source)
+    asks_for_strings = any(each.name == "string" and _is_arguments(each.node) for each in tree.find_all(jinja2.nodes.Test))
+    written = [each.node for each in tree.find_all(jinja2.nodes.Filter) if each.name in _OF_OBJECTS]
+    written += [each.node for each in tree.find_all(jinja2.nodes.Getattr) if each.attr in _OF_OBJECTS]
+    writes_objects = any(node is not None and _is_arguments(node) for node in written)
+    return TemplateReads(frozenset(_names(tree)), writes_objects and not asks_for_strings)
+
+
+def _names(tree: jinja2.nodes.Template) -> Iterator[str]:
+    for node in tree.find_all((jinja2.nodes.Name, jinja2.nodes.Getattr, jinja2.nodes.Const)):
+        if isinstance(node, jinja2.nodes.Name):
+            yield node.name
+        elif isinstance(node, jinja2.nodes.Getattr):
+            yield node.attr
+        elif isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str):
+            yield node.value
+
+
+def _is_arguments(node: jinja2.nodes.Node) -> bool:
+    """Whether an expression is the arguments of a function call, or a variable of that name."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr == "arguments"
+    if isinstance(node, jinja2.nodes.Getitem):
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "arguments"
+    return isinstance(node, jinja2.nodes.Name) and node.name == "arguments"
+
+
 def environment() -> ChatEnvironment:
     """A new environment."""
     return ChatEnvironment()
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    """JSON without the escapes for HTML that Jinja's own filter makes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    """JSON without the escapes for HTML that Jinja's own filter makes; arguments as of transformers."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:

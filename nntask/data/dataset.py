@@ -16,24 +16,30 @@ from typing import Final
 from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
 from .chat import ChatTemplate
-from .corpora import stdlib_corpus, text_corpus
+from .chat_source import with_template
+from .corpora import scored_corpus, stdlib_corpus, text_corpus
+from .directories import is_named
 from .examples import Source, examples_of
-from .findings import Finding
+from .findings import FINDINGS, Finding, read_findings
+from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
-from .images import IMAGES, open_images
-from .json_lines import JSONL, RowTexts, json_lines, line_corpus
+from .images import IMAGES, open_images, told_images
+from .json_lines import JSONL, RowTexts, json_lines, line_corpus, told_lines
+from .row_counts import RowCounts
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
 from .sampler import Examples, Shuffled
 from .spec import DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, check_vocabulary, encoded_texts, reads_bytes, tokenizer_key, tokenizer_of
-from .tokenizer import TOKENIZER_FILE, BpeTokenizer, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer
+from .tokenized import cache_errors, encoded_texts, findings_of, reads_bytes, tokenizer_key, tokenizer_of
+from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
-_FORMAT: Final = "2"  # raise when the meaning of cached files changes
+_FORMAT: Final = "2"  # raise when the meaning of cached rows changes; fingerprints of runs contain it
+_ROWS_FORMAT: Final = "rows 1"  # of rows; fingerprints of runs do not contain it
+_TEXT_FORMAT: Final = "3"  # raise when the meaning of cached texts changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ def check_spec(spec: DataSpec) -> None:
         raise UsageError("--dataset images is for models of images, and this one takes text; use a dataset of text")
     named = {"--dataset-path": spec.path, "--val-path": spec.val_path, "--tokenizer-path": spec.tokenizer_path}
     for flag, path in {**named, "--chat-template": spec.objective.template}.items():
-        if path and not Path(path).exists() and not fetched.get(flag):
+        if path and not is_named(path) and not fetched.get(flag):
             raise DataError(f"{flag} {path} does not exist; give an existing file or directory")
     if spec.dataset == WIKITEXT:
         check_wikitext(spec.path, _advice(spec))
@@ -176,14 +182,17 @@ def corpus_of(spec: DataSpec) -> Corpus:
     elif spec.dataset == WIKITEXT:
         corpus = wikitext_corpus(spec.path, spec.select, _advice(spec))
     else:
-        corpus = text_corpus(spec.path, spec.select)
+        corpus = text_corpus(spec.path, spec.select, spec.val_path)
         if not reads_bytes(spec):
-            check_texts(corpus, spec.path, "--dataset-path")
+            check_texts(corpus.train, spec.path, "--dataset-path")
+            check_texts(corpus.validation, spec.val_path or spec.path, "--val-path" if spec.val_path else "--dataset-path")
+        return corpus
     if spec.val_path:
-        extra = text_corpus(spec.val_path, flag="--val-path")
+        extra = scored_corpus(spec.val_path)
         if not reads_bytes(spec):
-            check_texts(extra, spec.val_path, "--val-path")
-        corpus = Corpus(corpus.name, (*corpus.train, *corpus.validation), (*extra.train, *extra.validation))
+            check_texts(extra.train, spec.val_path, "--val-path")
+        train = corpus.train if spec.dataset == WIKITEXT else (*corpus.train, *corpus.validation)
+        corpus = Corpus(corpus.name, train, extra.train, extra.sentences, extra.findings)
     return corpus
 
 
@@ -203,18 +212,27 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
     if spec.dataset == "train.bin":
         return _open_tokens(spec)
     if spec.dataset == IMAGES:
-        return _open_images(spec)
+        return _open_images(spec, report)
     if spec.objective.form in NUM_FIELDS:
         return _open_rows(spec, report)
     corpus = corpus_of(spec)
+    for sentence in corpus.sentences:
+        report(sentence)
     with cache_errors():
-        fingerprint, key = (hashlib.sha256(f"{_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
+        fingerprint, key = (hashlib.sha256(f"{_TEXT_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
-        check_vocabulary(tokenizer, spec)
         train = encoded_texts(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = encoded_texts(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
-    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec)
+    findings = (*corpus.findings, *_findings(tokenizer, train, validation))
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec, findings=findings)
+
+
+def _findings(tokenizer: Tokenizer | None, *files: TokenFile | None) -> tuple[Finding, ...]:
+    """The findings about a tokenizer and the texts of token files."""
+    notes = () if tokenizer is None else tokenizer.notes
+    found = [Finding("tokenizer_notes", len(notes), 0, f"tokenizer: {'; '.join(notes)}")] if notes else []
+    return (*found, *(each for file in files if file is not None for each in findings_of(file.path)))
 
 
 def _open_tokens(spec: DataSpec) -> Dataset:
@@ -229,18 +247,37 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     known = path.with_name(TOKENIZER_FILE)
     if spec.tokenizer_path or (spec.tokenizer in ("auto", "bpe") and known.is_file()):
         tokenizer = load_tokenizer(spec.tokenizer_path or known)
-        check_vocabulary(tokenizer, spec)
         tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
-    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec)
+    findings = (*_findings(tokenizer, train, validation), *_narrow(tokenizer, train))
+    return Dataset("train.bin", train, validation, tokenizer, train.fingerprint(), spec.select, spec, findings)
+
+
+def _narrow(tokenizer: Tokenizer | None, file: TokenFile) -> tuple[Finding, ...]:
+    """The finding about a file without a sidecar that cannot hold all ids of its tokenizer."""
+    if tokenizer is None or file.is_declared or tokenizer.vocab_size <= 1 << 16:
+        return ()
+    number = tokenizer.vocab_size - (1 << 16)
+    return (
+        Finding(
+            "ids_of_two_bytes",
+            number,
+            tokenizer.vocab_size,
+            f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 cannot be in it; if "
+            "a script wrote them so, they are others now; write them as uint32, or, if none was among them, "
+            f'{{"dtype": "uint16"}} to {file.path.name}.json',
+        ),
+    )
 
 
 def _train_bin(path: str) -> Path:
     return Path(path) / "train.bin" if Path(path).is_dir() else Path(path)
 
 
-def _open_images(spec: DataSpec) -> Dataset:
+def _open_images(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
+    if sentence := told_images(spec.path, spec.val_path, spec.objective):
+        report(sentence)
     train, validation = open_images(spec.path, spec.val_path, spec.objective)
     return Dataset(IMAGES, train, validation, None, train.digest(), spec.select, spec)
 
@@ -249,25 +286,31 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
     """Rows of JSON lines, encoded now or found in the cache."""
     objective = spec.objective
     lines = json_lines(spec.path, spec.val_path, spec.select)
+    sentences, left_out = told_lines(spec.path, spec.val_path)
+    for sentence in sentences:
+        report(sentence)
     corpus = Corpus(Path(spec.path).name, RowTexts(lines[0]), ())
     pack = objective.length if objective.separates else None
     with cache_errors():
         terms = f"{_FORMAT} {replace(objective, template='', mask_probability=0.0)} {tokenizer_key(spec)} {_template_key(spec)}"
         digests = [split.digest() if split else "" for split in lines]
         fingerprint = hashlib.sha256(f"{terms} {digests[0]}".encode()).hexdigest()
-        key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
+        key = hashlib.sha256(f"{_ROWS_FORMAT} {terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
-        check_vocabulary(tokenizer, spec)
-        found = []
+        tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer
+        found, findings = [], list[Finding](_findings(tokenizer))
         for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
             if split and not (directory / name).is_dir():
                 report(f"tokenising {split.num_lines()} rows to {directory / name}")
-                write_rows(directory / name, encoded_rows(split, objective, tokenizer), pack)
+                counts = RowCounts(objective, "training" if name == "train.rows" else "validation")
+                write_rows(directory / name, encoded_rows(split, objective, tokenizer, spec.vocab_size, counts), pack, counts.findings)
             found.append(RowFile(directory / name, NUM_FIELDS[objective.form]) if split else None)
+            findings += read_findings(directory / name / FINDINGS) if split else ()
     train, validation = found
     assert train is not None  # there are lines for training
-    return Dataset(spec.dataset, train, validation if validation and validation.num_rows else None, tokenizer, fingerprint, -1, spec)
+    validation = validation if validation and validation.num_rows else None
+    return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, (*left_out, *findings))
 
 
 def _template_key(spec: DataSpec) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .special_tokens import END_OF_TEXT
 from .tokenizer import BpeTokenizer, Tokenizer
 
 Ids = npt.NDArray[np.int32]
+Offsets = Sequence[tuple[int, int]]
 
 
 class RowEncoder:
@@ -18,16 +21,12 @@ class RowEncoder:
     A tokenizer whose template puts nothing around a text, and plain bytes, end each text with their end-of-text id.
 
     Args:
-        tokenizer: the tokenizer; its own cutting and padding are not used.
+        tokenizer: the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._inner: Any = None
-        if isinstance(tokenizer, BpeTokenizer):
-            self._inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
-            self._inner.no_truncation()
-            self._inner.no_padding()
+        self._inner: Any = tokenizer.inner if isinstance(tokenizer, BpeTokenizer) else None
         has_template = self._inner is not None and self._inner.num_special_tokens_to_add(False) > 0
         self._end = [] if has_template else [tokenizer.end_of_text]
 
@@ -37,33 +36,64 @@ class RowEncoder:
 
     def pair(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
         """Ids of a text or a pair, (n,) with n at most `limit`, and the type of each, 1 in the second text; the longer text is cut first."""
+        return self.row(first, second, limit)[:2]
+
+    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
+        """Ids and types as of `pair`, and whether a text was cut."""
         if self._inner is None or self._end:
             return self._plain(first, second, limit)
         one = self._inner.encode(first, add_special_tokens=False)
         two = None if second is None else self._inner.encode(second, add_special_tokens=False)
         most = max(limit - self._inner.num_special_tokens_to_add(two is not None), 0)
-        lengths = _cut(len(one), 0 if two is None else len(two), most)
+        before = (len(one), 0 if two is None else len(two))
+        lengths = _cut(*before, most)
         one.truncate(lengths[0])
         if two is not None:
             two.truncate(lengths[1])
         found = self._inner.post_process(one, two, True)
-        return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32)
+        return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32), sum(before) > sum(lengths)
 
-    def with_starts(self, text: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """(n,) ids of a text without a template, and the character that each begins with."""
+    def with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
+        """(n,) ids of a text without a template, the character that each begins with, and the first and last (excluded) character of each."""
         if self._inner is None:
-            ids = self._tokenizer.encode([text])[0].astype(np.int32)
-            return ids, np.repeat(np.arange(len(text)), [len(each.encode("utf-8", "replace")) for each in text])
+            return _byte_offsets(self._tokenizer, text)
         found = self._inner.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int32), np.array([start for start, _ in found.offsets], np.int64)
+        offsets = found.offsets
+        return np.array(found.ids, np.int32), np.array([start for start, _ in offsets], np.int64), offsets
 
-    def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
+    def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
         ids = [each.astype(np.int32) for each in self._tokenizer.encode([first] if second is None else [first, second])]
-        lengths = _cut(len(ids[0]), len(ids[1]) if len(ids) > 1 else 0, max(limit - len(ids), 0))
+        before = (len(ids[0]), len(ids[1]) if len(ids) > 1 else 0)
+        lengths = _cut(*before, max(limit - len(ids), 0))
         end = np.array(self._end, np.int32)
         rows = [np.concatenate([each[:length], end]) for each, length in zip(ids, lengths, strict=False)]
         types = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) for row in rows])
-        return np.concatenate(rows)[:limit], types[:limit]
+        return np.concatenate(rows)[:limit], types[:limit], sum(before) > sum(lengths)
+
+
+def conversation_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a conversation that a chat template has written: those that training on it learns, without a beginning of its own."""
+    ids = tokenizer.encode([text])[0] if isinstance(tokenizer, BpeTokenizer) else _byte_offsets(tokenizer, text)[0]
+    return [int(each) for each in ids]
+
+
+def _byte_offsets(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
+    """(n,) ids of plain bytes, with their offsets as of `RowEncoder.with_offsets`; the end of text is one id where the tokenizer has it.
+
+    Templates write the end of text as a word, and the tokenizer of an exported run reads it as one id.
+    """
+    end = tokenizer.end_of_text
+    ids, starts, at = [], [], 0
+    for number, piece in enumerate(text.split(END_OF_TEXT) if end > ord("\n") else [text]):
+        if number:
+            ids.append(np.array([end], np.int32))
+            starts.append(np.array([at], np.int64))
+            at += len(END_OF_TEXT)
+        ids.append(tokenizer.encode([piece])[0].astype(np.int32))
+        starts.append(np.repeat(np.arange(at, at + len(piece)), [len(each.encode("utf-8", "replace")) for each in piece]))
+        at += len(piece)
+    found = np.concatenate(starts)
+    return np.concatenate(ids), found, [(int(start), int(start) + 1) for start in found]
 
 
 def _cut(first: int, second: int, most: int) -> tuple[int, int]:

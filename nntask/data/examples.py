@@ -40,7 +40,7 @@ def _sequences_of(source: Source, objective: Objective, tokenizer: Tokenizer | N
         return Rows(source, objective)
     if objective.kind == "seq2seq":
         return CorruptedSpans(source, objective, tokenizer, vocab_size, seed)
-    masking = masking_of(tokenizer, objective.mask_probability, seed) if objective.kind == "masked" else None
+    masking = masking_of(tokenizer, vocab_size, objective.mask_probability, seed) if objective.kind == "masked" else None
     if not objective.separates:
         return Windows(source, objective.length) if masking is None else MaskedWindows(source, objective.length, masking)
     if tokenizer is None:

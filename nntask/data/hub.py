@@ -9,24 +9,23 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import threading
 from pathlib import Path
 from typing import Final
 
 from ..config.environment import cache_directory
 from ..errors import DataError
+from .foreign_tokenizer import TOKENIZER_FILE, has_tokenizer
 from .special_tokens import SPECIAL_FILES
+from .splits import splits_in
 from .tables import TABLES, RowText, check_tables
 from .texts import Corpus
-from .tokenizer import TOKENIZER_FILE
 
 WIKITEXT: Final = "WikiText-103"
 PROBE_SECONDS: Final = 4.0
 """Longest wait for the Hub's first answer, in seconds."""
 _REPOSITORY: Final = "Salesforce/wikitext"
 _NAME: Final = "wikitext-103-raw-v1"
-_SPLITS: Final = {"train": {"train"}, "validation": {"validation", "valid", "val"}}
 _SUFFIXES: Final = (*TABLES, ".raw", ".tokens", ".txt")
 
 
@@ -46,10 +45,8 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
     found = sorted(each for each in root.rglob("*") if each.is_file() and each.suffix in _SUFFIXES and not each.name.startswith("."))
     found = [each for each in found if _NAME in each.parts] or found
     for suffix in _SUFFIXES:
-        splits = {
-            split: tuple(each for each in found if each.suffix == suffix and words & set(re.split(r"[^a-z]+", each.name.lower())))
-            for split, words in _SPLITS.items()
-        }
+        of_suffix = [(each, splits_in(each.name)) for each in found if each.suffix == suffix]
+        splits = {split: tuple(each for each, claimed in of_suffix if claimed == {split}) for split in ("train", "validation")}
         if splits["train"]:
             return splits
     return {}
@@ -155,7 +152,7 @@ def _probe(host: str) -> str:
 def tokenizer_location(name: str, path: str) -> Path:
     """The file or directory of the tokenizer `name`: `path` if it holds a tokenizer, else the directory `name` below it, the target of a fetch."""
     root = Path(path) if path else cache_directory() / "tokenizers"
-    if root.is_file() or (path and (root / TOKENIZER_FILE).is_file()):
+    if root.is_file() or (path and has_tokenizer(root)):
         return root
     return root / name
 
@@ -172,7 +169,7 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
         DataError: the tokenizer is not on this machine and cannot be fetched.
     """
     found = tokenizer_location(name, path)
-    if found.is_file() or (found / TOKENIZER_FILE).is_file():
+    if found.is_file() or has_tokenizer(found):
         return
     what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or found}"
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -192,7 +189,7 @@ def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
         DataError: the tokenizer cannot be fetched.
     """
     found = tokenizer_location(name, path)
-    if not found.is_file() and not (found / TOKENIZER_FILE).is_file():
+    if not found.is_file() and not has_tokenizer(found):
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
 

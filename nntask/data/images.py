@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +19,10 @@ import numpy.typing as npt
 from ..errors import DataError
 from .image_file import MODES, SUFFIXES, read_image
 from .objectives import ImageShape, Objective
+from .splits import Split, split_folders
+from .texts import VALIDATION_SHARE
 
 IMAGES: Final = "images"
-_VALIDATION_SHARE: Final = 20
 _BROKEN: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 """What reading a NumPy file of wrong bytes raises: of no archive, of a damaged, encrypted or unknown member, of a header that claims too much."""
 Floats = npt.NDArray[np.float32]
@@ -148,21 +149,69 @@ def patches(pixels: Floats, shape: ImageShape) -> Floats:
 
 
 def open_images(path: str, val_path: str, objective: Objective) -> tuple[ImageSource, ImageSource | None]:
-    """Images for training and for validation; without validation images, one in twenty is held out.
+    """Images for training and for validation; without a validation split, one in twenty is held out.
 
     Args:
-        path: a directory of folders, one a class, whose names are the config's or in order of their numbers; or an .npz with `images` and `labels`,
-            which is read whole; or an .npy of images, with labels in `NAME_labels.npy` beside it.
+        path: a directory of folders, one a class, whose names are the config's or in order of their numbers, or of folders of splits that have these;
+            or an .npz with `images` and `labels`, which is read whole; or an .npy of images, with labels in `NAME_labels.npy` beside it.
         val_path: the same for validation; "" for none.
 
     Raises:
         DataError: there are no images, or they are of another shape than the model's, or have labels that it does not have.
     """
-    whole = _opened(path, objective, "--dataset-path")
+    splits = split_directories(path, objective)
+    whole = _opened(splits.get("train", path), objective, "--dataset-path")
     if val_path:
-        return whole(None), _opened(val_path, objective, "--val-path")(None)
+        inner = split_directories(val_path, objective, "--val-path")
+        return whole(None), _opened(inner.get("validation", val_path), objective, "--val-path")(None)
+    if "validation" in splits:
+        return whole(None), _opened(splits["validation"], objective, "--dataset-path")(None)
     train, held = whole(False), whole(True)
     return train, held if len(held.labels) else None
+
+
+def split_directories(path: str, objective: Objective, flag: str = "--dataset-path") -> Mapping[Split, str]:
+    """Return the folder of each split of a directory of images; empty if its folders are classes.
+
+    A folder is a split if its name says so and it has folders and no images; names of the config's classes are classes.
+
+    Raises:
+        DataError: several folders are of one split, or a folder is of no split.
+    """
+    root = Path(path)
+    folders = _subfolders(root) if root.is_dir() else []
+    found = split_folders(folder.name for folder in folders)
+    if "train" not in found or {folder.name for folder in folders} <= set(objective.labels):
+        return {}
+    of_splits = [name for names in found.values() for name in names]
+    if not all(_subfolders(root / name) and not _has_images(root / name) for name in of_splits):
+        return {}
+    if len(of_splits) < len(folders) or any(len(names) > 1 for names in found.values()):
+        raise DataError(
+            f"{flag} {path} must have a folder for each split or for each class, got {', '.join(folder.name for folder in folders[:8])}; "
+            f"name the folder of the classes, as in {flag} {root / found['train'][0]}"
+        )
+    return {split: str(root / names[0]) for split, names in found.items()}
+
+
+def told_images(path: str, val_path: str, objective: Objective) -> str:
+    """Say which folders are taken for what; "" for a directory of classes or for arrays."""
+    splits = split_directories(path, objective)
+    if not splits:
+        return ""
+    validation = val_path or splits.get("validation", "")
+    said = [f"training {splits['train']}"]
+    said += [f"validation {validation}"] if validation else []
+    said += [f"test {splits['test']}, not read"] if "test" in splits else []
+    return f"--dataset-path {path}: {'; '.join(said)}"
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
+def _has_images(folder: Path) -> bool:
+    return any(each.suffix.lower() in SUFFIXES for each in folder.iterdir())
 
 
 def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None], ImageSource]:
@@ -176,7 +225,7 @@ def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None
 
 
 def _belongs(count: int, held: bool | None) -> npt.NDArray[np.bool_]:
-    return np.ones(count, np.bool_) if held is None else (np.arange(count) % _VALIDATION_SHARE == _VALIDATION_SHARE - 1) == held
+    return np.ones(count, np.bool_) if held is None else (np.arange(count) % VALIDATION_SHARE == VALIDATION_SHARE - 1) == held
 
 
 def _chosen_of(files: list[Path], labels: npt.NDArray[np.int32], held: bool | None) -> tuple[list[Path], npt.NDArray[np.int32]]:
@@ -193,7 +242,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
         raise DataError(
             f"files of images are read with 1, 3 or 4 channels, and the config's num_channels is {channels}; give an .npz of arrays as {flag}"
         )
-    folders = sorted(each for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+    folders = _subfolders(root)
     names = [each.name for each in folders]
     by_name = bool(names) and set(names) <= set(objective.labels)
     if not by_name and len(names) != objective.num_labels:

@@ -1,4 +1,4 @@
-"""JSON lines: files with an object a line, read one by one. A line that is none, or lacks a key, is an error with its number."""
+"""JSON lines: files with an object a line, or tables with an object a row, read one by one. A line that is none, or lacks a key, is named."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..errors import DataError
-from .texts import Corpus, Text
+from .directories import DataFiles, data_files, scored_files
+from .findings import Finding
+from .opening import inner_suffix, opened
+from .row_keys import format_hint
+from .tables import TABLES, is_table, json_rows
+from .texts import Corpus, Text, is_held_out
 
 JSONL: Final = "jsonl"
 _SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
-_VALIDATION_SHARE: Final = 20
 _HALVES: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -40,6 +44,8 @@ class Record:
         value = self.values.get(key)
         if not isinstance(value, str):
             what = f"{type(value).__name__} there" if key in self.values else f"the keys {', '.join(self.values) or 'none'}"
+            if hint := format_hint(self.values):
+                raise DataError(f'{self.where} must have a string under "{key}", got {hint}')
             raise DataError(f'{self.where} must have a string under "{key}", got {what}; mend or remove the line')
         return clean(value)
 
@@ -67,11 +73,15 @@ class JsonLines:
         for number, (line, where) in enumerate(self._lines()):
             if number == self.select:
                 return
+            if not number and line.lstrip().startswith("["):
+                raise DataError(f"{where} holds one array and not an object a line; turn it into lines: jq -c '.[]' FILE > FILE.jsonl")
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
+                _check_begin(line, where)
                 raise DataError(f"{where} is not JSON: {error}; mend or remove the line") from None
             if not isinstance(values, dict):
+                _check_begin(line, where)
                 raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; mend or remove the line')
             yield Record(values, where)
 
@@ -92,14 +102,33 @@ class JsonLines:
     def _lines(self) -> Iterator[tuple[str, str]]:
         """The lines that are not blank, each with where it is."""
         for file in self.files:
-            try:
-                with file.open("rb") as lines:
-                    for number, encoded in enumerate(lines, 1):
-                        line = _decoded(encoded, f"{file} line {number}", "utf-8-sig" if number == 1 else "utf-8")
-                        if line.strip() and (self.split == "all" or _is_held_out(line) == (self.split == "validation")):
-                            yield line, f"{file} line {number}"
-            except OSError as error:
-                raise DataError(f"cannot read {file}: {error.strerror}; copy it again") from None
+            for line, where in _lines_of(file):
+                if line.strip() and (self.split == "all" or is_held_out(line) == (self.split == "validation")):
+                    yield line, where
+
+
+def _lines_of(file: Path) -> Iterator[tuple[str, str]]:
+    """The lines of a file, or the rows of a table, each with where it is."""
+    if is_table(file.name):
+        for number, row in enumerate(json_rows(file), 1):
+            yield row, f"{file} row {number}"
+        return
+    with opened(file) as lines:
+        for number, encoded in enumerate(lines, 1):
+            where = f"{file} line {number}"
+            yield _decoded(encoded, where, "utf-8-sig" if number == 1 else "utf-8"), where
+
+
+def _check_begin(line: str, where: str) -> None:
+    """Refuse a file that is one value of JSON over several lines, by its first line.
+
+    Raises:
+        DataError: the first line begins an array, or an object that it does not end.
+    """
+    if where.endswith(" line 1") and (line.startswith("[") or line.strip() == "{"):
+        what, filter_ = ("one array", ".[]") if line.startswith("[") else ("an object over several lines", ".")
+        file = where.removesuffix(" line 1")
+        raise DataError(f"{file} is {what}, and each line must be an object; convert it, for example with jq -c '{filter_}' {file} > lines.jsonl")
 
 
 def _decoded(line: bytes, where: str, encoding: str) -> str:
@@ -114,47 +143,62 @@ def _decoded(line: bytes, where: str, encoding: str) -> str:
         raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; mend or remove the line") from None
 
 
-def _is_held_out(line: str) -> bool:
-    return int.from_bytes(hashlib.sha256(line.strip().encode()).digest()[:8], "little") % _VALIDATION_SHARE == 0
-
-
 def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLines | None]:
-    """The lines for training and for validation; without validation files, about one line in twenty, by a hash of the line.
+    """The lines for training and for validation; without a validation split, about one line in twenty, by a hash of the line.
 
     Args:
-        path: a file, or a directory of files.
+        path: a file, a pattern of files, or a directory of files.
         val_path: the same for validation; "" for none.
         select: only the first lines for training; -1 for all.
 
     Raises:
         DataError: there is no such file, or none with a line.
     """
-    files = _files(path, "--dataset-path")
-    if val_path:
-        train, validation = JsonLines(files, select=select), JsonLines(_files(val_path, "--val-path"))
+    files = line_files(path)
+    scored = scored_lines(val_path).train if val_path else files.validation
+    if scored:
+        train, validation = JsonLines(files.train, select=select), JsonLines(scored)
     else:
-        train, validation = JsonLines(files, "train", select), JsonLines(files, "validation")
+        train, validation = JsonLines(files.train, "train", select), JsonLines(files.train, "validation")
         if not train.num_lines():
             train = replace(train, split="all")
     if not train.num_lines():
         raise DataError(f"--dataset-path {path} has no line; give a file with an object a line")
-    return train, validation if (validation.num_lines() and train.split != "all") or val_path else None
+    return train, validation if (validation.num_lines() and train.split != "all") or scored else None
 
 
-def _files(path: str, flag: str) -> tuple[Path, ...]:
-    root = Path(path)
-    if not root.is_dir():
-        return (root,)
-    found = tuple(sorted(each for each in root.iterdir() if each.suffix in _SUFFIXES and not each.name.startswith(".")))
-    if not found:
-        raise DataError(f"{flag} {path} has no file that ends in {', '.join(_SUFFIXES)}; name the file")
+def line_files(path: str) -> DataFiles:
+    """The files of lines that --dataset-path names, by split.
+
+    Raises:
+        DataError: there is none, or the layout of the directory leaves open what trains.
+    """
+    return _with_some(data_files(path, "--dataset-path", _has_lines, _has_lines), path, "--dataset-path")
+
+
+def scored_lines(path: str) -> DataFiles:
+    """The files of lines that --val-path names.
+
+    Raises:
+        DataError: as `line_files`.
+    """
+    return _with_some(scored_files(path, "--val-path", _has_lines, _has_lines), path, "--val-path")
+
+
+def _with_some(found: DataFiles, path: str, flag: str) -> DataFiles:
+    if not found.train:
+        raise DataError(f"{flag} {path} has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file")
     return found
+
+
+def _has_lines(name: str) -> bool:
+    return inner_suffix(name) in _SUFFIXES or is_table(name)
 
 
 def first_keys(path: str) -> frozenset[str]:
     """Keys of the first line; none where it cannot be read, which is said when the data are opened."""
     try:
-        return frozenset(next(iter(JsonLines(_files(path, "--dataset-path")))).values)
+        return frozenset(next(iter(JsonLines(line_files(path).train))).values)
     except (DataError, StopIteration):
         return frozenset()
 
@@ -200,4 +244,11 @@ def _strings(value: Any) -> Iterator[str]:
 def line_corpus(path: str, val_path: str, select: int) -> Corpus:
     """The texts of files of JSON lines."""
     train, validation = json_lines(path, val_path, select)
-    return Corpus(Path(path).name, LineTexts(train), LineTexts(validation) if validation else ())
+    sentences, findings = told_lines(path, val_path)
+    return Corpus(Path(path).name, LineTexts(train), LineTexts(validation) if validation else (), sentences, findings)
+
+
+def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
+    """Sentences about which files are taken for what, and files that are left out."""
+    files = [line_files(path), *([scored_lines(val_path)] if val_path else ())]
+    return tuple(each.sentence for each in files if each.sentence), tuple(finding for each in files for finding in each.findings)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from .draws import uniforms
+from .known_ids import check_known
 from .objectives import IGNORED
 from .sampler import too_few_tokens, windows_of
 from .token_file import TokenFile
@@ -53,11 +54,17 @@ class Masking:
         return shown.astype(np.int32), np.where(picked, ids, np.int32(IGNORED)).astype(np.int32)
 
 
-def masking_of(tokenizer: Tokenizer | None, probability: float, seed: int) -> Masking:
+def masking_of(tokenizer: Tokenizer | None, vocab_size: int, probability: float, seed: int) -> Masking:
     """How tokens of a tokenizer are hidden.
 
+    Args:
+        tokenizer: the tokenizer; None if it is not known.
+        vocab_size: number of ids of the model.
+        probability: of a token to be chosen.
+        seed: of the run.
+
     Raises:
-        DataError: it has no mask token, or is not known.
+        DataError: it has no mask token, or one that the model has no row for, or is not known.
     """
     mask = None if tokenizer is None else tokenizer.special.mask
     if tokenizer is None or mask is None:
@@ -65,7 +72,8 @@ def masking_of(tokenizer: Tokenizer | None, probability: float, seed: int) -> Ma
             "a masked language model learns what is behind the mask token, and the tokenizer of the data has none or is not known; "
             "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json beside its tokenizer.json"
         )
-    return Masking(mask, special_ids(tokenizer), tokenizer.vocab_size, probability, seed)
+    check_known(np.array([mask]), tokenizer, vocab_size, "every batch of hidden tokens")
+    return Masking(mask, special_ids(tokenizer), min(tokenizer.vocab_size, vocab_size), probability, seed)
 
 
 def special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:

@@ -12,7 +12,7 @@ from ..io.writable import check_writable
 from .dataset import check_spec, corpus_of, with_tokenizer_path
 from .images import IMAGES
 from .spec import DataSpec
-from .tokenized import check_vocabulary, tokenizer_of, write_tokens
+from .tokenized import findings_of, tokenizer_of, write_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,14 @@ class TokenizedDataset:
         num_validation: number of validation tokens.
         tokenizer: the tokenizer's name.
         vocab_size: number of the tokenizer's ids.
+        notes: what of the tokenizer's files is not followed, and what of the texts is replaced, a sentence each.
     """
 
     num_train: int
     num_validation: int
     tokenizer: str
     vocab_size: int
+    notes: tuple[str, ...] = ()
 
 
 def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None] = lambda sentence: None) -> TokenizedDataset:
@@ -42,7 +44,7 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
 
     Raises:
         UsageError: `output` exists and is not empty, or cannot be written, or `spec` names token ids.
-        DataError: the data is missing or broken, or the tokenizer has more ids than `spec` allows.
+        DataError: the data is missing or broken, or a text has a token beyond the ids that `spec` allows.
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":
@@ -55,14 +57,20 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
     check_spec(spec)
     spec = with_tokenizer_path(spec)
     corpus = corpus_of(spec)
+    for sentence in (*corpus.sentences, *(finding.sentence for finding in corpus.findings)):
+        report(sentence)
     try:
         with written_aside(output) as new:
             new.mkdir()
             tokenizer = tokenizer_of(spec, corpus, new, report)
-            check_vocabulary(tokenizer, spec)
             tokenizer.save(new)
-            num_train = write_tokens(corpus.train, new / "train.bin", tokenizer, report, output / "train.bin")
-            num_validation = write_tokens(corpus.validation, new / "val.bin", tokenizer, report, output / "val.bin") if corpus.validation else 0
+            counts = {"train.bin": 0, "val.bin": 0}
+            for name, texts in zip(counts, (corpus.train, corpus.validation), strict=True):
+                if texts or name == "train.bin":
+                    counts[name] = write_tokens(texts, new / name, tokenizer, spec.vocab_size, report, output / name)
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror or error}; make room or name another --output") from error
-    return TokenizedDataset(num_train, num_validation, tokenizer.name, tokenizer.vocab_size)
+    findings = tuple(each for name in counts for each in findings_of(output / name))
+    return TokenizedDataset(
+        counts["train.bin"], counts["val.bin"], tokenizer.name, tokenizer.vocab_size, (*tokenizer.notes, *(each.sentence for each in findings))
+    )

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..errors import DataError
 from ..io.atomic_write import written_aside
 from ..io.regular_file import open_regular
+from .findings import FINDINGS, Finding, write_findings
 from .packing import packed
 
 _VALUES, _ENDS, _BEGINS = "values.bin", "ends.bin", "begins.bin"
@@ -87,13 +88,14 @@ class RowFile:
         self.close()
 
 
-def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None) -> None:
+def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None, findings: Callable[[], Iterable[Finding]] = tuple) -> None:
     """Write rows, one at a time.
 
     Args:
         path: the directory, which appears when it is complete.
         pack: T, positions of the sequences that rows are packed into; a row has as many as its first field without its last id, which is a target
             only. None for a sequence a row.
+        findings: called when all rows are written; returns what they lost, which is kept beside them.
     """
     with written_aside(path) as new:
         new.mkdir()
@@ -105,6 +107,7 @@ def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None) -> None
                     values.write(np.asarray(field, _ID).tobytes())
                     at += len(field)
                     ends.write(np.array([at], _END).tobytes())
+        write_findings(new / FINDINGS, findings())
         if pack is not None:
             _write_packs(new, len(row) if at else 1, pack)
 

@@ -12,7 +12,9 @@ from ..errors import DataError
 from .chat import ChatTemplate
 from .encoding import RowEncoder
 from .json_lines import JsonLines, Record
+from .known_ids import check_known
 from .objectives import IGNORED, Form, Objective
+from .row_counts import RowCounts
 from .row_file import Row, RowFile
 from .spans import rows_of_pairs
 from .tokenizer import Tokenizer
@@ -80,31 +82,57 @@ class Rows:
         return {"tokens": tokens, "targets": targets, "documents": documents}
 
 
-def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer) -> Iterator[Row]:
+def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, vocab_size: int, counts: RowCounts) -> Iterator[Row]:
     """The rows of lines, cut to the objective's lengths.
 
+    Args:
+        counts: counts what the rows lose.
+
     Raises:
-        DataError: a line has not what the objective takes, or the tokenizer has no chat template.
+        DataError: a line has not what the objective takes, or a token that is none of the model's `vocab_size`; or the tokenizer has no chat
+            template.
     """
     encoder = RowEncoder(tokenizer)
-    if objective.form == "pairs":
-        assert objective.target_length is not None  # filled in
-        for line in lines:
-            yield encoder.text(line.text("input"), objective.length), encoder.text(line.text("target"), objective.target_length)
-    elif objective.form == "labels":
-        for line in lines:
+    if objective.form == "chat":
+        for line, row in _conversations(lines, objective, ChatTemplate.of(tokenizer, objective.template), encoder, counts):
+            check_known(row[0], tokenizer, vocab_size, line.where)
+            yield row
+        return
+    for line in lines:
+        counts.num_rows += 1
+        if objective.form == "pairs":
+            counts.check("pairs", [line.values], line.where)
+            assert objective.target_length is not None  # filled in
+            source, _, is_cut = encoder.row(line.text("input"), None, objective.length)
+            target, _, target_is_cut = encoder.row(line.text("target"), None, objective.target_length)
+            check_known(np.concatenate((source, target)), tokenizer, vocab_size, line.where)
+            counts.add("inputs_cut", is_cut)
+            counts.add("outputs_cut", target_is_cut)
+            yield source, target
+        else:
+            counts.check("labels", [line.values], line.where)
             second = line.text("pair") if "pair" in line.values else None
             if second is not None and not objective.has_pairs:
                 raise DataError(f'{line.where} has a "pair" and the first line has none; give all lines one, or none')
-            ids, types = encoder.pair(line.text("text"), second, objective.length)
+            ids, types, is_cut = encoder.row(line.text("text"), second, objective.length)
+            check_known(ids, tokenizer, vocab_size, line.where)
+            counts.add("rows_cut", is_cut)
             yield ids, types, np.array([label_of(line, objective)], np.int32)
-    else:
-        template = ChatTemplate.of(tokenizer, objective.template)
-        for line in lines:
-            ids, counts = template.encoded(line, encoder)
-            limit = objective.length + 1  # the last id is a target only
-            if counts[1:limit].any():  # else nothing would be learnt of it
-                yield ids[:limit], counts[:limit].astype(np.int32)
+
+
+def _conversations(
+    lines: JsonLines, objective: Objective, template: ChatTemplate, encoder: RowEncoder, counts: RowCounts
+) -> Iterator[tuple[Record, Row]]:
+    """The rows of conversations, each with its line; one with nothing to learn is left out."""
+    limit = objective.length + 1  # the last id is a target only
+    for line in lines:
+        counts.num_rows += 1
+        ids, is_answer = template.encoded(line, encoder, counts)
+        if is_answer[1:limit].any():
+            counts.add("rows_cut", len(ids) > limit)
+            yield line, (ids[:limit], is_answer[:limit].astype(np.int32))
+        else:
+            counts.add("rows_left_out")
 
 
 def label_of(line: Record, objective: Objective) -> int:

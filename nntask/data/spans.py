@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from .draws import uniforms
+from .known_ids import check_known
 from .objectives import IGNORED, Objective
 from .sampler import too_few_tokens, windows_of
 from .token_file import TokenFile
@@ -86,7 +87,8 @@ def first_sentinel(tokenizer: Tokenizer | None, vocab_size: int, count: int) -> 
     """
     inner = tokenizer.inner if isinstance(tokenizer, BpeTokenizer) else None
     own = None if inner is None else inner.token_to_id(_FIRST)
-    if inner is not None and own is not None:
+    if tokenizer is not None and inner is not None and own is not None:
+        check_known(np.array([own]), tokenizer, vocab_size, "every corrupted text")
         is_down = count == 1 or inner.token_to_id(_SECOND) == own - 1
         if is_down and inner.token_to_id(f"<extra_id_{count - 1}>") is not None:
             return int(own)

@@ -16,16 +16,18 @@ from typing import Any, Final
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..io.json_file import LARGEST_NBYTES, read_object
+from .added_tokens import ADDED_TOKENS
 
 END_OF_TEXT: Final = "<|endoftext|>"
 GENERATION: Final = "generation_config.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+_MORE_TEMPLATES: Final = "additional_chat_templates"
 _CONFIG: Final = "config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _WORDS: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
-SPECIAL_FILES: Final = (*_KEPT, _CONFIG)
+SPECIAL_FILES: Final = (*_KEPT, _CONFIG, ADDED_TOKENS)
 """Names of the files beside tokenizer.json that are read."""
 _PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"), ("[CLS]", "[SEP]"))
 """(begin, end) of a text as words: GPT-2, Llama 3, Llama 2, BERT."""
@@ -56,6 +58,27 @@ class Special:
         return {"bos_token_id": self.bos, "eos_token_id": list(self.eos) if len(self.eos) > 1 else self.eos[0] if self.eos else None}
 
 
+def companions(directory: Path | None) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Read the files beside a tokenizer.json.
+
+    Args:
+        directory: directory of the tokenizer's files, or a GGUF file; None if it has no files.
+
+    Returns:
+        Name -> text of the files to save with the tokenizer, and name -> content of all JSON files.
+
+    Raises:
+        DataError: a file is broken.
+    """
+    if directory is None:
+        return {}, {}
+    if is_gguf(directory):
+        files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
+        return files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")}
+    files = {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
+    return files, {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+
+
 def read_special(directory: Path | None, inner: Any) -> Special:
     """The ids around texts of a tokenizer.
 
@@ -66,14 +89,9 @@ def read_special(directory: Path | None, inner: Any) -> Special:
     Raises:
         DataError: a file is broken.
     """
-    if directory is not None and is_gguf(directory):
-        files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
-        objects = {name: json.loads(text) for name, text in files.items() if name.endswith(".json")}
-    else:
-        files = {} if directory is None else {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
-        objects = (
-            {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
-        )
+    files, objects = companions(directory)
+    if directory is not None and directory.is_dir():
+        files = {name: text for name, text in {**files, **_named_templates(directory, files, objects)}.items() if text}
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
     if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids
@@ -88,6 +106,21 @@ def read_special(directory: Path | None, inner: Any) -> Special:
                 break
     mask = _by_word(objects, "mask_token", inner) or tuple(each for each in map(inner.token_to_id, _MASKS) if each in special)
     return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None)
+
+
+def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a tokenizer_config.json with all chat templates of a directory that has several, each in a file, as transformers writes them.
+
+    The config lists them by name, and no file of one template stands above the list.
+    """
+    named = {file.stem: _text(file) for file in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
+    if not named:
+        return {}
+    if CHAT_TEMPLATE in files:
+        named = {"default": files[CHAT_TEMPLATE], **named}
+    entries = [{"name": name, "template": template} for name, template in named.items()]
+    about = {**objects.get(TOKENIZER_CONFIG, {}), "chat_template": entries}
+    return {TOKENIZER_CONFIG: json.dumps(about, indent=2, ensure_ascii=False) + "\n", CHAT_TEMPLATE: ""}
 
 
 def _is_json(file: Path) -> bool:

@@ -1,29 +1,83 @@
-"""Texts made of rows: the rows of parquet and arrow files, or the lines of text files, one after another as one text.
+"""Rows of parquet and arrow files: as texts of their own, as the lines of one text, or as JSON lines.
 
-A row without a newline at its end gets one, so rows never run into each other (WikiText's rows are the lines of its articles and have theirs).
-pyarrow is imported when a parquet or arrow file is read.
+pyarrow is imported when a table is read. Whether an arrow file is a stream or an IPC file (Feather 2) is seen from its first bytes.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from ..errors import DataError
-from .texts import PIECE_NBYTES, Text
+from ..io.regular_file import open_regular
+from .opening import check_head, opened
+from .texts import PIECE_NBYTES, Replaced, Text, decoded, is_held_out
 
-TABLES: Final = (".parquet", ".arrow")
+TABLES: Final = (".parquet", ".arrow", ".feather")
 _COLUMN: Final = "text"
 _ROWS_AT_ONCE: Final = 4096
+_MAGIC_NBYTES: Final = 512
+
+
+def is_table(name: str) -> bool:
+    """Whether a file is a table, by its name."""
+    return name.lower().endswith(TABLES)
+
+
+class TableTexts(Collection[Text]):
+    """The rows of tables, each a text of its own; empty rows are left out.
+
+    Args:
+        files: the tables, in order.
+
+    Attributes:
+        num_rows: number of rows of all splits, empty ones included.
+        num_empty: number of empty rows.
+    """
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self._files = files
+        self._split: Literal["all", "train", "validation"] = "all"
+        self.num_rows = self.num_empty = self._num_held_out = 0
+        for file in files:
+            for row in rows_of(file):
+                self.num_rows += 1
+                self.num_empty += not row
+                self._num_held_out += bool(row) and is_held_out(row)
+
+    def of(self, split: Literal["train", "validation"]) -> TableTexts:
+        """Return the rows that are held out for validation, about one in twenty, or the others, without reading the tables again."""
+        found = copy.copy(self)
+        found._split = split
+        return found
+
+    def __len__(self) -> int:
+        filled = self.num_rows - self.num_empty
+        return {"all": filled, "train": filled - self._num_held_out, "validation": self._num_held_out}[self._split]
+
+    def __iter__(self) -> Iterator[Text]:
+        for file in self._files:
+            for number, row in enumerate(rows_of(file), 1):
+                if self._has(row):
+                    yield Text(f"{file.name} row {number}", None, row)
+
+    def __contains__(self, text: object) -> bool:
+        return any(each == text for each in self)
+
+    def _has(self, row: str) -> bool:
+        return bool(row) and (self._split == "all" or is_held_out(row) == (self._split == "validation"))
 
 
 @dataclass(frozen=True, slots=True)
 class RowText(Text):
-    """The rows of several files as one text.
+    """The rows of several files, of which each is a line, as one text. A row without a newline at its end gets one.
 
     Args:
         files: parquet, arrow or text files, in order.
@@ -33,13 +87,16 @@ class RowText(Text):
     files: tuple[Path, ...] = ()
     select: int = -1
 
-    def pieces(self) -> Iterator[str]:
+    def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
         """The text in pieces of whole rows, about 1 MiB each.
+
+        Args:
+            replaced: counter of the bytes of text files that are replaced.
 
         Raises:
             DataError: a file cannot be read, or has no column of texts.
         """
-        rows = (row for file in self.files for row in rows_of(file))
+        rows = (row for file in self.files for row in rows_of(file, replaced))
         size, piece = 0, []
         for row in itertools.islice(rows, self.select if self.select >= 0 else None):
             piece.append(row if row.endswith("\n") else row + "\n")
@@ -51,20 +108,43 @@ class RowText(Text):
             yield "".join(piece)
 
 
-def rows_of(file: Path) -> Iterator[str]:
+def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
     """The rows of one file.
+
+    Args:
+        file: a parquet, arrow or text file.
+        replaced: counter of the bytes of text files that are replaced.
 
     Raises:
         DataError: the file cannot be read or has no column of texts, or pyarrow is missing.
     """
-    try:
-        if file.suffix in TABLES:
-            yield from _table_rows(file)
-        else:
-            with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-                yield from lines
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}; copy it again") from None
+    if is_table(file.name):
+        for batch in _batches(file, lambda schema: _text_column(file, schema)):
+            yield from (value or "" for value in batch.column(0).to_pylist())
+    else:
+        with opened(file) as lines:
+            yield from _lines(decoded(lines, file, replaced))
+
+
+def json_rows(file: Path) -> Iterator[str]:
+    """The rows of a table as JSON objects; keys without a value are left out, since a table gives every row the keys of all.
+
+    Raises:
+        DataError: the file cannot be read, or pyarrow is missing.
+    """
+    for batch in _batches(file, lambda schema: None):
+        for row in batch.to_pylist():
+            yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str)
+
+
+def _lines(pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of a text in pieces, each with its line feed."""
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from (line + "\n" for line in lines)
+    if rest:
+        yield rest
 
 
 def check_tables(files: Sequence[Path]) -> None:
@@ -73,38 +153,73 @@ def check_tables(files: Sequence[Path]) -> None:
     Raises:
         DataError: pyarrow is needed and is not installed.
     """
-    tables = [file for file in files if file.suffix in TABLES]
+    tables = [file for file in files if is_table(file.name)]
     if tables and importlib.util.find_spec("pyarrow") is None:
         raise DataError(f"reading {tables[0]} needs the pyarrow package; pip install -e '.[hf]', or save the texts as files")
 
 
-def _table_rows(file: Path) -> Iterator[str]:
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _batches(file: Path, column_of: Callable[[Any], str | None]) -> Iterator[Any]:
+    """The rows of a table in batches.
+
+    Args:
+        file: the table.
+        column_of: the wanted column of a schema, or None for all; may refuse.
+    """
     check_tables([file])
     import pyarrow as pa
 
     try:
-        names, batches = _batches(file)
-        column = _COLUMN if _COLUMN in names else names[0] if len(names) == 1 else None
-        if column is None:
-            raise DataError(f"{file} has the columns {', '.join(names)} and none is called {_COLUMN}; keep one of them, or call it {_COLUMN}")
-        for batch in batches([column]):
-            values = batch.column(column)
-            if not pa.types.is_string(values.type) and not pa.types.is_large_string(values.type):
-                raise DataError(f"the column {column} of {file} holds {values.type}, and texts are needed; give files with a column of strings")
-            for value in values.to_pylist():
-                yield value or ""
+        with os.fdopen(open_regular(file), "rb") as head:
+            magic = head.read(_MAGIC_NBYTES)
+        check_head(file, magic)
+        if magic.startswith(b"FEA1"):
+            raise DataError(f"{file} is a file of Feather 1, which is not read; write it again with pyarrow.feather.write_feather, or as parquet")
+        schema, batches = _opened(file, magic)
+        column = column_of(schema)
+        yield from batches(schema.names if column is None else [column])
     except pa.ArrowException as error:
         raise DataError(f"{file} is not a whole {file.suffix[1:]} file: {str(error).splitlines()[0]}; copy it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror or error}; copy it again") from None
 
 
-def _batches(file: Path) -> tuple[list[str], Callable[[list[str]], Iterator[Any]]]:
-    """The names of a table's columns, and a function from column names to batches of their rows."""
-    if file.suffix == ".parquet":
+def _text_column(file: Path, schema: Any) -> str:
+    """The column of texts of a table with that schema.
+
+    Raises:
+        DataError: there is none, or it holds something else.
+    """
+    import pyarrow as pa
+
+    names = schema.names
+    column = _COLUMN if _COLUMN in names else names[0] if len(names) == 1 else None
+    if column is None:
+        raise DataError(f"{file} has the columns {', '.join(names)} and none is called {_COLUMN}; keep one of them, or call it {_COLUMN}")
+    kind = schema.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(f"the column {column} of {file} holds {kind}, and texts are needed; give files with a column of strings")
+    return str(column)
+
+
+def _opened(file: Path, magic: bytes) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    """The schema of a table, and a function from column names to batches of their rows."""
+    import pyarrow as pa
+
+    if file.suffix.lower() == ".parquet" or magic.startswith(b"PAR1"):
         import pyarrow.parquet as pq
 
         table = pq.ParquetFile(file)
-        return table.schema_arrow.names, lambda columns: table.iter_batches(_ROWS_AT_ONCE, columns=columns)
-    import pyarrow as pa
-
-    stream = pa.ipc.open_stream(pa.OSFile(str(file)))
-    return stream.schema.names, lambda columns: (batch.select(columns) for batch in stream)
+        return table.schema_arrow, lambda columns: table.iter_batches(_ROWS_AT_ONCE, columns=columns)
+    source = pa.OSFile(str(file))
+    if magic.startswith(b"ARROW1"):
+        reader = pa.ipc.open_file(source)
+        return reader.schema, lambda columns: (reader.get_batch(at).select(columns) for at in range(reader.num_record_batches))
+    stream = pa.ipc.open_stream(source)
+    return stream.schema, lambda columns: (batch.select(columns) for batch in stream)

@@ -4,16 +4,75 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from ..errors import DataError
+from .findings import Finding
+from .opening import opened
 
+VALIDATION_SHARE: Final = 20
+"""One text in so many is held out for validation where a dataset has no validation split."""
 PIECE_NBYTES: Final = 1 << 20
 _MOST_WRONG: Final = 0.1
-"""Share of bytes that are not UTF-8, at the head of a file, above which it is no text; one in another alphabet's old encoding has more."""
+"""Share of bytes that are not UTF-8, at the head of a file, above which it is no text."""
+_SOME_WRONG: Final = 0.001
+_FEW: Final = 8
+"""A file with a larger share, more such bytes than these few, and most of its bytes above 127 among them, is text in an older encoding."""
+_BOM: Final = "\ufeff"
+_MARKS: Final = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+
+
+@dataclass(slots=True)
+class Replaced:
+    """Counter of the bytes of texts that were not UTF-8.
+
+    Attributes:
+        nbytes: number of bytes that were replaced.
+        total: number of bytes that were read.
+        files: files in which bytes were replaced.
+    """
+
+    nbytes: int = 0
+    total: int = 0
+    files: list[Path] = field(default_factory=list)
+
+    def add(self, path: Path, wrong: int, total: int) -> None:
+        """Count the bytes of a piece of a file."""
+        self.nbytes, self.total = self.nbytes + wrong, self.total + total
+        if wrong and self.files[-1:] != [path]:
+            self.files.append(path)
+
+
+def decoded(file: IO[bytes], path: Path, replaced: Replaced | None = None) -> Iterator[str]:
+    """Decode a file in UTF-8, in pieces of about 1 MiB that end at the end of a line, or within a line that is longer than 1 MiB.
+
+    Bytes that are not UTF-8 are replaced by U+FFFD. A byte order mark at the head of the file is left out.
+
+    Args:
+        file: the file, at its beginning.
+        path: its path, for the counter.
+        replaced: counter of the bytes that are replaced.
+    """
+    rest, is_head, is_last = b"", True, False
+    while not is_last:
+        piece = file.read(PIECE_NBYTES)
+        if piece and not piece.endswith(b"\n"):
+            piece += file.readline(PIECE_NBYTES)
+        is_last = not piece
+        piece = rest + piece
+        text, used = codecs.utf_8_decode(piece, "replace", is_last)
+        rest = piece[used:]
+        if replaced is not None:
+            wrong = used - len(codecs.utf_8_decode(piece[:used], "ignore", True)[0].encode()) if "\ufffd" in text else 0
+            replaced.add(path, wrong, used)
+        if is_head and text:
+            text, is_head = text.removeprefix(_BOM), False
+        if text:
+            yield text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +89,11 @@ class Text:
     path: Path | None
     content: str = ""
 
-    def pieces(self) -> Iterator[str]:
-        """The text in pieces of about 1 MiB, which end at the end of a line, or within a line that is longer than 1 MiB.
+    def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
+        """The text in pieces, as of `decoded`.
 
-        Bytes that are not UTF-8 are replaced by U+FFFD.
+        Args:
+            replaced: counter of the bytes that are replaced.
 
         Raises:
             DataError: the file cannot be read.
@@ -41,18 +101,8 @@ class Text:
         if self.path is None:
             yield self.content
             return
-        try:
-            with self.path.open("rb") as file:
-                decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-                while piece := file.read(PIECE_NBYTES):
-                    if not piece.endswith(b"\n"):
-                        piece += file.readline(PIECE_NBYTES)
-                    if text := decode(piece):
-                        yield text
-                if text := decode(b"", final=True):
-                    yield text
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}; copy it again, or leave it out") from None
+        with opened(self.path) as file:
+            yield from decoded(file, self.path, replaced)
 
     def digest(self) -> bytes:
         """The SHA-256 of the text in UTF-8."""
@@ -62,13 +112,61 @@ class Text:
         return digest.digest()
 
 
+class Texts(Collection[Text]):
+    """Several collections of texts as one.
+
+    Args:
+        members: the collections, in order.
+        select: only the first `select` texts; -1 for all.
+    """
+
+    def __init__(self, members: Sequence[Collection[Text]], select: int = -1) -> None:
+        self._members, self._select = members, select
+
+    def __len__(self) -> int:
+        count = sum(map(len, self._members))
+        return count if self._select < 0 else min(count, self._select)
+
+    def __iter__(self) -> Iterator[Text]:
+        return itertools.islice(itertools.chain.from_iterable(self._members), None if self._select < 0 else self._select)
+
+    def __contains__(self, text: object) -> bool:
+        return any(each == text for each in self)
+
+    def innermost(self) -> Iterator[Collection[Text]]:
+        """Yield the innermost collections."""
+        for member in self._members:
+            yield from member.innermost() if isinstance(member, Texts) else (member,)
+
+
+def in_files(texts: Collection[Text]) -> Iterator[Text]:
+    """Yield the texts of a collection that are files, without reading others."""
+    for member in texts.innermost() if isinstance(texts, Texts) else (texts,):
+        if isinstance(member, tuple):
+            yield from (text for text in member if text.path is not None)
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a row is held out for validation, by a hash of its text."""
+    return int.from_bytes(hashlib.sha256(text.strip().encode("utf-8", "surrogateescape")).digest()[:8], "little") % VALIDATION_SHARE == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Texts for training and for validation."""
+    """Texts for training and for validation.
+
+    Args:
+        name: name of the file or directory.
+        train, validation: the texts.
+        sentences: which files were taken for what.
+        findings: files and rows that are left out.
+    """
 
     name: str
     train: Collection[Text]
     validation: Collection[Text]
+    sentences: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def fingerprints(self) -> tuple[str, str]:
         """A hash of the training texts, and a hash of the training and validation texts. Both depend on the texts and their order, not on names."""
@@ -82,36 +180,39 @@ class Corpus:
         return train, digest.hexdigest()
 
 
-def check_texts(corpus: Corpus, path: str, flag: str) -> None:
-    """Check that the files of a corpus are texts, by the first MiB of each; a text in UTF-8 costs its reading and decoding.
+def check_texts(texts: Collection[Text], path: str, flag: str) -> None:
+    """Check that files are texts, by the first MiB of each; a text in UTF-8 costs its reading and decoding.
 
     Args:
-        corpus: the texts; those that are in no file, or in tables, pass.
+        texts: the texts; those that are in no file, or in tables, pass.
         path: the file or directory of the user that they are from.
         flag: the command-line flag that named it, for the message.
 
     Raises:
-        DataError: a file holds NUL bytes, or too much that is not UTF-8; or it cannot be read.
+        DataError: a file holds NUL bytes, or is in another encoding; or it cannot be read.
     """
-    for text in (*corpus.train, *corpus.validation):
-        if text.path is None:
-            continue
-        try:
-            with text.path.open("rb") as file:
-                head = file.read(PIECE_NBYTES)
-        except OSError as error:
-            raise DataError(f"cannot read {text.path}: {error.strerror}; copy it again, or leave it out") from None
-        wrong = "it holds NUL bytes" if b"\0" in head else _what_is_wrong(head)
+    for text in in_files(texts):
+        assert text.path is not None  # it is a file
+        with opened(text.path) as file:
+            head = file.read(PIECE_NBYTES)
+        wrong = _what_is_wrong(head)
         if wrong:
             which = f"{flag} {path}" if text.path == Path(path) else f"{text.path} in {flag} {path}"
             raise DataError(f"{which} is not text in UTF-8: {wrong}; convert it, or leave it out (the tokenizer bytes takes any file)")
 
 
 def _what_is_wrong(head: bytes) -> str:
-    """Says how much of the bytes is not UTF-8; "" if it is little."""
+    """Says how much of the bytes is not UTF-8; "" if it is little, which is counted when the text is encoded."""
+    if mark := next((name for mark, name in _MARKS.items() if head.startswith(mark)), ""):
+        return f"it begins with the byte order mark of {mark}"
+    if b"\0" in head:
+        return "it holds NUL bytes"
     try:
         head.decode("utf-8")
     except UnicodeDecodeError:
-        share = 1 - len(head.decode("utf-8", "ignore").encode("utf-8")) / len(head)
-        return f"{share:.0%} of its bytes are no part of a character" if share > _MOST_WRONG else ""
+        wrong = len(head) - len(head.decode("utf-8", "ignore").encode("utf-8"))
+        share, others = wrong / len(head), len(head.translate(None, bytes(range(128))))
+        if share > _MOST_WRONG or (share > _SOME_WRONG and wrong > _FEW and wrong > others // 2):
+            hint = "" if share > _MOST_WRONG else ", as in a text in an older encoding such as Windows-1252"
+            return f"{share:{'.0%' if share > _MOST_WRONG else '.1%'}} of its bytes are no part of a character{hint}"
     return ""

@@ -1,7 +1,8 @@
 """A stream of token ids in a file, read window by window.
 
 The file has no header and is little-endian: uint16, or uint32 when a sidecar ``<file>.json`` holds ``{"dtype": "uint32"}``. It is read with
-``pread``, never whole and never through a memory map, so a file larger than memory takes the memory of one window.
+``pread``, never whole and never through a memory map, so a file larger than memory takes the memory of one window. Files with the header of another
+program, and ids of four or eight bytes without a sidecar, are refused with the command or the sidecar that mends them.
 
 Every id that this module returns is inside the vocabulary: a window is checked when it is read, and the head of the file when it is opened.
 """
@@ -22,6 +23,13 @@ from ..errors import DataError
 DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
 _CHUNK_NBYTES: Final = 4 << 20
+_LLM_C: Final = {20240520: "uint16", 20240801: "uint32"}
+"""First number of llm.c's header -> element type of the ids behind it."""
+_LLM_C_NBYTES: Final = 1024
+_NUMPY: Final = b"\x93NUMPY"
+_FEWEST: Final = 64
+"""Numbers at the head of a file from which the size of its ids is told."""
+_DISTINCT: Final = 8
 _SAMPLES: Final = 64
 _SAMPLE_NBYTES: Final = 64 << 10
 
@@ -35,6 +43,10 @@ class TokenFile:
         scan_nbytes: number of bytes at the head of the file that are checked on opening.
         flag: the command-line flag that named the file, for error messages.
 
+    Attributes:
+        dtype: element type.
+        is_declared: whether a sidecar says it.
+
     Raises:
         DataError: the file is missing, empty, not a whole number of tokens, or holds an id beyond the vocabulary.
     """
@@ -43,7 +55,8 @@ class TokenFile:
         self._fd = -1
         self.path = Path(path)
         self.vocab_size = vocab_size
-        self.dtype = _dtype_of(self.path)
+        given = _dtype_of(self.path)
+        self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
             self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             nbytes = os.fstat(self._fd).st_size
@@ -51,6 +64,7 @@ class TokenFile:
             raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
         if nbytes == 0:
             raise DataError(f"{self.path} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
+        self._check_format(nbytes)
         if nbytes % self.dtype.itemsize:
             raise DataError(
                 f"{self.path} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
@@ -112,6 +126,32 @@ class TokenFile:
             data += piece
         return np.frombuffer(data, self.dtype)
 
+    def _check_format(self, nbytes: int) -> None:
+        """Check that a file of a size has no header, and no longer ids than it seems to have."""
+        head = os.pread(self._fd, _CHUNK_NBYTES, 0)
+        number = int.from_bytes(head[:4], "little")
+        if number in _LLM_C and nbytes >= _LLM_C_NBYTES:
+            also = "" if _LLM_C[number] == "uint16" else ' and write {"dtype": "uint32"} to new.bin.json'
+            raise DataError(
+                f"{self.path} begins with the header of llm.c, {_LLM_C_NBYTES} bytes before the ids; leave it out with: "
+                f"tail -c +{_LLM_C_NBYTES + 1} {self.path} > new.bin{also}"
+            )
+        if head.startswith(_NUMPY):
+            raise DataError(f"{self.path} is an array of NumPy; write its ids alone with: numpy.load(...).astype('uint16').tofile('new.bin')")
+        size = 2 if self.is_declared else _size_of(np.frombuffer(head[: len(head) // 16 * 16], DTYPES["uint16"]), self.vocab_size, nbytes)
+        if size == 8:
+            raise DataError(f"{self.path} holds ids of eight bytes; write them as uint16 or uint32, for example with numpy.ndarray.astype")
+        if size == 4:
+            raise DataError(
+                f"{self.path} seems to hold ids of four bytes, for every second number of two bytes is below {self._high() + 1}, and no sidecar "
+                f'says of how many they are; write {{"dtype": "uint32"}} to {self.path.name}.json beside it, or {{"dtype": "uint16"}} '
+                "if its ids are of two"
+            )
+
+    def _high(self) -> int:
+        """The largest upper half that an id of four bytes has."""
+        return (self.vocab_size - 1) >> 16
+
     def _scan(self, nbytes: int) -> None:
         """Check the ids in the first `nbytes`; the others are checked when they are read."""
         count, step = nbytes // self.dtype.itemsize, _CHUNK_NBYTES // self.dtype.itemsize
@@ -128,13 +168,27 @@ class TokenFile:
         )
 
 
-def _dtype_of(path: Path) -> np.dtype[Any]:
-    """Element type of `path`, from its sidecar when it has one."""
+def _size_of(numbers: npt.NDArray[np.uint16], vocab_size: int, nbytes: int) -> int:
+    """The size of the ids of a file without a sidecar, told from its first numbers of two bytes: 4 or 8 if no ids of two bytes look so, else 2.
+
+    Upper halves of longer ids are small, and lower halves are not: of many different values, most of them larger than any upper half.
+    """
+    high, lower, upper = (vocab_size - 1) >> 16, numbers[::4], numbers[1::2]
+    if len(numbers) < _FEWEST or nbytes % 4 or int(upper.max()) > high:
+        return 2
+    if len(np.unique(lower)) < _DISTINCT or 2 * np.count_nonzero(lower > high) < len(lower):
+        return 2
+    is_eight = nbytes % 8 == 0 and not numbers[2::4].any() and not numbers[3::4].any()
+    return 8 if is_eight else 4
+
+
+def _dtype_of(path: Path) -> np.dtype[Any] | None:
+    """Element type of `path`, from its sidecar; None if it has none."""
     sidecar = path.with_name(path.name + ".json")
     try:
         text = sidecar.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return DTYPES["uint16"]
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {sidecar}: {error}; mend it, or remove it if the ids are uint16") from None
     try:

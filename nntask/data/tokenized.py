@@ -14,30 +14,22 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..config.environment import cache_directory
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from .encoding import RowEncoder
+from .findings import Finding, read_findings, write_findings
+from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers, stored_tokenizer
+from .known_ids import check_known, first_unknown, unknown
 from .spans import NUM_SENTINELS
 from .spec import DataSpec
-from .texts import Corpus, Text
+from .texts import Corpus, Replaced, Text
 from .token_file import DTYPES, TokenFile, write_sidecar
-from .tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, have_tokenizers, load_tokenizer, stored_tokenizer, train_bpe
+from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 _TRAINING_NBYTES: Final = 8_000_000
-
-
-def check_vocabulary(tokenizer: Tokenizer, spec: DataSpec) -> None:
-    """Check that the model's vocabulary covers every id of the tokenizer; surplus ids of the model are never used.
-
-    Raises:
-        DataError: the tokenizer has more ids than the model.
-    """
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model's vocabulary {spec.vocab_size}; "
-            f"set vocab_size to at least {tokenizer.vocab_size}, or use another tokenizer"
-        )
 
 
 def tokenizer_key(spec: DataSpec) -> str:
@@ -45,7 +37,9 @@ def tokenizer_key(spec: DataSpec) -> str:
     if spec.tokenizer_path:
         tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
         digest = hashlib.sha256(stored_tokenizer(file))
-        digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}".encode())
+        digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}{tokenizer.terms}".encode())
+        if tokenizer.vocab_size > spec.vocab_size:  # so that texts are encoded, and their ids checked, for each model
+            digest.update(f" {spec.vocab_size}".encode())
         return digest.hexdigest()
     kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
     return f"{kind} {spec.vocab_size}{_own_terms(spec)}"
@@ -95,18 +89,21 @@ def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:
 def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
     """The token file of `texts`, from the cache or written now."""
     if not path.is_file():
-        write_tokens(texts, path, tokenizer, report)
+        write_tokens(texts, path, tokenizer, vocab_size, report)
     with broken_cache(path.parent):
         return TokenFile(path, vocab_size=vocab_size)
 
 
-def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, report: Callable[[str], None], name: Path | None = None) -> int:
+def write_tokens(
+    texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], name: Path | None = None
+) -> int:
     """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
 
     Args:
         texts: the texts, in the order of the file.
-        path: the token file to write; its sidecar goes beside it.
+        path: the token file to write; its sidecar and its findings (`findings_of`) go beside it.
         tokenizer: the tokenizer that encodes the texts.
+        vocab_size: number of ids of the model.
         report: called with a sentence before the work.
         name: the path that the file will have in the end; `path` unless given.
 
@@ -114,22 +111,61 @@ def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, repo
         The number of tokens.
 
     Raises:
-        DataError: the tokenizer has no end-of-text id.
+        DataError: the tokenizer has no end-of-text id, or a text has a token that the model has no row for.
     """
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
-    end = np.array([tokenizer.end_of_text], dtype).tobytes()
-    begin = b"" if tokenizer.begin_of_text == tokenizer.end_of_text else np.array([tokenizer.begin_of_text], dtype).tobytes()
+    around = np.array([tokenizer.begin_of_text, tokenizer.end_of_text])
+    check_known(around, tokenizer, vocab_size, "every text, at its beginning or end,")
+    end = around[1:].astype(dtype).tobytes()
+    begin = b"" if around[0] == around[1] else around[:1].astype(dtype).tobytes()
     report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {name or path}")
+    replaced = Replaced()
     with written_aside(path) as new:
         with new.open("wb") as file:
             for text in texts:
                 file.write(begin)
-                for piece in text.pieces():
-                    file.write(tokenizer.encode([piece])[0].astype(dtype).tobytes())
+                for ids in _encoded(text, tokenizer, vocab_size, replaced):
+                    file.write(ids.astype(dtype).tobytes())
                 file.write(end)
             num_tokens = file.tell() // dtype.itemsize
         write_sidecar(path, dtype)
+        if replaced.nbytes:
+            write_findings(_findings_path(path), [_replacement(replaced, path.stem)])
     return num_tokens
+
+
+def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replaced) -> Iterator[npt.NDArray[np.int64]]:
+    """The token ids of a text, chunk by chunk."""
+    num_lines = 0
+    for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
+        if len(ids) and int(ids.max()) >= vocab_size:
+            wrong = first_unknown(ids, vocab_size)
+            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_offsets(chunk)[1][wrong]))
+            raise DataError(unknown(int(ids[wrong]), tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},"))
+        num_lines += chunk.count("\n")
+        yield ids
+
+
+def findings_of(path: Path) -> tuple[Finding, ...]:
+    """The findings about the texts of a token file, which were written with it."""
+    return read_findings(_findings_path(path))
+
+
+def _findings_path(path: Path) -> Path:
+    return path.with_suffix(".findings.json")
+
+
+def _replacement(replaced: Replaced, split: str) -> Finding:
+    """The finding about bytes that were replaced, in the texts of a split."""
+    more = f" and {len(replaced.files) - 1} more files" if len(replaced.files) > 1 else ""
+    what = "validation texts" if split == "val" else "training texts"
+    return Finding(
+        "validation_bytes_replaced" if split == "val" else "bytes_replaced",
+        replaced.nbytes,
+        replaced.total,
+        f"{replaced.nbytes:,} of the {replaced.total:,} bytes of the {what} are not UTF-8 and are replaced by U+FFFD, in {replaced.files[0]}{more}; "
+        "convert them, for example with iconv -f WINDOWS-1252 -t UTF-8",
+    )
 
 
 @contextlib.contextmanager

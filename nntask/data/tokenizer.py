@@ -5,10 +5,10 @@ Both cover every possible text, so encoding never fails. In a corpus each text i
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from ..gguf.model_file import is_gguf, open_gguf
-from ..io.json_file import LARGEST_NBYTES
+from .foreign_tokenizer import TOKENIZER_FILE, open_tokenizer
+from .seams import Seams
 from .special_tokens import END_OF_TEXT, MASK, Special, read_special
 
-TOKENIZER_FILE: Final = "tokenizer.json"
 _NUM_BYTES: Final = 256
 
 
@@ -30,14 +29,16 @@ class Tokenizer(Protocol):
     Attributes:
         name: "bytes" or "bpe".
         vocab_size: the largest id plus one.
+        notes: what its files say and is not followed, a sentence each.
+        terms: what its tokens follow from besides the bytes of its file; "" if nothing.
+        special: the ids around texts, as far as they are known, and the files that declare them.
     """
 
     name: str
     vocab_size: int
-
-    @property
-    def special(self) -> Special:
-        """The ids around texts, as far as they are known, and the files that declare them."""
+    notes: tuple[str, ...]
+    terms: str
+    special: Special
 
     @property
     def begin_of_text(self) -> int:
@@ -58,6 +59,16 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """(n,) token ids of each text; with `special`, including the ids that the tokenizer's template puts around a text."""
 
+    def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Encode a text that is read in pieces, with bounded memory where it can be cut (`Seams`).
+
+        Yields:
+            Chunks of the text, and the (n,) token ids of each; one after another they are those of the whole text.
+        """
+
+    def word(self, token: int) -> str:
+        """The token of an id as it is written in a text."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become replacement characters."""
 
@@ -73,23 +84,34 @@ class ByteTokenizer:
 
     Args:
         vocab_size: number of ids of the model.
+        files: name -> content of the files that are kept with it: a chat template.
 
     Raises:
         DataError: the model has fewer than 256 ids.
     """
 
     name = "bytes"
+    notes: tuple[str, ...] = ()
+    terms = ""
 
-    def __init__(self, vocab_size: int = _NUM_BYTES + 1) -> None:
+    def __init__(self, vocab_size: int = _NUM_BYTES + 1, files: Mapping[str, str] | None = None) -> None:
         if vocab_size < _NUM_BYTES:
             raise DataError(f"plain bytes need a vocabulary of at least {_NUM_BYTES}, the model has {vocab_size}; raise vocab_size in the config")
         self.vocab_size = min(vocab_size, _NUM_BYTES + 1)
         self.end_of_text = self.begin_of_text = _NUM_BYTES if vocab_size > _NUM_BYTES else ord("\n")
-        self.special = Special(self.begin_of_text, (self.end_of_text,))
+        self.special = Special(self.begin_of_text, (self.end_of_text,), files or {})
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """(n,) bytes of each text in UTF-8; `special` has no effect."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
+
+    def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """The pieces, and the (n,) bytes of each."""
+        return ((piece, self.encode([piece])[0]) for piece in pieces)
+
+    def word(self, token: int) -> str:
+        """The number of a byte."""
+        return str(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes `ids`; ids beyond 255 are left out."""
@@ -102,7 +124,8 @@ class ByteTokenizer:
         return lengths
 
     def save(self, directory: Path) -> None:
-        """Write no file: plain bytes need no table."""
+        """Write a chat template if there is one; plain bytes need no table."""
+        _save_files(self.special, directory)
 
 
 class BpeTokenizer:
@@ -111,6 +134,7 @@ class BpeTokenizer:
     Args:
         inner: a `tokenizers.Tokenizer`.
         directory: the directory with its companion files; None for a tokenizer that was trained in this process.
+        notes, terms: see `Tokenizer`.
 
     Raises:
         DataError: a companion file is broken.
@@ -118,8 +142,8 @@ class BpeTokenizer:
 
     name = "bpe"
 
-    def __init__(self, inner: Any, directory: Path | None = None) -> None:
-        self.inner = inner
+    def __init__(self, inner: Any, directory: Path | None = None, *, notes: tuple[str, ...] = (), terms: str = "") -> None:
+        self.inner, self.notes, self.terms = inner, notes, terms
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids need not be consecutive
         self.special = read_special(directory, inner)
         self._where = directory or "the tokenizer"
@@ -127,6 +151,17 @@ class BpeTokenizer:
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """(n,) token ids of each text; with `special`, including the ids of the template in tokenizer.json."""
         return [np.array(e.ids, np.int64) for e in self.inner.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+    def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
+        waiting = iter(pieces)
+        first = list(itertools.islice(waiting, 2))
+        chunks = iter(first) if len(first) < 2 else Seams.of(self.inner).cut(itertools.chain(first, waiting))
+        return ((chunk, self.encode([chunk])[0]) for chunk in chunks)
+
+    def word(self, token: int) -> str:
+        """The token of an id, as the vocabulary has it."""
+        return str(self.inner.id_to_token(token))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
@@ -165,8 +200,12 @@ class BpeTokenizer:
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and its companion files to `directory`."""
         self.inner.save(str(directory / TOKENIZER_FILE), pretty=False)
-        for name, content in self.special.files.items():
-            (directory / name).write_text(content, encoding="utf-8")
+        _save_files(self.special, directory)
+
+
+def _save_files(special: Special, directory: Path) -> None:
+    for name, content in special.files.items():
+        (directory / name).write_text(content, encoding="utf-8")
 
 
 def _is_byte_level(inner: Any) -> bool:
@@ -175,53 +214,17 @@ def _is_byte_level(inner: Any) -> bool:
     return decoder is not None and decoder["type"] == "ByteLevel"
 
 
-def have_tokenizers() -> bool:
-    """Whether the `tokenizers` package is installed."""
-    return importlib.util.find_spec("tokenizers") is not None
-
-
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer in a tokenizer.json.
 
     Args:
-        path: the file, its directory, or a GGUF file.
+        path: the file, its directory, a directory with vocab.json and merges.txt or with BERT's vocab.txt, or a GGUF file.
 
     Raises:
-        DataError: the file is missing, broken or larger than any tokenizer's, or `tokenizers` is not installed.
+        DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
-    file = Path(path)
-    opened = open_gguf(file) if is_gguf(file) else None
-    if opened is not None and opened.untranslated:
-        raise DataError(f"the tokenizer in {file} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
-    inside = None if opened is None else opened.files.get(TOKENIZER_FILE)
-    file = file / TOKENIZER_FILE if file.is_dir() else file
-    if not file.is_file() or (inside is None and opened is not None):
-        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
-    if not have_tokenizers():
-        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
-    from tokenizers import Tokenizer as Inner
-
-    if inside is None and (size := file.stat().st_size) > LARGEST_NBYTES:
-        raise DataError(f"{file} has {size:,} bytes, and a tokenizer file at most {LARGEST_NBYTES:,}; copy it again, or use another tokenizer")
-    try:
-        inner = Inner.from_file(str(file)) if inside is None else Inner.from_str(inside)
-    except Exception as error:  # the package raises bare Exception for any broken file
-        if opened is not None and (flaw := opened.flaw()):
-            raise DataError(f"the tokenizer in {file} {flaw}; name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
-        raise DataError(f"{file} is not a tokenizer file: {error}; copy it again") from None
-    return BpeTokenizer(inner, file.parent if inside is None else file)
-
-
-def stored_tokenizer(path: Path) -> bytes:
-    """The content of a tokenizer.json: the file itself, that of a directory, or that of a GGUF file."""
-    if is_gguf(path):
-        return open_gguf(path).files[TOKENIZER_FILE].encode()
-    return (path / TOKENIZER_FILE if path.is_dir() else path).read_bytes()
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Whether a model directory or a GGUF file comes with a tokenizer."""
-    return TOKENIZER_FILE in open_gguf(path).files if is_gguf(path) else (path / TOKENIZER_FILE).is_file()
+    found = open_tokenizer(Path(path))
+    return BpeTokenizer(found.inner, found.directory, notes=found.notes, terms=found.terms)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:

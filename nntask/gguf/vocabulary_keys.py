@@ -46,11 +46,12 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
 
     Args:
         files: its tokenizer.json, tokenizer_config.json and chat template, as far as it has them.
-        vocab_size: V of the model; ids beyond the tokenizer's are padding.
+        vocab_size: V of the model; ids beyond the tokenizer's are padding, and tokens without a row of the model are left out.
         begin, ends: ids around texts.
         name: of the model; it is among the keys as far as llama.cpp draws no wrong conclusion from it.
     """
     content = json.loads(files[TOKENIZER])
+    begin, ends = None if begin is None or begin >= vocab_size else begin, [end for end in ends if end < vocab_size]
     tokens, kinds = _tokens(content, vocab_size)
     found: dict[str, Any] = dict(_NONE)
     notes = list[str]()

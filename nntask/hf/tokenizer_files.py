@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ..data.foreign_tokenizer import TOKENIZER_FILE
 from ..data.special_tokens import END_OF_TEXT, TOKENIZER_CONFIG
-from ..data.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer
+from ..data.tokenizer import ByteTokenizer, Tokenizer
 
 _PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 

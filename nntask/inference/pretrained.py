@@ -1,29 +1,36 @@
 """A trained model on disk, whatever wrote it: a run, one of its checkpoints, or a model directory of transformers.
 
-A text of a run begins behind an end of text, as every text of its training data did, and ends at the next one. A text of a model directory begins
-with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends at its eos_token_id.
+A text of a model directory begins with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends
+at its eos_token_id. A text of a run that began with such a directory, or learnt conversations, begins in the same way. A text of any other run begins
+behind an end of text, as every text of its training data did. A conversation begins with what its chat template writes, and nothing else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from tiles import QuantisedTensor
+from tiles.kernels import load_block_loops
 
 from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
 from ..config.resolution import known, model_spec
 from ..config.settings import TrainSettings, from_dict
-from ..data.encoding import RowEncoder
-from ..data.special_tokens import GENERATION
-from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from ..data.encoding import RowEncoder, conversation_ids
+from ..data.foreign_tokenizer import has_tokenizer, other_way
+from ..data.known_ids import unknown
+from ..data.special_tokens import CHAT_TEMPLATE, GENERATION
+from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
-from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, read_values, stored_ranges
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, block_sizes, read_config, read_values, stored_ranges
 from ..io.json_file import read_object
+from ..io.regular_file import read_text
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
@@ -31,12 +38,10 @@ from ..models.registry import config_notes
 from ..tiling.model_tiling import ModelTiling
 from ..training.initial_weights import load_model
 from .generation_keys import check_generation, generation_notes
+from .samples import begins_as_rows
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
-
-_BLOCK: Final = 32
-"""Features that tiles of quantised matrices hold a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class TextIds:
         begin: ids in front of every text; without a prompt they are all there is.
         alone: ids that a text begins with if there is no prompt; None where `begin` will do.
         stop: ids that end a text.
-        vocab_size: ids that may come; a run has learnt nothing about those beyond its tokenizer's.
+        vocab_size: ids that may come, all with a row of the model; a run has learnt nothing about those beyond its tokenizer's.
         adds_special: whether the tokenizer puts ids of its own before a prompt.
         encodes_rows: whether a prompt is a whole row of its own, as in training: what an encoder reads.
     """
@@ -65,21 +70,44 @@ class TextIds:
         inner = getattr(self.tokenizer, "inner", None)
         return str(token if inner is None else inner.id_to_token(token))
 
+    def known(self, ids: Iterable[int]) -> list[int]:
+        """The ids of a prompt, as Python's numbers.
+
+        Raises:
+            UsageError: the model has no row for one of them.
+        """
+        found = [int(each) for each in ids]
+        wrong = next((each for each in found if each >= self.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(unknown(wrong, self.tokenizer, self.vocab_size, "the prompt"))
+        return found
+
+    def conversation(self, text: str) -> list[int]:
+        """Ids of a conversation that a chat template has written.
+
+        Raises:
+            UsageError: the model has no row for one of them.
+        """
+        return self.known(conversation_ids(self.tokenizer, text))
+
     def prompt(self, text: str) -> list[int]:
         """Ids that a text beginning with `text` begins with.
 
         Raises:
-            UsageError: there is no text, and the model knows no beginning of one.
+            UsageError: there is no text, and the model knows no beginning of one; or it has no row for a token of the text.
         """
         if self.encodes_rows:
             if not text:
                 raise UsageError("an empty prompt is nothing that this model could read; give a text with --prompt")
-            return [int(i) for i in RowEncoder(self.tokenizer).text(text, LARGEST_COUNT)]
+            return self.known(RowEncoder(self.tokenizer).text(text, LARGEST_COUNT))
         if text:
-            return [*self.begin, *(int(i) for i in self.tokenizer.encode([text], special=self.adds_special)[0])]
+            return self.known([*self.begin, *self.tokenizer.encode([text], special=self.adds_special)[0]])
         found = self.begin if self.alone is None else self.alone
         if not found:
-            raise UsageError(f"an empty prompt needs a bos_token_id in {CONFIG}, and there is none; give the beginning of a text with --prompt")
+            raise UsageError(
+                f"an empty prompt needs a bos_token_id in {CONFIG} that the model has a row for, and there is none; "
+                "give the beginning of a text with --prompt"
+            )
         return list(found)
 
 
@@ -149,24 +177,22 @@ class ModelSource:
 
         Raises:
             UsageError: `path` is given although the model has its tokenizer.
-            DataError: there is none, or it is of another model.
+            DataError: there is none, or its files are broken.
         """
         kind = self._tokenizer_kind()
         if kind is not None and path:
             raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
         if kind == "bytes":
-            return ByteTokenizer(self.config.vocab_size)
+            template = self.path / CHAT_TEMPLATE
+            return ByteTokenizer(self.config.vocab_size, {CHAT_TEMPLATE: read_text(template)} if template.is_file() else None)
         if kind is None and not path and is_gguf(self.path) and (reason := open_gguf(self.path).untranslated):
             raise DataError(f"the tokenizer in {self.path} {reason}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
         if kind is None and not path:
-            raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
-        found = load_tokenizer(path or self.path)
-        if found.vocab_size > self.config.vocab_size:
             raise DataError(
-                f"the tokenizer at {path or self.path} has {found.vocab_size} ids and the model's vocabulary {self.config.vocab_size}; "
-                "name the one that made the model's training data"
+                f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR"
+                f"{other_way(self.path)}"
             )
-        return found
+        return load_tokenizer(path or self.path)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -188,15 +214,10 @@ class ModelSource:
         """
         rows = self.config.objective != "causal"
         if self.checkpoint is not None:
-            return TextIds(
-                tokenizer,
-                (tokenizer.begin_of_text,),
-                None,
-                frozenset(tokenizer.special.eos),
-                tokenizer.vocab_size,
-                adds_special=False,
-                encodes_rows=rows,
-            )
+            adds_special = begins_as_rows(self.settings, self.checkpoint.state.get("form"))
+            begin, stop = (tokenizer.begin_of_text,), frozenset(tokenizer.special.eos)
+            vocab_size = min(tokenizer.vocab_size, self.config.vocab_size)
+            return TextIds(tokenizer, () if adds_special else begin, begin, stop, vocab_size, adds_special=adds_special, encodes_rows=rows)
         check_generation(self._object(GENERATION), str(self.path / GENERATION))
         values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
         alone, ends = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
@@ -211,12 +232,12 @@ class ModelSource:
         return read_object(file, "the file") if file.is_file() else {}
 
     def _ids(self, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-        """The ids under a key, which may be one number, a list, or null."""
+        """The ids under a key, which may be one number, a list, or null; those without a row, such as defaults of transformers, never come."""
         value = values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(each) is int and 0 <= each < self.config.vocab_size for each in found):
-            raise DataError(f"{key} in {self.path} must be ids from 0 to {self.config.vocab_size - 1}, got {value!r}; copy the directory again")
-        return tuple(found)
+        if not all(type(each) is int for each in found):
+            raise DataError(f"{key} in {self.path} must be an id or a list of ids, got {value!r}; copy the directory again")
+        return tuple(each for each in found if 0 <= each < self.config.vocab_size)
 
     @property
     def is_quantised(self) -> bool:
@@ -225,9 +246,14 @@ class ModelSource:
         Raises:
             DataError: files are missing or broken, or not those that the adapters were trained with.
         """
+        directory = self._directory()
+        return directory is not None and any(each.is_quantised for each in stored_ranges(directory)[1].values())
+
+    def _directory(self) -> Path | None:
+        """The model directory or GGUF file that weights are read from; None if a checkpoint has all of them."""
         base = None if self.checkpoint is None else frozen_base_of(self.checkpoint)
-        directory = self.path if self.checkpoint is None else Path(base.path) if base is not None and base.kind == "directory" else None
-        return directory is not None and bool(stored_ranges(directory)[1])
+        has_files = base is not None and base.kind in ("directory", "gguf")
+        return self.path if self.checkpoint is None else Path(base.path) if base is not None and has_files else None
 
     def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
         """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
@@ -239,13 +265,17 @@ class ModelSource:
         Raises:
             DataError: a tensor is missing, misshapen, or a file is broken.
         """
-        spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, _BLOCK) if self.is_quantised else tiling)
+        directory = self._directory()
+        sizes = () if directory is None else block_sizes(directory)
+        spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, sizes))
         spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
         if self.checkpoint is None:
-            directory = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
+            files = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
             found = build_model(spec, runtime, fill=False)
-            found.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
-            directory.attach(found.tensors())
+            found.hold_blocks(files.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
+            if read and not runtime.has_gpus:
+                load_block_loops({each.block_format for each in found.tensors().values() if isinstance(each, QuantisedTensor)})
+            files.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)
 

@@ -7,7 +7,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from ..config.run_config import LanguageRun
+from ..config.settings import TrainSettings
+from ..data.known_ids import check_known
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..models.language import LanguageModel
@@ -21,21 +25,35 @@ HOW: Final = Sampling(temperature=0.8, top_k=40)
 """How its tokens are chosen."""
 
 
-def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) -> list[int]:
-    """Ids that the sample begins with: what stands before a text, and those of --prompt.
+def begins_as_rows(settings: TrainSettings, form: str | None) -> bool:
+    """Return whether texts of a run begin as the tokenizer's template begins them, and not behind the end of the text before.
+
+    Args:
+        settings: the settings of the run.
+        form: the form of its data; None if it is not known.
+    """
+    return bool(settings.checkpoints.init_from) or form == "chat"
+
+
+def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) -> tuple[list[int], int]:
+    """Return the ids that the sample begins with, and how many of them stand before the text.
 
     Args:
         length: tokens of a sequence.
 
     Raises:
         UsageError: they are more than a sequence has.
+        DataError: the model has no row for one of them.
     """
     if tokenizer is None:
-        return [0]
-    ids = [tokenizer.begin_of_text, *(int(i) for i in tokenizer.encode([run.settings.run.prompt])[0])]
+        return [0], 1
+    prompt, adds_special = run.settings.run.prompt, begins_as_rows(run.settings, run.data.objective.form)
+    begin = [] if adds_special and prompt else [tokenizer.begin_of_text]
+    ids = [*begin, *(int(i) for i in tokenizer.encode([prompt], special=adds_special and bool(prompt))[0])]
+    check_known(np.array(ids), tokenizer, run.model.config.vocab_size, "--prompt, with the token before a text,")
     if len(ids) > length:
         raise UsageError(f"--prompt has {len(ids)} tokens with the one before a text, and a sequence --seq-len = {length}; shorten it")
-    return ids
+    return ids, len(begin)
 
 
 def sample_text(
@@ -47,13 +65,13 @@ def sample_text(
         length: tokens of a sequence.
         stopped: asked after each token.
     """
-    prompt = sample_prompt(run, tokenizer, length)
+    prompt, num_before = sample_prompt(run, tokenizer, length)
     drawn = Generator(model, runtime, length).stream(
         [prompt],
         run.settings.run.sample_tokens,
         replace(HOW, seed=run.model.seed),
-        vocab_size=tokenizer.vocab_size if tokenizer else None,
+        vocab_size=min(tokenizer.vocab_size, model.config.vocab_size) if tokenizer else None,
         stop=tokenizer.special.eos if tokenizer else (),
     )
     new = [token for (token,) in takewhile(lambda _: not stopped(), drawn) if token is not None]
-    return tokenizer.decode([*prompt[1:], *new]) if tokenizer else " ".join(map(str, new))
+    return tokenizer.decode([*prompt[num_before:], *new]) if tokenizer else " ".join(map(str, new))

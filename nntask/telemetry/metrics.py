@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,10 @@ class Totals:
     busy_seconds: float = 0.0
     recomputed_tasks: int = 0
     recompute_seconds: float = 0.0
+    validation_first: float | None = None
+    validation_last: float | None = None
+    validation_least: float | None = None
+    validation_least_step: int | None = None
 
     @property
     def idle_seconds(self) -> float:
@@ -108,6 +113,17 @@ class Totals:
         self.busy_seconds += sum((line.get("busy_seconds") or {}).values())
         self.recomputed_tasks += line.get("recomputed_tasks") or 0
         self.recompute_seconds += line.get("recompute_seconds") or 0.0
+        self.add_validation(line)
+
+    def add_validation(self, line: Mapping[str, Any]) -> None:
+        """Count the validation of a line of metrics.jsonl, if it has one that is finite."""
+        loss = line.get("validation_loss")
+        if loss is None:
+            return
+        self.validation_first = loss if self.validation_first is None else self.validation_first
+        self.validation_last = loss
+        if self.validation_least is None or loss < self.validation_least:
+            self.validation_least, self.validation_least_step = loss, line["step"]
 
 
 def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +146,7 @@ _LONGEST_LINE: Final = 1 << 20
 
 
 class Journal:
-    """metrics.jsonl of a run, one line per step, on disk as soon as written; only sums stay in memory.
+    """metrics.jsonl of a run, one line per step, on disk as soon as written; only sums and the last line stay in memory.
 
     Args:
         path: the file; lines beyond `keep_steps` (of a run that is resumed from an earlier checkpoint) are dropped.
@@ -152,13 +168,16 @@ class Journal:
         self._run = run or path.parent
         self.path, self.timed_after, self._events = path, timed_after, events
         self.whole, self.own, self.warm, self.timed = Totals(), Totals(), Totals(), Totals()
+        self._last: dict[str, Any] = {}
+        self._last_at = 0
         with self._storage_errors():
             with written_aside(path) as new, new.open("w", encoding="utf-8") as file:
                 for line in iter_metrics(path) if keep_steps and path.is_file() else ():
                     if line["step"] <= keep_steps:
                         self.whole.add(line)
                         file.write(to_json(line) + "\n")
-            self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+            self._file: TextIO = path.open("r+", encoding="utf-8", buffering=1)
+            self._file.seek(0, os.SEEK_END)
 
     def add(self, record: StepRecord) -> None:
         """Append a step; what is not finite is written as null, which every JSON reader takes."""
@@ -177,7 +196,26 @@ class Journal:
         if line["step"] > self.timed_after:
             self.timed.add(line)
         with self._storage_errors():
+            self._last, self._last_at = line, self._file.tell()
             self._file.write(to_json(line) + "\n")
+
+    def add_validation(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """Add the result of a validation to the line of the last step.
+
+        The line is written again in its place and only grows, in one write: a process that is killed leaves a whole line.
+
+        Args:
+            step: number of the last step.
+            figures: names that begin with "validation_" -> values; None for one that is not known.
+        """
+        assert self._last.get("step") == step  # nothing is in flight while a run validates
+        line = self._last = finite({**self._last, **{name: value for name, value in figures.items() if value is not None}})
+        self.whole.add_validation(line)
+        with self._storage_errors():
+            self._file.seek(self._last_at)
+            self._file.write(to_json(line) + "\n")
+            if self._events is not None:
+                self._events.add_validation(step, figures)
 
     def close(self) -> None:
         """Close the files."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ def check_installed() -> None:
 
 
 class EventFile:
-    """One scalar per step and figure; the file is made with the first step.
+    """One scalar per step and figure, and per validation; the file is made with the first step.
 
     Args:
         directory: of the run.
@@ -47,18 +48,29 @@ class EventFile:
         Raises:
             OSError: the disk is full or failed.
         """
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        self._add(record.step, scalars_of(record))
 
-        if self._writer is None:
-            self._open()
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars_of(record).items()]
-        self._write(Event(wall_time=time.time(), step=record.step, summary=Summary(value=values)))
+    def add_validation(self, step: int, figures: Mapping[str, float | None]) -> None:
+        """Write the result of a validation after a step; it is in the file when this returns.
+
+        Raises:
+            OSError: the disk is full or failed.
+        """
+        self._add(step, {name.replace("_", "/", 1): value for name, value in figures.items() if value is not None})
 
     def close(self) -> None:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
+
+    def _add(self, step: int, scalars: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._writer is None:
+            self._open()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def _open(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

@@ -13,32 +13,31 @@ from ..errors import Diverged, UsageError
 from ..io.safetensors_file import STORAGE, save_tensors
 from ..telemetry.metrics import Journal
 from ..telemetry.traffic import is_worth_telling, traffic_report
-from .evaluation import evaluate
+from .evaluation import Evaluation, evaluate
 from .run_directory import summary_of, write_summary
 from .session import Session
 
 
-def validate(session: Session, step: int) -> None:
-    """Score the validation data and print the result."""
+def validate(session: Session, step: int) -> Evaluation | None:
+    """Score the validation data and print the result; None if a signal stopped it, or if there is nothing to score."""
     run = session.run
     validation = session.dataset.scored_examples(run.model.seed)
     if validation is None:
-        return
+        return None
     batches = in_order(validation, run.step.minibatch, run.settings.run.eval_batches)
     if not batches:
         session.printer.say(f"{validation.path} is shorter than one sequence of {validation.length} tokens; nothing to validate on")
-        return
+        return None
     result = evaluate(session.engine, batches, session.byte_lengths, session.interrupts.pending)
     if result is not None:
         line = result.line_of_labels() if run.data.objective.kind == "classify" else result.line()
         session.printer.say(f"step {step}: validation {line}")
+    return result
 
 
-def close(session: Session, journal: Journal, step: int) -> None:
-    """Last validation, files asked for, sample, closing lines; a signal leaves out validation and sample."""
+def close(session: Session, journal: Journal) -> None:
+    """Write the files asked for, a sample and the closing lines; a signal leaves out the sample."""
     settings, printer = session.run.settings, session.printer
-    if settings.run.eval_every and step % settings.run.eval_every:
-        validate(session, step)
     files = settings.checkpoints
     if files.save_checkpoint:
         _save_file("--save-checkpoint", files.save_checkpoint, session.engine.model_tensors(), files.save_checkpoint_dtype)

@@ -33,6 +33,10 @@ class Evaluation:
     bits_per_byte: float | None
     tokens: int
 
+    def figures(self) -> dict[str, float | None]:
+        """Return the figures that metrics.jsonl adds to the line of the step."""
+        return {"validation_loss": self.loss, "validation_bits_per_byte": self.bits_per_byte, "validation_tokens": self.tokens}
+
     def line_of_labels(self) -> str:
         """For stdout, of a model that predicts labels."""
         return f"loss {self.loss:.4f} | {self.tokens} labels"

@@ -23,6 +23,7 @@ from ..engine.interface import Counters, Engine, Pending
 from ..errors import DataError, Diverged
 from ..telemetry.metrics import Journal, Meter, StepPrinter, step_line
 from ..telemetry.step_record import StepRecord
+from .evaluation import Evaluation
 from .signals import Interrupts
 
 
@@ -84,14 +85,14 @@ class Hooks:
     Args:
         on_step: called before each step starts, with its number, and with None when no step is in flight and something else follows (tracing).
         starts_alone: whether a step may start only when the one before it is over.
-        validate: called with a step number, when `LoopPlan.eval_every` says so.
+        validate: scores the validation data after a step, when `LoopPlan.eval_every` says so and after the last step; None for no result.
         on_saved: called after each checkpoint behind which training goes on.
         at_end: called when the training is over, whichever way it ended.
     """
 
     on_step: Callable[[int | None], None] = lambda step: None
     starts_alone: Callable[[int], bool] = lambda step: False
-    validate: Callable[[int], None] = lambda step: None
+    validate: Callable[[int], Evaluation | None] = lambda step: None
     on_saved: Callable[[], None] = lambda: None
     at_end: Callable[[], None] = lambda: None
 
@@ -164,6 +165,8 @@ class Loop:
         if flying is not None:
             self._land(flying)
         self._finish()
+        if self.step == plan.steps and plan.eval_every and not _is_multiple(self.step, plan.eval_every):
+            self._validate(self.step)
 
     def save(self) -> None:
         """Write a checkpoint of the last finished step, unless that is there."""
@@ -197,7 +200,7 @@ class Loop:
             self.save()
         if _is_multiple(step, self.plan.eval_every):
             try:
-                self.hooks.validate(step)
+                self._validate(step)
             except DataError:
                 self._finish()
                 raise
@@ -205,6 +208,12 @@ class Loop:
             self.hooks.on_saved()
         self._meter.skip(self.runtime.stats(forget_recent_peak=True))
         self._last_end += perf_counter() - begin
+
+    def _validate(self, step: int) -> None:
+        """Score the validation data and add the result to the line of the step."""
+        result = self.hooks.validate(step)
+        if result is not None:
+            self.journal.add_validation(step, result.figures())
 
     def _land(self, flight: _Flight) -> None:
         """Wait for a step, check it, and write its line."""

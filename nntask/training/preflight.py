@@ -12,8 +12,8 @@ from ..checkpoints.store import Checkpoint, run_of, step_directories
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
 from ..data.dataset import check_spec
+from ..data.foreign_tokenizer import TOKENIZER_FILE, other_way
 from ..data.images import IMAGES
-from ..data.tokenizer import TOKENIZER_FILE
 from ..errors import DataError, UsageError
 from ..hardware.machine_spec import DiskSpec
 from ..io.safetensors_file import TensorFile
@@ -36,7 +36,7 @@ def check_start(run: LanguageRun) -> None:
     if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset not in ("train.bin", IMAGES):
         raise DataError(
             f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; "
-            "name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin"
+            f"name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin{other_way(begin)}"
         )
     make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
     check_unlocked(run.directory, run.start.flag)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from .continuation import interrupted, left_behind
 from .initial_weights import check_files, check_weights, model_to_start_from, new_weights
 from .loop import Hooks
 from .preflight import check_directory, check_start, warn_of_disk, with_known_base
+from .run_directory import own_directory
 from .run_lock import RunLock
 from .run_loop import run_loop
 from .session import Opened, Session, UntiledModel, about_tiled, begin, counts_of, stream_of
@@ -65,6 +67,12 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     Raises:
         NntaskError: see `nntask.errors` for kinds and exit codes.
     """
+    with _directory_of(run) as directory:
+        return _train(run if directory == run.directory else replace(run, directory=directory), cluster)
+
+
+def _train(run: RunConfig, cluster: Cluster | None) -> int:
+    """As `train`, in a directory of its own."""
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
         check_installed()
@@ -111,6 +119,18 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     """As `train`, of a model that is not made of tiles, on this machine."""
+    with _directory_of(run) as directory:
+        return _train_untiled(run if directory == run.directory else replace(run, directory=directory), model)
+
+
+def _directory_of(run: LanguageRun) -> AbstractContextManager[Path]:
+    """The directory of a run; one of its own for a new run that names none and is carried out."""
+    if run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run:
+        return nullcontext(run.directory)
+    return own_directory(run.directory, run.name)
+
+
+def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
         check_installed()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from typing import Any, Final
 from tiles.kernels import kernel_versions
 
 from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
-from ..config.resolution import RUNS
+from ..config.resolution import RUNS, default_run_dir
 from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
 from ..io.writable import check_writable
@@ -75,6 +76,32 @@ def _never_began(path: Path) -> bool:
     return not names or (
         CONFIG in names and names <= {CONFIG, METRICS, SUMMARY, MACHINE, PLAN, TRACE} and not (metrics.exists() and metrics.stat().st_size)
     )
+
+
+@contextmanager
+def own_directory(directory: Path, model: str) -> Iterator[Path]:
+    """Make a directory that no other run has, even one that begins in the same second; removed if it stays empty.
+
+    Args:
+        directory: the directory that was free when the run was resolved.
+        model: the name that the directory has behind the time.
+    """
+    had_runs = RUNS.is_dir()
+    while True:
+        try:
+            directory.mkdir(parents=True)
+            break
+        except FileExistsError:
+            directory = default_run_dir(model)
+        except OSError:  # which the check of the directory reports
+            break
+    try:
+        yield directory
+    finally:
+        with suppress(OSError):  # it holds a run
+            directory.rmdir()
+            if not had_runs:
+                RUNS.rmdir()
 
 
 def newest_run() -> Path:
@@ -145,6 +172,7 @@ def summary_of(
         "tokens_per_second": whole.tokens / whole.seconds if whole.seconds else 0.0,
         "loss_first": whole.loss_first,
         "loss_last": whole.loss_last,
+        **_validations(whole),
         "peak_bytes": stats["peak_bytes"],
         "budget_bytes": stats["budget_bytes"],
         "moved_bytes": whole.moved_bytes,
@@ -161,6 +189,18 @@ def summary_of(
         "data": counts(findings),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
+    }
+
+
+def _validations(whole: Totals) -> dict[str, float | int | None]:
+    """The validation losses of summary.json; none for a run that validated nothing."""
+    if whole.validation_last is None:
+        return {}
+    return {
+        "validation_loss_first": whole.validation_first,
+        "validation_loss_last": whole.validation_last,
+        "validation_loss_least": whole.validation_least,
+        "validation_loss_least_step": whole.validation_least_step,
     }
 
 

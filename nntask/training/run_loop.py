@@ -54,7 +54,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
     if loop.step < steps:
         printer.say(interrupted(run, loop.step))
     else:
-        close(session, journal, loop.step)
+        close(session, journal)
     return interrupts.exit_code
 
 
@@ -92,6 +92,7 @@ def _state_of(run: LanguageRun, dataset: Dataset) -> dict[str, Any]:
         "settings": asdict(run.settings),
         "data": dataset.fingerprint,
         "tokenizer": dataset.tokenizer.name if dataset.tokenizer else None,
+        "form": dataset.spec.objective.form,
         "versions": versions(),
         **({} if run.start.frozen_base is None else {"base": run.start.frozen_base.to_dict()}),
     }

@@ -15,12 +15,16 @@ import numpy.typing as npt
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
 
-from ..config.run_config import LanguageRun, RunConfig
+from ..checkpoints.store import STATE
+from ..config.run_config import LanguageRun, Length, RunConfig
+from ..config.settings import from_dict
 from ..config.toml import to_toml
 from ..config.units import format_size
 from ..data.batch import Cursor
 from ..data.dataset import Dataset
+from ..data.foreign_tokenizer import TOKENIZER_FILE
 from ..data.sampler import BatchStream
+from ..data.tokenizer import BpeTokenizer, load_tokenizer
 from ..engine.interface import Counters, StepEngine, Trained
 from ..errors import DataError, UsageError
 from ..hardware.flops import FlopCounts, flop_counts_of
@@ -37,6 +41,8 @@ from .signals import Interrupts
 
 if TYPE_CHECKING:
     from scheduler import Runtime
+
+    from ..checkpoints.store import Checkpoint
 
 MOST_NAMES: Final = 8
 """Workers that are named one by one."""
@@ -136,6 +142,7 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
             raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
+        _check_tokenizer(resumed, dataset)
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
     stream = BatchStream(
@@ -145,6 +152,23 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     if run.traced is not None and not first <= run.traced[0] <= run.traced[1] <= last:
         raise UsageError(f"--trace-steps must lie within steps {first} to {last} of this run, got {settings.observe.trace_steps}; change or drop it")
     return stream
+
+
+def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
+    """Check that the tokenizer of the data is the one that the checkpoint was saved with.
+
+    Raises:
+        DataError: it is another one, which gives texts other ids.
+    """
+    now = dataset.tokenizer
+    if not isinstance(now, BpeTokenizer) or not (resumed.path / TOKENIZER_FILE).is_file():
+        return
+    then = load_tokenizer(resumed.path)
+    if isinstance(then, BpeTokenizer) and then.inner.to_str() != now.inner.to_str():
+        raise DataError(
+            f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.path} is another one now, so texts "
+            "would have other ids; restore it, or start a new run"
+        )
 
 
 def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
@@ -231,10 +255,36 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:
+        if lifted := other_rates(run, session.stream.batches_per_epoch):
+            say(lifted)
         for name, version in computing_versions().items():
             was = resumed.state.get("versions", {}).get(name, version)
             if was != version:
                 say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")
+
+
+def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:
+    """Say that the schedule of a continued run would have given its last step another rate; "" if the run goes on with the rates that it began with.
+
+    Args:
+        run: the run.
+        batches_per_epoch: batches of a pass over the data.
+    """
+    resumed = run.start.resumed
+    if resumed is None or not resumed.step:
+        return ""
+    stored = from_dict(resumed.state["settings"], str(resumed.path / STATE)).run
+    before, now = Length(stored.steps or 0, stored.nepochs, stored.nepochs_warmup).on(batches_per_epoch)[0], run.length.on(batches_per_epoch)[0]
+    if not before or not now:
+        return ""
+    was, would_be = run.schedule.over(before)(resumed.step), run.schedule.over(now)(resumed.step)
+    if was == would_be:
+        return ""
+    following = run.schedule.over(now)(resumed.step + 1)
+    return (
+        f"the schedule {run.schedule.kind} ends after {now} steps and ended after {before}: the learning rate goes from {was:.3g} in step "
+        f"{resumed.step} to {following:.3g} in step {resumed.step + 1}, so losses are not those of one run of {now} steps"
+    )
 
 
 def in_ranges(names: Sequence[str]) -> Sequence[str]:

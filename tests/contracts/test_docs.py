@@ -15,13 +15,16 @@ from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from nntask.config.environment import VARIABLES
 from nntask.config.settings import TrainSettings
+from nntask.data.row_keys import ROW_KEYS
 from nntask.models.registry import FAMILIES
 from nntask.telemetry.metrics import StepRecord
+from nntask.training.evaluation import Evaluation
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.options.flags import table_of
 
@@ -161,13 +164,30 @@ def test_flags_of_plan() -> None:
     assert named == [name for name in OWN_FLAGS if name != "json"]
 
 
-def test_environment_table() -> None:
-    """The page of environment variables shows a row for each variable of the registry, and its flag exists; pages name no other variable."""
+def registry_tables() -> ModuleType:
+    """The module that makes tables of the reference."""
     spec = spec_from_file_location("registry_tables", DOCS / "_ext" / "registry_tables.py")
     assert spec is not None
     assert spec.loader is not None
     tables = module_from_spec(spec)
     spec.loader.exec_module(tables)
+    return tables
+
+
+def test_table_of_row_keys() -> None:
+    """The page of keys of rows shows each key of the registry once for each kind of row."""
+    assert ":::{rows-table}" in (DOCS / "reference" / "rows.md").read_text()
+    shown = [
+        (cells[0], key)
+        for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in registry_tables().rows_markdown().splitlines()[2:])
+        for key in re.findall(r"`([^`]+)`", cells[1])
+    ]
+    assert sorted(shown) == sorted((kind, key) for kind, rules in ROW_KEYS.items() for key in rules)
+
+
+def test_environment_table() -> None:
+    """The page of environment variables shows a row for each variable of the registry, and its flag exists; pages name no other variable."""
+    tables = registry_tables()
     assert ":::{environment-table}" in (DOCS / "reference" / "environment.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.environment_markdown().splitlines()[2:]]
     assert rows == [[f"`{each.name}`", f"`--{each.flag}`" if each.flag else "", each.help] for each in VARIABLES]
@@ -178,9 +198,13 @@ def test_environment_table() -> None:
 
 
 def test_metrics_are_explained() -> None:
-    """The table of metrics.jsonl names the keys of a step's line, and no others."""
+    """The tables of metrics.jsonl name the keys of a step's line, those of a validation apart, and no others."""
     named = [key for cells in table("reference/files.md", "| key | unit | meaning |") for key in re.findall(r"`([a-z_]+)`", cells[0])]
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(StepRecord))
+    validated = [
+        key for cells in table("reference/files.md", "| key of a validation | unit | meaning |") for key in re.findall(r"`([a-z_]+)`", cells[0])
+    ]
+    assert sorted(validated) == sorted(Evaluation(0.0, 1.0, 0.0, 1).figures())
 
 
 def test_drawings_are_fresh() -> None:

@@ -147,10 +147,11 @@ def test_text_becomes_the_same_tokens_again_and_from_the_cache(tmp_path):
     spec = DataSpec("text", str(texts), vocab_size=300)
     said: list[str] = []
     first = open_dataset(spec, said.append)
-    assert len(said) == 3
+    assert len(said) == 4
+    assert f"{texts}: training 30 files (0.txt, 1.txt, 10.txt, ...)" in said[0]
     digest = hashlib.sha256(first.train.path.read_bytes()).hexdigest()
     again = open_dataset(spec, said.append)
-    assert len(said) == 3
+    assert said[4:] == said[:1]
     first.train.path.unlink()
     (first.train.path.parent / "tokenizer.json").unlink()
     fresh = open_dataset(spec, said.append)
@@ -271,13 +272,21 @@ def test_a_link_to_nothing_is_named(tmp_path):
     ("content", "words"),
     [
         (b"a text\0with a NUL byte", "it holds NUL bytes"),
-        ("a text in UTF-16".encode("utf-16"), "it holds NUL bytes"),
+        ("a text in UTF-16".encode("utf-16"), "it begins with the byte order mark of UTF-16"),
+        ("a text in UTF-16".encode("utf-16-le"), "it holds NUL bytes"),
         (bytes(range(1, 256)) * 9, "50% of its bytes are no part of a character"),
         ("\u0442\u0435\u043a\u0441\u0442".encode("koi8-r"), "100% of its bytes"),
         ("Stra\xdfe, a word in Latin-1".encode("latin-1"), ""),
+        (
+            ("\xfcber die gr\xf6\xdferen St\xe4dte und ihre Br\xfccken, was man nur hier erz\xe4hlt " * 9).encode("latin-1"),
+            "8.8% of .* older encoding",
+        ),
+        (("many words of another kind " * 30 + "Stra\xdfe ").encode("latin-1") * 9, "0.1% of .* older encoding"),
+        (("many words of another kind " * 80 + "Stra\xdfe ").encode("latin-1") * 9, ""),
+        (("Stra\xdfe in UTF-8, " * 9).encode() + "Stra\xdfe in Latin-1".encode("latin-1") * 9, ""),
         (b"a text whose first MiB ends within a character " + "\xdf".encode() * PIECE_NBYTES, ""),
     ],
-    ids=["nul", "utf-16", "binary", "koi8-r", "latin-1", "utf-8"],
+    ids=["nul", "utf-16", "utf-16 without a mark", "binary", "koi8-r", "a word", "german", "often", "seldom", "both", "utf-8"],
 )
 def test_a_file_that_is_no_text_is_for_plain_bytes_only(tmp_path, content, words):
     """A few bytes of another encoding pass; more, or a NUL byte, are refused, unless the tokenizer is bytes."""

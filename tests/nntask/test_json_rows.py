@@ -251,7 +251,8 @@ def test_the_tokenizers_own_template_and_special_tokens(tmp_path: Path) -> None:
         ("{% for %}", "has a mistake"),
         ("{{ raise_exception('roles must alternate') }}", "line 1 is not for the chat template of .*: roles must alternate"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "line 1 is not for the chat template of .*unsafe"),
-        ("{{ messages | length }}{{ messages[-1].content }}", "writes otherwise when more follows"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "writes otherwise when more follows"),
+        ("{{ messages[-1].content }}", "leaves out: 'be brief'"),
     ],
 )
 def test_a_wrong_template_is_refused(tmp_path: Path, source: str, words: str) -> None:

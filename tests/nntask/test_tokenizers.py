@@ -1,6 +1,7 @@
 """How texts begin and end for tokenizers of others, and that it stays with the ids: read, kept with the tokenizer, written again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,9 +129,10 @@ def test_token_ids_and_the_tokenizer_that_is_named_belong_together(tmp_path):
 
 
 def test_prepared_data_fit_the_vocabulary_that_was_asked_for(tmp_path):
-    """--vocab-size is the most ids that any tokenizer may have, also one that exists."""
+    """--vocab-size is the most ids that may occur; a tokenizer may have more, as long as none of them does."""
     (tmp_path / "t.txt").write_text("ab")
-    spec = DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(llama3(tmp_path / "m")), vocab_size=258)
-    with pytest.raises(DataError, match="the tokenizer has 259 ids and the model's vocabulary 258"):
+    spec = DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(llama3(tmp_path / "m")), vocab_size=257)
+    with pytest.raises(DataError, match=r"at its beginning or end, has the token <\|end_of_text\|> with the id 257, and .* the ids 0 to 256"):
         tokenize_dataset(spec, tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["m", "t.txt"]
+    assert tokenize_dataset(replace(spec, vocab_size=258), tmp_path / "out").num_train == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,42 @@ def test_a_config_trains(here: Path, capsys: pytest.CaptureFixture[str], name: s
     assert main([*TRAIN, config_of(name, **more.get(name, {})), *flags, "--run-dir=run"]) == 0
     assert main(["train", "--resume=run", "--steps=2"]) == 0
     assert "step 2/2" in capsys.readouterr().out
+
+
+def test_unknown_keys_are_named_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By training from a config, and by commands that take a model directory; a run that goes on says nothing."""
+    data = ["--dataset=text", "--dataset-path=text.txt"]
+    words = "has keys that LLaMA does not have, here or in transformers, and they are ignored: foo"
+    assert main([*TRAIN, config_of("llama", foo=3), *data, "--run-dir=run"]) == 0
+    assert capsys.readouterr().err.count(words) == 1
+    assert main(["export", "run", "model"]) == 0
+    assert "foo" not in capsys.readouterr().err
+    values = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**values, "foo": 3}))
+    for argv in (
+        ["generate", "model", "--prompt=a", "--max-new-tokens=1"],
+        ["perplexity", "model", *data, "--seq-len=8"],
+        ["quantize", "model", "small", "--type=f16"],
+        [*TRAIN[:1], "--init-from=model", *data, "--seq-len=8", "--batch=4", "--steps=1", "--sample-tokens=0"],
+    ):
+        assert main(argv) == 0
+        assert capsys.readouterr().err.count(words) == 1, argv
+
+
+def test_conversations_have_the_losses_of_each_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Validation of a GPT-2 is the same number whether conversations share a sequence or not, since each begins at position 0."""
+    lines_in(
+        here / "chat.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"[: 1 + n % 3]}]} for n in range(24)],
+    )
+    Path("t.jinja").write_text("{% for m in messages %}{{ m.content }}{{ '.' }}{% endfor %}")
+    chat = ["--dataset=jsonl", "--dataset-path=chat.jsonl", "--val-path=chat.jsonl", "--chat-template=t.jinja", "--eval-every=1", "--lr=1e-9"]
+    found = []
+    for more in ([], ["--document-boundaries"]):
+        argv = [*TRAIN, config_of("gpt2", n_positions=16), *chat, *more, "--seq-len=16", "--eval-batches=99", f"--run-dir=run{len(more)}"]
+        assert main([flag for flag in argv if flag != "--seq-len=8"]) == 0
+        found.append(float(re.findall(r"validation loss ([0-9.]+)", capsys.readouterr().out)[-1]))
+    assert found[0] == pytest.approx(found[1], abs=2e-4)
 
 
 def test_outputs_may_be_longer_than_inputs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_scalars_are_those_of_the_journal(here: Path) -> None:
     flags = "--run-dir=run --report-to=tensorboard --save-every=2 --ram=400KB --disk=tier --recompute=none"
     assert main(["train", *FLAGS.split(), *flags.split(), "--steps=3"]) == 0
     shutil.rmtree(here / "run" / "checkpoints" / "step-000003")
-    assert main(["train", "--resume=run/checkpoints/step-000002", "--steps=4", "--report-to=tensorboard"]) == 0
+    assert main(["train", "--resume=run/checkpoints/step-000002", "--steps=4", "--disk=tier", "--report-to=tensorboard"]) == 0
     lines = read_metrics(here / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     found = scalars(here / "run")

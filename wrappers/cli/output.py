@@ -1,4 +1,4 @@
-"""Standard output of the command: closed, full, or with a reader that has ended.
+"""Standard output of the command: closed, full, of an encoding that lacks characters, or with a reader that has ended.
 
 What a command prints goes through `Output`, so that a failed write of it is told from a failed write of a file.
 """
@@ -6,6 +6,7 @@ What a command prints goes through `Output`, so that a failed write of it is tol
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -34,9 +35,12 @@ class Output:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text; returns its length."""
+        """Write a text, with a question mark for each character that the stream's encoding lacks; returns its length."""
         with _failures():
-            return self._stream.write(text)
+            try:
+                return self._stream.write(text)
+            except UnicodeEncodeError as error:
+                return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def flush(self) -> None:
         """Write what is buffered."""
@@ -69,6 +73,11 @@ def _failures() -> Iterator[None]:
         from nntask import StorageError
 
         raise StorageError(f"cannot write to standard output: {error.strerror or error}; what was saved is whole") from error
+
+
+def json_line(value: Any) -> str:
+    """Return a value as JSON on one line, with escapes for characters beyond ASCII unless standard output takes them all."""
+    return json.dumps(value, ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
 
 
 def complain(sentence: str) -> None:

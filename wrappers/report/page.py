@@ -78,6 +78,9 @@ def _intro(run: RunRecord) -> str:
     cards = [("steps", f"{len(run.lines):,}"), ("seconds of training", f"{figures.elapsed(run.lines)[-1]:,.1f}")]
     if losses:
         cards.append(("loss, first and last", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    scored = [value for line in run.lines if (value := figures.number(line, "validation_loss")) is not None]
+    if scored:
+        cards.append(("validation loss, least and last", f"{min(scored):.4f}, {scored[-1]:.4f}"))
     if speeds:
         cards.append(("tokens per second, median", f"{median(speeds):,.0f}"))
     if used:

@@ -77,11 +77,12 @@ def _training(run: RunRecord, limits: PageLimits) -> Section:
         ("lr", "learning rate", "rate"),
         ("tokens_per_second", "throughput", "tokens/s"),
     )
-    drawn = [
-        plots.line_plot(title, unit, {title: points}, from_zero=name != "loss")
-        for name, title, unit in wanted
-        if (points := figures.curve(run.lines, name, limits.points))
-    ]
+    drawn = []
+    for name, title, unit in wanted:
+        if points := figures.curve(run.lines, name, limits.points):
+            validation = figures.curve(run.lines, "validation_loss", limits.points) if name == "loss" else []
+            curves = {"training": points, "validation": validation} if validation else {title: points}
+            drawn.append(plots.line_plot(title, unit, curves, from_zero=name != "loss"))
     return Section("Training", _thinning(len(run.lines), limits, "the mean"), [drawn[:2], drawn[2:]])
 
 

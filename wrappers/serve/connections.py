@@ -36,7 +36,7 @@ def most_connections() -> int:
     return max(_LEAST, min(_MOST, allowed - len(os.listdir("/proc/self/fd")) - _SPARE))
 
 
-class Connection(H11Protocol):
+class ClientConnection(H11Protocol):
     """A connection of uvicorn that knows what it waits for.
 
     Attributes:

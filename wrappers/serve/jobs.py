@@ -47,8 +47,13 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
             why = "this model's tokenizer has no chat template; start the server with --chat-template FILE, or use /v1/completions"
             raise ApiError(400, why, param="messages")
         text = template.prompt(asked.messages, "the request")
-        found = [int(each) for each in ids.tokenizer.encode([text])[0]]
-        return [Prompt((*(ids.begin if tuple(found[: len(ids.begin)]) != ids.begin else ()), *found), text)]
+        try:
+            found = ids.conversation(text)
+        except UsageError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        if not found:
+            raise ApiError(400, "the chat template writes nothing for this conversation; change the messages", param="messages")
+        return [Prompt(tuple(found), text)]
     prompts = []
     for each in asked.prompts:
         try:

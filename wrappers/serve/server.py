@@ -19,7 +19,7 @@ import uvicorn
 from nntask import UsageError
 
 from .app import Application
-from .connections import ACCEPTED_AT_ONCE, Connection, most_connections, sweep
+from .connections import ACCEPTED_AT_ONCE, ClientConnection, most_connections, sweep
 from .engine import TextEngine
 from .jobs import Desk
 
@@ -124,7 +124,7 @@ async def _served(
 ) -> None:
     config = uvicorn.Config(
         application.asgi,
-        http=type("Protocol", (Connection,), {"seconds": receive_seconds, "most": most_connections()}),
+        http=type("Protocol", (ClientConnection,), {"seconds": receive_seconds, "most": most_connections()}),
         backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",

@@ -26,7 +26,7 @@ def sample(
         stopped: asked before each token.
         fixed: further arguments of the model.
     """
-    prompt = sample_prompt(run, tokenizer, length)
+    prompt, num_before = sample_prompt(run, tokenizer, length)
     ids, how = list(prompt), replace(HOW, seed=run.model.seed)
     ends = tokenizer.special.eos if tokenizer else ()
     row = np.zeros((1, length), np.int64)  # what stands behind a token does not change its scores
@@ -40,4 +40,4 @@ def sample(
             break
         row[0, len(ids)] = token
         ids.append(token)
-    return tokenizer.decode(ids[1:]) if tokenizer else " ".join(map(str, ids[1:]))
+    return tokenizer.decode(ids[num_before:]) if tokenizer else " ".join(map(str, ids[num_before:]))

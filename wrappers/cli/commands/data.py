@@ -23,7 +23,7 @@ class PrepareSettings:
     dataset: str = "stdlib"
     """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, jsonl (its texts)"""
     dataset_path: str = ""
-    """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
+    """file, directory or pattern of files of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""
     """validation text (default: held-out texts, or the dataset's own)"""
     dataset_select: int = -1
@@ -65,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     )
     done = tokenize_dataset(spec, Path(settings.output), lambda sentence: print(sentence, flush=True))
     print(f"wrote {done.num_train:,} tokens for training and {done.num_validation:,} for validation, {done.tokenizer} of {done.vocab_size:,} ids")
+    for note in done.notes:
+        print(note)
     print(_how_to_use(settings, done))
     return 0
 

@@ -6,7 +6,6 @@ its line; the first incomplete text is printed as it grows. With --json each com
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from nntask.config import MachineSettings
 from ..options.help import parse
 from ..options.models import open_source
 from ..options.runtime_flags import machine_from, runtime_of
+from ..output import json_line
 
 if TYPE_CHECKING:
     from nntask.inference import Generator, Penalties, TextIds
@@ -94,6 +94,8 @@ def run(argv: Sequence[str]) -> int:
         check_writes(source.config)
     _check_search(asked)
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
+    for note in ids.tokenizer.notes:
+        print(f"tokenizer: {note}", file=sys.stderr, flush=True)
     tiling = generation_tiling(source.config, is_quantised=source.is_quantised)
     begins = [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
@@ -155,7 +157,7 @@ def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Se
                 [{"token": ids.tokenizer.decode([token]), "probability": p} for token, p in zip(mask.tokens, mask.probabilities, strict=True)]
                 for mask in found
             ]
-            print(json.dumps({"number": number, "prompt": prompt, "text": text, "masks": masks}, ensure_ascii=False))
+            print(json_line({"number": number, "prompt": prompt, "text": text, "masks": masks}))
         else:
             print(f"--- {number}\n{text}" if asked.prompt_file else text)
 
@@ -204,7 +206,7 @@ def prompts_of(asked: TextSettings) -> list[str]:
     if not asked.prompt_file:
         return [asked.prompt]
     try:
-        with open(asked.prompt_file, encoding="utf-8") as file:
+        with open(asked.prompt_file, encoding="utf-8-sig") as file:
             text = file.read()
     except OSError as error:
         raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None
@@ -302,7 +304,7 @@ class _Printer:
         while self._left and (self._left[0].is_complete or not self._asked.json):
             text = self._left[0]
             if self._asked.json:
-                print(json.dumps(self._facts(text), ensure_ascii=False))
+                print(json_line(self._facts(text)))
             else:
                 if self._asked.prompt_file and not self._begun:
                     print(f"--- {text.number}")

@@ -33,7 +33,7 @@ class ScoreSettings:
     dataset: str = "stdlib"
     """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin, jsonl (texts)"""
     dataset_path: str = ""
-    """file or directory of the dataset; WikiText-103 is fetched to it if it is not there"""
+    """file, directory or pattern of files of the dataset; WikiText-103 is fetched to it if it is not there"""
     val_path: str = ""
     """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
     dataset_select: int = -1
@@ -79,6 +79,8 @@ def run(argv: Sequence[str]) -> int:
     length = checked_length(asked.seq_len, source.config, source.context)
     dataset, tokenizer = _open(asked, source)
     split, file = _split_of(asked, dataset)
+    for finding in dataset.findings:
+        print(finding.sentence, file=sys.stderr, flush=True)
     begin = perf_counter()
     if file.num_tokens > 1:  # else `perplexity` says what is wrong
         check_scoring(source, asked.dtype, machine, batch=asked.batch, length=min(length, file.num_tokens - 1))

@@ -86,6 +86,8 @@ def run(argv: Sequence[str]) -> int:
 
     source = open_source(words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
+    for note in ids.tokenizer.notes:
+        print(f"tokenizer: {note}", file=sys.stderr, flush=True)
     tiling, context = generation_tiling(source.config, is_quantised=source.is_quantised), _context(asked, source)
     wanted = BatchShape.of(asked.slots, context)
     if asked.cache_tokens:

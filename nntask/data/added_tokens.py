@@ -1,0 +1,116 @@
+"""Tokens that the files beside a tokenizer.json add to it: added_tokens_decoder, special tokens without an id, and added_tokens.json.
+
+They are added as transformers adds them: those of `added_tokens_decoder` first, in the order of their ids, then special tokens that have a role, then
+other special tokens. Without `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read. A token that tokenizer.json has keeps
+its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ..errors import DataError
+
+ADDED_TOKENS: Final = "added_tokens.json"
+ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Roles of special tokens that transformers knows."""
+_CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
+_LISTS: Final = ("extra_special_tokens", "additional_special_tokens")
+_FLAGS: Final = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def add_tokens(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str, defaults: Mapping[str, str] | None = None) -> list[str]:
+    """Add the tokens that files declare.
+
+    Args:
+        inner: the `tokenizers.Tokenizer`, which is changed.
+        objects: name -> content of the JSON files beside it.
+        where: its directory, for messages.
+        defaults: role -> special token that is added if no file names another.
+
+    Returns:
+        The tokens that were added or changed.
+
+    Raises:
+        DataError: a declaration is broken, or a file gives a new token another id than the next free one.
+    """
+    config = {**(defaults or {}), **objects.get(_CONFIG, {})}
+    written: dict[int, Any] = {}
+    if "added_tokens_decoder" in config:
+        written = {_id(index, _CONFIG, where): _token(entry, _CONFIG, where) for index, entry in _entries(config["added_tokens_decoder"], where)}
+    else:
+        config |= objects.get(_MAP, {})
+        special = {_content(each) for each in _special(config)}
+        for word, index in objects.get(ADDED_TOKENS, {}).items():
+            entry = {"content": word, "special": word in special, "normalized": word not in special}
+            written[_id(index, ADDED_TOKENS, where)] = _token(entry, ADDED_TOKENS, where)
+    known = {_as_text(token) for token in inner.get_added_tokens_decoder().values()}
+    changed = []
+    for index, token in sorted(written.items()):
+        if _as_text(token) not in known:
+            old = inner.token_to_id(token.content)
+            inner.add_tokens([token])
+            changed.append(_as_text(token))
+            if old is None and inner.token_to_id(token.content) != index:
+                raise DataError(
+                    f"the files in {where} give the added token {token.content!r} the id {index}, and after the tokens of tokenizer.json it would be "
+                    f"{inner.token_to_id(token.content)}; copy tokenizer.json and tokenizer_config.json again, from the same model"
+                )
+    names = {token.content for token in inner.get_added_tokens_decoder().values()}
+    for entry in _special(config):
+        if _content(entry) not in names:
+            token = _token(entry, _CONFIG, where, special=True)
+            inner.add_tokens([token])
+            changed.append(_as_text(token))
+            names.add(token.content)
+    return changed
+
+
+def _entries(value: Any, where: str) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"added_tokens_decoder in {_CONFIG} of {where} must be an object of ids and tokens, got {str(value)[:40]}; copy it again")
+    yield from value.items()
+
+
+def _special(config: Mapping[str, Any]) -> Iterator[Any]:
+    """The special tokens that a config names: roles that transformers knows, other roles, and those without one."""
+    others = {key: value for key, value in config.items() if key.endswith("_token") and key not in ROLES and isinstance(value, str)}
+    extra = config.get(_LISTS[0]) or config.get(_LISTS[1]) or []
+    if isinstance(extra, Mapping):
+        others, extra = others | dict(extra), []
+    named = (config.get(role) for role in ROLES)
+    listed = extra if isinstance(extra, list) else []
+    for entry in (*named, *others.values(), *listed):
+        content = entry.get("content") if isinstance(entry, Mapping) else entry
+        if isinstance(content, str) and content:
+            yield entry
+
+
+def _content(entry: Any) -> str:
+    return str(entry["content"] if isinstance(entry, Mapping) else entry)
+
+
+def _id(value: Any, file: str, where: str) -> int:
+    """An id as a JSON file has it: a number, or the key of an object."""
+    if (type(value) is int or isinstance(value, str)) and str(value).isdecimal():
+        return int(value)
+    raise DataError(f"{file} of {where} has {value!r} as the id of an added token; ids are whole numbers from 0, copy it again")
+
+
+def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
+    """A `tokenizers.AddedToken`."""
+    from tokenizers import AddedToken
+
+    if isinstance(entry, str):
+        return AddedToken(entry, special=special)
+    content = entry.get("content") if isinstance(entry, Mapping) else None
+    flags = {} if content is None else {name: entry[name] for name in _FLAGS if name in entry}
+    if not isinstance(content, str) or not content or not all(type(flag) is bool for flag in flags.values()):
+        raise DataError(f"{file} of {where} has an added token that is none: {str(entry)[:60]}; copy it again")
+    return AddedToken(content, **{**flags, **({"special": True} if special else {})})
+
+
+def _as_text(token: Any) -> str:
+    """A token with all its flags."""
+    return repr(token)

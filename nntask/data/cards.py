@@ -1,0 +1,128 @@
+"""Cards of datasets: the YAML at the head of a README.md, of which ``configs`` names the files of each split.
+
+PyYAML comes with the Hub's packages and is imported when a card has configs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..errors import DataError
+
+CARD: Final = "README.md"
+_HEAD: Final = re.compile(r"---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
+_KEY: Final = re.compile(
+    r"^(configs|dataset_info|task_categories|task_ids|size_categories|source_datasets|annotations_creators|language_creators|multilinguality"
+    r"|pretty_name)[ \t]*:",
+    re.MULTILINE,
+)
+_PIECE: Final = re.compile(r"\*+|\[[^\]]+\]|.")
+_HAS_CONFIGS: Final = re.compile(r"^configs[ \t]*:", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CardConfig:
+    """One config of a card.
+
+    Args:
+        name: its name.
+        is_default: whether the card says so.
+        patterns: split -> patterns of its files; empty if the card names none.
+        folder: folder of its files; "" if the card names none.
+    """
+
+    name: str
+    is_default: bool
+    patterns: Mapping[str, tuple[str, ...]]
+    folder: str
+
+
+def is_dataset_card(text: str) -> bool:
+    """Whether a README.md begins with the metadata of a dataset."""
+    head = _HEAD.match(text.removeprefix("\ufeff"))
+    return bool(head and _KEY.search(head.group(1)))
+
+
+def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
+    """Return the configs of a card; none for any other text.
+
+    Args:
+        text: the README.md.
+        path: its path, for messages.
+
+    Raises:
+        DataError: the card cannot be read, or PyYAML is missing.
+    """
+    head = _HEAD.match(text.removeprefix("\ufeff"))
+    if not head or not _HAS_CONFIGS.search(head.group(1)):
+        return ()
+    if importlib.util.find_spec("yaml") is None:
+        raise DataError(f"reading the configs of the card {path} needs the pyyaml package; pip install pyyaml, or name the files")
+    import yaml
+
+    try:
+        found = yaml.safe_load(head.group(1))
+    except yaml.YAMLError as error:
+        raise DataError(f"the card {path} does not begin with valid YAML: {_one_line(error)}; mend it, or name the files") from None
+    configs = found.get("configs") if isinstance(found, dict) else None
+    if not isinstance(configs, list):
+        raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}; mend it, or name the files")
+    return tuple(_config(each, path) for each in configs)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _config(entry: Any, path: str) -> CardConfig:
+    """One entry of ``configs``.
+
+    Raises:
+        DataError: it is none that `datasets` takes, or names files elsewhere.
+    """
+    wrong = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path, got {str(entry)[:120]}"
+    if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
+        raise DataError(f"{wrong}; mend it, or name the files")
+    files = entry.get("data_files")
+    listed = [files] if isinstance(files, str) else files if isinstance(files, list) else [] if files is None else None
+    if listed is None:
+        raise DataError(f"{wrong}; mend it, or name the files")
+    patterns: dict[str, tuple[str, ...]] = {}
+    for each in listed:
+        split, paths = (each.get("split"), each.get("path")) if isinstance(each, dict) else ("train", each)
+        paths = [paths] if isinstance(paths, str) else paths
+        if not isinstance(split, str) or not isinstance(paths, list) or not all(isinstance(name, str) for name in paths):
+            raise DataError(f"{wrong}; mend it, or name the files")
+        patterns[split] = (*patterns.get(split, ()), *paths)
+    if far := [name for names in patterns.values() for name in names if "://" in name]:
+        raise DataError(f"the card {path} names {far[0]}, which is on another machine; fetch it, and name the file")
+    folder = str(entry.get("data_dir") or "").removeprefix("./").rstrip("/")
+    name = entry["config_name"]
+    return CardConfig(name, name == "default" or entry.get("default") is True, patterns, "" if folder == "." else folder)
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The paths that match a pattern: ``*`` stays within a folder, ``**`` does not."""
+    folders = pattern.removeprefix("./").split("/")
+    expression = ""
+    for at, folder in enumerate(folders):
+        last = at == len(folders) - 1
+        if folder == "**":
+            expression += ".*" if last else "(?:.*/)?"
+        else:
+            expression += "".join(_translated(each) for each in _PIECE.findall(folder)) + ("" if last else "/")
+    matches = re.compile(expression).fullmatch
+    return [name for name in names if matches(name)]
+
+
+def _translated(piece: str) -> str:
+    """The regular expression of a wildcard, a set of characters, or a character."""
+    if piece[0] == "*":
+        return "[^/]*"
+    if len(piece) > 1:
+        return "[" + piece[1:-1].replace("\\", "\\\\").replace("!", "^", 1 if piece[1] == "!" else 0) + "]"
+    return "[^/]" if piece == "?" else re.escape(piece)

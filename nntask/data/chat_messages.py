@@ -1,0 +1,220 @@
+"""Conversations as rows hold them, made ready for a chat template: what transformers does to messages before it renders them, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ..errors import DataError
+from .json_lines import Record
+from .row_keys import is_nothing
+
+if TYPE_CHECKING:
+    from .chat_blocks import TemplateReads
+
+MESSAGES: Final = "messages"
+ASSISTANT: Final = "assistant"
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_GIVEN: Final = frozenset(("tools", "documents", "chat_template_kwargs"))
+"""Keys of a row that are variables of the template."""
+_VALUES: Final = frozenset(("default", "const", "enum", "examples"))
+"""Keys of a schema under which null is a value."""
+_VARIABLES: Final = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "conversation", "padding")
+)
+"""Names that `chat_template_kwargs` may not set: arguments of ``apply_chat_template`` that a row does not choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation of a row.
+
+    Args:
+        said: the messages of the row.
+        messages: the messages as the template gets them.
+        learnt: whether each message is an answer that is learnt.
+        given: further variables of the template.
+        where: the place of the row, for messages.
+        has_nulls: whether tools or the arguments of calls have null values, as tables of columns add them.
+    """
+
+    said: list[Mapping[str, Any]]
+    messages: list[dict[str, Any]]
+    learnt: list[bool]
+    given: Mapping[str, Any]
+    where: str
+    has_nulls: bool
+
+
+def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
+    """Return the conversation of a row.
+
+    Args:
+        line: the row.
+        reads: what the template reads.
+
+    Raises:
+        DataError: the row has no messages, none of the assistant, or something that the template does not write.
+    """
+    found = messages_of(line)
+    learnt = [_is_learnt(each, line.where) for each in found]
+    messages = [plain_message(each, reads, line.where) for each in found]
+    has_nulls = any("tool_calls" in each and _has_null_arguments(each) for each in found)
+    given: dict[str, Any] = {"tools": None, "documents": None}
+    if not _GIVEN.isdisjoint(line.values):
+        given = {name: _list_under(line, name) for name in given} | _variables(line)
+        try:
+            given["tools"], tools_have_nulls = _without_nulls(given["tools"])
+        except RecursionError:
+            raise DataError(f'{line.where} has "tools" that are nested too deeply; mend or remove the line') from None
+        has_nulls |= tools_have_nulls
+    return Conversation(found, messages, learnt, given, line.where, has_nulls)
+
+
+def messages_of(line: Record) -> list[Mapping[str, Any]]:
+    """The messages of a line.
+
+    Raises:
+        DataError: they are none, or none is the assistant's.
+    """
+    found = line.values.get(MESSAGES)
+    is_list = isinstance(found, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
+    if not is_list or not found:
+        shape = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; mend or remove the line')
+    if all(each["role"] != ASSISTANT for each in found):
+        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, and its answers are what is learnt; mend or remove the line")
+    return list(found)
+
+
+def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) -> dict[str, Any]:
+    """Return a message as a template gets it: without null values and the weight, with reasoning under the names that templates read, with text.
+
+    Raises:
+        DataError: the content is neither a string nor parts of text.
+    """
+    if len(message) == 2 and isinstance(message.get("content"), str):  # nearly all are so
+        return dict(message)
+    found = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    if reasoning is not None:
+        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    content = found.get("content")
+    if isinstance(content, list):
+        if not all(map(_is_text, content)):
+            shape = '{"type": "text", "text": "..."}'
+            raise DataError(f"{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
+        if "text" not in reads.names:  # such a template would write the list as Python does
+            found["content"] = "".join(each["text"] for each in content)
+    elif content is not None and not isinstance(content, str):
+        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; mend or remove the line')
+    if reads.takes_objects and isinstance(found.get("tool_calls"), list):
+        found["tool_calls"] = [_with_object(each) for each in found["tool_calls"]]
+    return found
+
+
+def _is_text(entry: Any) -> bool:
+    """Whether an entry of the content of a message is text and nothing else."""
+    is_text = isinstance(entry, Mapping) and entry.get("type") == "text" and isinstance(entry.get("text"), str)
+    return is_text and all(key in ("type", "text") or is_nothing(value) for key, value in entry.items())
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return what a message says."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(each["text"] for each in content)
+    return content if isinstance(content, str) else ""
+
+
+def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
+    weight, role = message.get("weight"), message["role"]
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise DataError(f'{where} must have 0 or 1 as the "weight" of a message, got {json.dumps(weight)[:40]}; an answer is learnt or not')
+    if weight == 1 and role != ASSISTANT:
+        raise DataError(
+            f'{where} has "weight" 1 in a message of the role {role}, and only what the role {ASSISTANT} says is learnt; remove the weight'
+        )
+    return role == ASSISTANT and weight != 0
+
+
+def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
+    """Return the list of objects under a key, also one that is written as a string of JSON; None for nothing.
+
+    Raises:
+        DataError: it is something else.
+    """
+    value = line.values.get(name)
+    if isinstance(value, str) and value.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if is_nothing(value):
+        return None
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; mend the line')
+    return value
+
+
+def _without_nulls(value: Any) -> tuple[Any, bool]:
+    """Return tools without the null values of their schemas, which say nothing, and whether there were any."""
+    if isinstance(value, list):
+        entries = [_without_nulls(each) for each in value]
+        return [each for each, _ in entries], any(has_nulls for _, has_nulls in entries)
+    if not isinstance(value, Mapping):
+        return value, False
+    found, has_nulls = {}, False
+    for key, each in value.items():
+        if each is None and key not in _VALUES:
+            has_nulls = True
+            continue
+        found[key], within = (each, False) if key in _VALUES else _without_nulls(each)
+        has_nulls |= within
+    return found, has_nulls
+
+
+def _has_null_arguments(message: Mapping[str, Any]) -> bool:
+    """Whether a call in a message has an object of arguments with a null value."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    arguments = [each.get("arguments") for each in functions if isinstance(each, Mapping)]
+    return any(isinstance(each, Mapping) and None in each.values() for each in arguments)
+
+
+def _variables(line: Record) -> dict[str, Any]:
+    """Return what ``chat_template_kwargs`` sets.
+
+    Raises:
+        DataError: it is no object, or sets what a row does not choose.
+    """
+    value = line.values.get("chat_template_kwargs")
+    if is_nothing(value):
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}; mend the line')
+    if wrong := sorted(_VARIABLES & set(value)):
+        raise DataError(f'{line.where} sets {wrong[0]} under "chat_template_kwargs", which is for other variables of the template; remove it')
+    return dict(value)
+
+
+def _with_object(call: Any) -> Any:
+    """Return a function call whose arguments are an object, where they are one in a string, as OpenAI's format has them."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(value, dict):
+        return call
+    changed = {**function, "arguments": value}  # type: ignore[dict-item]
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def names_of(key: str) -> frozenset[str]:
+    """Return the names under which templates may read a key of a message."""
+    return frozenset(_REASONING if key in _REASONING else (key,))

@@ -1,0 +1,119 @@
+"""Chat templates before they are compiled: the source of a file or of a tokenizer's files, and a tokenizer that keeps the one it is trained with."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeVar
+
+from ..errors import DataError
+from ..io.regular_file import read_text
+from .special_tokens import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENIZER_CONFIG
+from .tokenizer import ByteTokenizer, Tokenizer
+
+_WORDS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_TOOL_USE: Final = "tool_use"
+
+AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSource:
+    """A chat template before it is compiled; arguments as of `ChatTemplate`."""
+
+    source: str
+    name: str
+    words: Mapping[str, str]
+    tools: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, file: str) -> ChatSource:
+        """Return the template in a file, or the template of a tokenizer.
+
+        Args:
+            tokenizer: the tokenizer, whose special tokens the template may name.
+            file: path of the template; "" for the tokenizer's own.
+
+        Raises:
+            DataError: there is none, or it cannot be read.
+        """
+        files = tokenizer.special.files
+        config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
+        if file:
+            try:
+                source = read_text(file).removeprefix("\ufeff")
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"--chat-template {file} cannot be read: {getattr(error, 'strerror', None) or error}; give a text file") from None
+            return cls(source, file, _words(tokenizer, config, source))
+        named = templates_of(files)
+        if named and "default" not in named:
+            raise DataError(
+                f"the tokenizer of the data has chat templates named {', '.join(sorted(named))} and none named default; "
+                "write one of them to a file and name it with --chat-template FILE"
+            )
+        if not named:
+            raise DataError(
+                "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
+                "or the tokenizer of a model for conversations with --tokenizer-path DIR"
+            )
+        source, tools = named["default"], named.get(_TOOL_USE, "")
+        return cls(source, TOKENIZER_CONFIG, _words(tokenizer, config, source + tools), tools)
+
+
+def templates_of(files: Mapping[str, str]) -> dict[str, str]:
+    """Return the templates in a tokenizer's files by name; the one that is used without a name is "default".
+
+    Args:
+        files: name -> content of the files beside tokenizer.json.
+    """
+    if CHAT_TEMPLATE in files:
+        return {"default": files[CHAT_TEMPLATE]}
+    found = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    entries = [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+    return {str(each.get("name")): each["template"] for each in entries if isinstance(each.get("template"), str)}
+
+
+def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
+    """Return the tokenizer with the template in a file as its own, so that whatever keeps the tokenizer keeps the template.
+
+    Args:
+        tokenizer: the tokenizer; it is not changed.
+        file: path of the template.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    source = ChatSource.of(tokenizer, file).source
+    files = {**tokenizer.special.files, CHAT_TEMPLATE: source}
+    config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
+    if "chat_template" in config:  # which readers older than the file of its own take
+        files[TOKENIZER_CONFIG] = json.dumps({**config, "chat_template": source}, indent=2, ensure_ascii=False) + "\n"
+    found = copy.copy(tokenizer)
+    found.special = replace(tokenizer.special, files=files)
+    return found
+
+
+def _words(tokenizer: Tokenizer, config: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Return the special tokens by the names that templates use: those that files declare, and else those that an exported tokenizer declares."""
+    files = tokenizer.special.files
+    named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in _WORDS if config.get(name)}}
+    words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in _WORDS}
+    if TOKENIZER_CONFIG in files:
+        return words
+    own = {name: word for name, word in _own_words(tokenizer).items() if word and name in source}  # others would change keys of the cache in vain
+    return {**own, **words}
+
+
+def _own_words(tokenizer: Tokenizer) -> dict[str, str | None]:
+    """Return the names that `hf.tokenizer_files` writes for a tokenizer without a tokenizer_config.json."""
+    special, inner = tokenizer.special, getattr(tokenizer, "inner", None)
+    if isinstance(tokenizer, ByteTokenizer):
+        word = END_OF_TEXT if tokenizer.end_of_text > ord("\n") else None
+        return {"bos_token": word, "eos_token": word, "unk_token": word}
+    begin = None if special.bos is None or inner is None else inner.id_to_token(special.bos)
+    end = inner.id_to_token(special.eos[0]) if special.eos and inner is not None else None
+    return {"bos_token": begin, "eos_token": end, "unk_token": END_OF_TEXT if end == END_OF_TEXT else None}

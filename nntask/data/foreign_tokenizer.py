@@ -1,0 +1,134 @@
+"""Tokenizers of others, opened: from a tokenizer.json, a GGUF file, or a vocabulary without rules, with all that the files beside it add.
+
+A text has one encoding here: truncation and padding, which training scripts leave in tokenizer.json, are off, and so is dropout of merges.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError
+from ..gguf.model_file import GgufModel, is_gguf, open_gguf
+from ..io.json_file import LARGEST_NBYTES
+from .added_tokens import add_tokens
+from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, companions
+from .tokenizer_keys import check_keys
+from .vocabulary_files import SENTENCE_PIECE, built, conversion, default_special, put_around, rule_of, vocabulary_of
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+_POINTER: Final = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTokenizer:
+    """A tokenizer that was opened.
+
+    Args:
+        inner: the `tokenizers.Tokenizer`.
+        directory: directory of its files, or the GGUF file.
+        notes: what the files say and is not followed, a sentence each.
+        terms: what its tokens follow from besides the bytes of its file; "" if nothing.
+    """
+
+    inner: Any
+    directory: Path
+    notes: tuple[str, ...]
+    terms: str
+
+
+def have_tokenizers() -> bool:
+    """Whether the `tokenizers` package is installed."""
+    return importlib.util.find_spec("tokenizers") is not None
+
+
+def open_tokenizer(path: Path) -> OpenedTokenizer:
+    """Open a tokenizer.
+
+    Args:
+        path: a tokenizer.json, a directory, or a GGUF file.
+
+    Raises:
+        DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
+    """
+    opened = open_gguf(path) if is_gguf(path) else None
+    if opened is not None and opened.untranslated:
+        raise DataError(f"the tokenizer in {path} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
+    inside = None if opened is None else opened.files.get(TOKENIZER_FILE)
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    vocabulary = vocabulary_of(path) if path.is_dir() and not file.is_file() else ()
+    if not vocabulary and (not file.is_file() or (inside is None and opened is not None)):
+        if (path / SENTENCE_PIECE).is_file():
+            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}; write one with: {conversion(path)}")
+        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
+    if not have_tokenizers():
+        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
+    directory = path if vocabulary else file.parent if inside is None else file
+    objects = companions(directory)[1]
+    rule = rule_of(path, objects) if vocabulary else None
+    if rule is not None:
+        config = {**objects.get(SPECIAL_TOKENS, {}), **objects.get(TOKENIZER_CONFIG, {})}
+        inner = built(path, rule, config)
+    else:
+        inner = _read(file, opened)
+    dropout = getattr(inner.model, "dropout", None)
+    if dropout:
+        inner.model.dropout = None
+    inner.no_truncation()
+    inner.no_padding()
+    added = add_tokens(inner, objects, str(directory), {} if rule is None else default_special(rule))
+    if rule is not None:
+        put_around(inner, rule, config)
+    is_split = objects.get(TOKENIZER_CONFIG, {}).get("split_special_tokens") is True
+    if is_split:
+        inner.encode_special_tokens = True
+    notes = check_keys(inner, objects, str(directory))
+    if dropout:
+        notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)
+    terms = "" if rule is None else hashlib.sha256(inner.to_str().encode()).hexdigest()
+    return OpenedTokenizer(inner, directory, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+
+
+def _read(file: Path, opened: GgufModel | None) -> Any:
+    """The `tokenizers.Tokenizer` of a file, or of the text in a GGUF file."""
+    import tokenizers
+
+    inside = None if opened is None else opened.files[TOKENIZER_FILE]
+    if inside is None and (size := file.stat().st_size) > LARGEST_NBYTES:
+        raise DataError(f"{file} has {size:,} bytes, and a tokenizer file at most {LARGEST_NBYTES:,}; copy it again, or use another tokenizer")
+    if inside is None:
+        with file.open("rb") as begin:
+            if begin.read(len(_POINTER)) == _POINTER:
+                raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
+    try:
+        return tokenizers.Tokenizer.from_file(str(file)) if inside is None else tokenizers.Tokenizer.from_str(inside)
+    except Exception as error:  # the package raises bare Exception for any broken file
+        if opened is not None and (flaw := opened.flaw()):
+            raise DataError(f"the tokenizer in {file} {flaw}; name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
+        raise DataError(
+            f"{file} is not a tokenizer file: {error}; copy it again, or update the tokenizers package, which is {tokenizers.__version__} here"
+        ) from None
+
+
+def stored_tokenizer(path: Path) -> bytes:
+    """The content of a tokenizer's file: a tokenizer.json, that of a directory or of a GGUF file, or the files of a vocabulary."""
+    if is_gguf(path):
+        return open_gguf(path).files[TOKENIZER_FILE].encode()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    return file.read_bytes() if file.is_file() else b"".join(each.read_bytes() for each in vocabulary_of(path))
+
+
+def other_way(path: Path) -> str:
+    """Return how else a model without a tokenizer that is read here gets one, as the end of an error message; "" if there is no other way."""
+    return f", or write its {TOKENIZER_FILE} with: {conversion(path)}" if (path / SENTENCE_PIECE).is_file() else ""
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model directory or a GGUF file comes with a tokenizer."""
+    if is_gguf(path):
+        return TOKENIZER_FILE in open_gguf(path).files
+    return (path / TOKENIZER_FILE).is_file() or bool(vocabulary_of(path))

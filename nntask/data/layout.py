@@ -1,0 +1,196 @@
+"""Layouts of data directories: which files train, validate and test, decided from the names of the files alone.
+
+`splits_of` is a pure function from a listing to splits. It knows, in this order: what `save_to_disk` of `datasets` writes, the card of a repository,
+the Hub's shards (``data/train-00000-of-00003.parquet``), and the names of splits in folders, then in files, with the keywords and the delimiters of
+`datasets`. A directory without any of these is a plain tree, whose files all train.
+
+The training split trains, the validation split validates, and files of a test split are never training data. A layout that leaves open what trains is
+refused, and the message says what to pass.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from ..errors import DataError
+from .cards import CARD, CardConfig, card_configs, is_dataset_card, matching
+from .saved import DICT, STATE, object_in, saved_splits
+from .splits import Listing, Splits, base_name, named, named_splits, splits_in, splits_in_folders
+
+INFOS: Final = "dataset_infos.json"
+HEAD: Final = "refs/main"
+_SHARD: Final = re.compile(r"data/(\w[\w.]*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_DESCRIPTIONS: Final = frozenset({"dataset_info.json", INFOS, DICT})
+"""Files that describe a dataset wherever they are."""
+_ABOUT: Final = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|changelog|authors|contributing|requirements)([-_][^.]*)?(\.(md|txt|rst|html|cff|pdf))?"
+    r"|config\.json|dummy_data\.zip",
+    re.IGNORECASE,
+)
+"""Names of files that are about the data, where the directory shows other signs of being a dataset."""
+
+
+def is_document(name: str) -> bool:
+    """Whether `splits_of` reads the content of a file."""
+    return name in (CARD, INFOS, HEAD) or base_name(name) in (DICT, STATE)
+
+
+def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callable[[str], bool]) -> Splits:
+    """Return what the files of a directory are for.
+
+    Args:
+        listing: the directory.
+        is_data: whether a file, by its name, can hold data of the wanted form.
+        has_rows: whether a file, by its name, holds rows, as tables and JSON lines do; texts do not.
+
+    Raises:
+        DataError: the layout leaves open what trains, or a file that describes it is damaged.
+    """
+    snapshot = _snapshot(listing)
+    if snapshot:
+        return splits_of(listing.below(snapshot), is_data, has_rows).within(snapshot)
+    saved = saved_splits(listing, is_data)
+    if saved is not None:
+        return saved
+    about = frozenset(name for name in listing.files if _is_metadata(name, listing))
+    asides = frozenset(name for name in listing.files if name not in about and _ABOUT.fullmatch(base_name(name)))
+    config = _card_config(listing)
+    files = tuple(name for name in listing.files if is_data(name) and name not in about)
+    rows = 2 * sum(map(has_rows, files)) > sum(name not in asides for name in files)
+    if config is not None:
+        found = _of_config(listing, config, files)
+    else:
+        found = _by_shards(listing, files) or _by_names(listing, tuple(name for name in files if name not in asides))
+    if found is None:
+        plain = tuple(name for name in files if not rows or name not in asides)
+        return Splits("", plain, metadata=tuple(name for name in listing.files if name in about or (rows and name in asides)))
+    taken = {*found.train, *found.validation, *found.test}
+    return replace(found, metadata=tuple(name for name in listing.files if name in about or (name in asides and name not in taken)))
+
+
+def _is_metadata(name: str, listing: Listing) -> bool:
+    return base_name(name) in _DESCRIPTIONS or (name == CARD and is_dataset_card(listing.documents.get(CARD, "")))
+
+
+def _snapshot(listing: Listing) -> str:
+    """The folder of the files of a repository in the Hub's cache; "" for any other directory.
+
+    Raises:
+        DataError: there are several snapshots, and no reference to one of them.
+    """
+    folders = list(dict.fromkeys("/".join(name.split("/")[:2]) for name in listing.files if re.match(r"snapshots/[^/]+/", name)))
+    if not folders or not any(name.startswith("blobs/") for name in listing.files):
+        return ""
+    head = f"snapshots/{listing.documents.get(HEAD, '').strip()}"
+    if head in folders:
+        return head
+    if len(folders) > 1:
+        raise DataError(f"{listing.where} has {len(folders)} snapshots of a repository; name one, as in {listing.root}/{folders[0]}")
+    return folders[0]
+
+
+def _card_config(listing: Listing) -> CardConfig | None:
+    """The config of the card that is used; None for a card without files.
+
+    Raises:
+        DataError: the card has several configs and no default.
+    """
+    configs = [each for each in card_configs(listing.documents.get(CARD, ""), f"{listing.root}/{CARD}") if each.patterns or each.folder]
+    defaults = configs if len(configs) == 1 else [each for each in configs if each.is_default]
+    if configs and len(defaults) != 1:
+        name = configs[0].folder or next(iter(configs[0].patterns.values()))[0]
+        raise DataError(
+            f"the card of {listing.where} has {len(configs)} configs, {', '.join(each.name for each in configs[:8])}, and "
+            f"{'no default' if not defaults else 'several defaults'}; pass the files of one, as in {listing.flag} '{listing.root}/{name}'"
+        )
+    return defaults[0] if defaults else None
+
+
+def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> Splits | None:
+    """The splits that a config of the card names.
+
+    Raises:
+        DataError: no file is what the card names.
+    """
+    layout = f"card, config {config.name}"
+    if not config.patterns:
+        inside = listing.below(config.folder)
+        found = _by_names(inside, tuple(name[len(config.folder) + 1 :] for name in files if name.startswith(f"{config.folder}/")))
+        plain = Splits("", listing.in_order(name for name in files if name.startswith(f"{config.folder}/")))
+        found = found.within(config.folder) if found else plain
+    else:
+        by_split = {
+            split: tuple(dict.fromkeys(name for each in wanted for name in matching(each, files))) for split, wanted in config.patterns.items()
+        }
+        present = {split: names for split, names in by_split.items() if names}
+        if not present:
+            missing = next(iter(config.patterns.values()))[0]
+            raise DataError(f"the card of {listing.where} names {missing}, and no such file with data is there; copy the directory again")
+        found = named_splits(listing, layout, present)
+    taken = {*found.train, *found.validation, *found.test, *found.others}
+    return replace(found, layout=layout, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(name)))
+
+
+def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
+    """The splits of ``data/NAME-00000-of-00001.EXTENSION``; None without such a file."""
+    by_split: dict[str, list[str]] = {}
+    for name in files:
+        if shard := _SHARD.fullmatch(name):
+            by_split.setdefault(shard.group(1), []).append(name)
+    if not by_split:
+        return None
+    found = named_splits(listing, "shards of the Hub", {name: tuple(names) for name, names in by_split.items()})
+    taken = {name for names in by_split.values() for name in names}
+    return replace(found, others=found.others + tuple(name for name in files if name not in taken and not _ABOUT.fullmatch(base_name(name))))
+
+
+def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
+    """The splits whose keywords are in names of folders, else of files; None for a plain tree.
+
+    Raises:
+        DataError: a file is of several splits, or most are of none.
+    """
+    marked = {name: found for name in files if (found := splits_in_folders(name))}
+    layout = "names of folders"
+    if not any("train" in found for found in marked.values()):
+        layout = layout if marked else "names of files"
+        marked |= {name: found for name in files if name not in marked and (found := splits_in(base_name(name)))}
+    if not marked:
+        return None
+    for name, found in marked.items():
+        if "train" in found and len(found) > 1:
+            raise DataError(f"{listing.where} has {name}, whose name is of the splits {' and '.join(sorted(found))}; {_advice(listing, name)}")
+    train, test = (tuple(name for name, found in marked.items() if split in found) for split in ("train", "test"))
+    validation = tuple(name for name, found in marked.items() if found == {"validation"})
+    others = tuple(name for name in files if name not in marked)
+    kept_apart = validation or test or any(splits_in(base_name(name)) - {"train"} for name in others)
+    _check_configs(listing, train)
+    if not train:
+        train, others = others, ()
+    elif len(others) > len(marked) and not kept_apart:
+        return None  # a name by chance: nothing here is for validation or test
+    elif len(others) >= len(marked) and kept_apart:
+        raise DataError(
+            f"{listing.where} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
+            f"or {listing.flag} '{listing.root}/**' to train on all"
+        )
+    return Splits(layout, *(listing.in_order(names) for names in (train, validation, test, others)))
+
+
+def _advice(listing: Listing, name: str) -> str:
+    return f"pass what is to train, as in {listing.flag} '{listing.root}/{name}'"
+
+
+def _check_configs(listing: Listing, train: Sequence[str]) -> None:
+    """Refuse training files of several configs, by the old description of a repository.
+
+    Raises:
+        DataError: they are.
+    """
+    configs = object_in(listing, INFOS) if INFOS in listing.documents else {}
+    folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))
+    if len(folders) > 1:
+        raise DataError(f"{listing.where} has the configs {', '.join(folders[:8])}; name one, as in {listing.flag} {listing.root}/{folders[0]}")

@@ -1,0 +1,94 @@
+"""Files of text opened for reading, compressed ones unpacked on the way: gzip, bzip2 and xz by the standard library.
+
+The first bytes of a file say what it is, whatever its name. Formats that are not read, and pointers of Git LFS in place of data, are named.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+from ..errors import DataError
+from ..io.regular_file import open_regular
+
+PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed files, which `inner_suffix` looks behind."""
+_READERS: Final[Mapping[bytes, tuple[str, Callable[[IO[bytes]], Any]]]] = {
+    b"\x1f\x8b\x08": ("gzip", gzip.open),
+    b"BZh": ("bzip2", bz2.open),
+    b"\xfd7zXZ\x00": ("xz", lzma.open),
+}
+_BZIP2_BLOCK: Final = (b"\x31\x41\x59\x26\x53\x59", b"\x17\x72\x45\x38\x50\x90")
+"""What follows ``BZh`` and a digit in a bzip2 file, and in no text."""
+_UNREAD: Final = {
+    b"\x28\xb5\x2f\xfd": "is compressed by Zstandard, which is not read; unpack it with zstd -d",
+    b"PK\x03\x04": "is a zip archive, which is not read; unpack it with unzip",
+    b"7z\xbc\xaf\x27\x1c": "is a 7z archive, which is not read; unpack it",
+    b"\x04\x22\x4d\x18": "is compressed by LZ4, which is not read; unpack it with lz4 -d",
+    b"version https://git-lfs.github.com/spec/": "is a pointer of Git LFS, not the file itself; fetch it with git lfs pull",
+}
+_TAR: Final = slice(257, 262)
+_HEAD_NBYTES: Final = 512
+
+
+def inner_suffix(name: str) -> str:
+    """The suffix of a name, in lower case, without that of a compression."""
+    root, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(root)[1] if suffix in PACKED else suffix
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, unpacked; errors of reading it within the block become those of data.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, or is of a format that is not read.
+    """
+    kind = ""
+    try:
+        with os.fdopen(open_regular(path), "rb") as packed:
+            head = packed.peek(_HEAD_NBYTES)[:_HEAD_NBYTES]
+            check_head(path, head)
+            kind, reader = _reader_of(head)
+            if reader is None:
+                yield packed
+                return
+            with reader(packed) as file:
+                _check_tar(path, file.peek(_HEAD_NBYTES))
+                yield file
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole {kind} file: {error}; copy it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; copy it again, or leave it out") from None
+
+
+def check_head(path: Path, head: bytes) -> None:
+    """Refuse a file whose first bytes are those of a format that is not read.
+
+    Raises:
+        DataError: they are.
+    """
+    if head.startswith(tuple(_UNREAD)):
+        what = next(what for magic, what in _UNREAD.items() if head.startswith(magic))
+        raise DataError(f"{path} {what}, or leave it out")
+    _check_tar(path, head)
+
+
+def _check_tar(path: Path, head: bytes) -> None:
+    if head[_TAR] == b"ustar":
+        raise DataError(f"{path} is a tar archive, which is not read; unpack it with tar -xf, or leave it out")
+
+
+def _reader_of(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | None]:
+    """Name of the compression of a file that begins so, and what unpacks it; None for a file that is not compressed."""
+    for magic, (kind, reader) in _READERS.items():
+        if head.startswith(magic) and (kind != "bzip2" or head[4:10] in _BZIP2_BLOCK):
+            return kind, reader
+    return "", None

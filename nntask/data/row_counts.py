@@ -1,0 +1,76 @@
+"""Counts of what rows lose while they are encoded, as findings for the header of a run and summary.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from .findings import Finding
+from .objectives import Objective
+from .row_keys import RowKind, unknown_keys
+
+_MOST_NAMED: Final = 8
+"""Unknown keys that a sentence names."""
+
+
+class RowCounts:
+    """Counts of one split.
+
+    Args:
+        objective: what is learnt, with the lengths that rows are cut to.
+        split: "training" or "validation".
+    """
+
+    def __init__(self, objective: Objective, split: str) -> None:
+        self._objective, self._split = objective, split
+        self.num_rows = 0
+        self._numbers: Counter[str] = Counter()
+        self._unknown: Counter[str] = Counter()
+
+    def add(self, key: str, number: int = 1) -> None:
+        """Count rows under a key of `_SENTENCES`."""
+        self._numbers[key] += number
+
+    def check(self, kind: RowKind, rows: Iterable[Mapping[str, Any]], where: str) -> None:
+        """Count the unknown keys of a row, or of the messages of one; each key once a row.
+
+        Raises:
+            DataError: a key is refused.
+        """
+        for key in {key for row in rows for key in unknown_keys(row, kind, where)}:
+            self._unknown[f'"{key}"' + (" of messages" if kind == "message" else "")] += 1
+
+    def findings(self) -> Iterator[Finding]:
+        """Return what there is to say."""
+        before = "" if self._split == "training" else "validation_"
+        for key, sentence in _SENTENCES.items():
+            number, total = self._numbers[key], self._numbers["answers"] if key == "answers_changed" else self.num_rows
+            if number:
+                terms = {"length": self._objective.length, "target_length": self._objective.target_length}
+                yield Finding(before + key, number, total, sentence.format(number=number, total=total, split=self._split, **terms))
+        if self._unknown:
+            named = ", ".join(f"{key} in {number}" for key, number in self._unknown.most_common(_MOST_NAMED))
+            more = f" and {len(self._unknown) - _MOST_NAMED} others" if len(self._unknown) > _MOST_NAMED else ""
+            yield Finding(
+                f"{before}unknown_keys",
+                len(self._unknown),
+                0,
+                f"keys that mean nothing here are ignored in {self.num_rows} {self._split} rows: {named}{more}",
+            )
+
+
+_SENTENCES: Final = {
+    "rows_left_out": "{number} of {total} {split} conversations have no answer to learn within --seq-len {length} and are left out; raise --seq-len",
+    "rows_cut": "{number} of {total} {split} rows are longer than --seq-len {length} and are cut; raise --seq-len",
+    "inputs_cut": "{number} of {total} {split} inputs are longer than --seq-len {length} and are cut; raise --seq-len",
+    "outputs_cut": "{number} of {total} {split} outputs are longer than --target-len {target_length} and are cut; raise --target-len",
+    "nulls_in_tools": (
+        "{number} of {total} {split} conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
+        "tool does not have: those of tools are left out, and those of arguments are learnt; write such rows without them"
+    ),
+    "answers_changed": (
+        "{number} of {total} {split} answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "
+        "with what is between <think> and </think>, or writes it otherwise"
+    ),
+}

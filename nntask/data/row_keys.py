@@ -1,0 +1,162 @@
+"""Keys of rows and of messages that other programs write: each is used, ignored for a reason, or refused since it changes what the row means.
+
+A refused key with nothing in it (null, an empty string, list or object, false) is ignored. Any other key is unknown: it is ignored as well, and
+counted by `RowCounts`, so that a run names it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ..errors import DataError
+
+RowKind = Literal["pairs", "labels", "chat", "message"]
+Use = Literal["used", "written", "ignored", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    """What becomes of a key.
+
+    Args:
+        use: used; written by the chat template, or the row is refused; ignored; refused.
+        reason: what it is used for, why it is ignored, or what to do instead.
+        usual: value of a refused key that asks for what is done anyway.
+    """
+
+    use: Use
+    reason: str
+    usual: object = False
+
+    def is_refused(self, value: Any) -> bool:
+        """Return whether a value of the key is refused."""
+        return self.use == "refused" and value is not self.usual and (value is False or not is_nothing(value))
+
+
+def _all(use: Use, reason: str, *keys: str, usual: object = False) -> dict[str, KeyRule]:
+    return dict.fromkeys(keys, KeyRule(use, reason, usual))
+
+
+_PROVENANCE: Final = {
+    **_all("ignored", "names the row", "id", "_id", "idx", "index", "row_id", "uuid", "hash", "key"),
+    **_all("ignored", "names what the row is from", "conversation_id", "conv_id", "session_id", "question_id", "prompt_id", "source", "dataset"),
+    **_all("ignored", "names what the row is from", "origin", "url", "license", "author", "model", "generator", "subset", "split", "config"),
+    **_all(
+        "ignored", "describes the row", "metadata", "meta", "tags", "category", "topic", "full_topic", "task", "domain", "language", "lang", "type"
+    ),
+    **_all("ignored", "describes the row", "created", "created_at", "date", "timestamp", "version"),
+    **_all("ignored", "measures the row", "score", "quality", "difficulty", "rating", "num_turns", "num_tokens", "token_count", "length"),
+}
+_MEDIA: Final = _all("refused", "a text model reads no media", "image", "images", "video", "videos", "audio", "audios", "files")
+_WEIGHTS: Final = _all(
+    "refused", "all rows count alike; repeat a row, or leave it out", "weight", "sample_weight", "loss_weight", "loss_scale", "importance"
+)
+_PREFERENCES: Final = _all(
+    "refused",
+    "preferences are not learnt; keep the better answer as the conversation",
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "kto_tag",
+    "margin",
+)
+
+ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
+    "pairs": {
+        **_PROVENANCE,
+        **_MEDIA,
+        **_WEIGHTS,
+        **_PREFERENCES,
+        **_all("used", "what the model reads", "input"),
+        **_all("used", "what the model learns to write", "target"),
+        **_all("refused", 'text that belongs to the input; put it into "input"', "instruction", "system", "prefix", "context", "history"),
+    },
+    "labels": {
+        **_PROVENANCE,
+        **_MEDIA,
+        **_WEIGHTS,
+        **_all("used", "the text", "text"),
+        **_all("used", "the second text", "pair"),
+        **_all("used", "the class", "label"),
+        **_all("refused", 'name the second text "pair"', "text_pair", "text2", "text_b", "sentence2"),
+        **_all("refused", 'a row has one class; name it "label"', "labels"),
+    },
+    "chat": {
+        **_PROVENANCE,
+        **_MEDIA,
+        **_WEIGHTS,
+        **_PREFERENCES,
+        **_all("used", "the conversation", "messages"),
+        **_all("used", "functions that the assistant may call, for the chat template", "tools"),
+        **_all("used", "documents that the conversation is about, for the chat template", "documents"),
+        **_all("used", "further variables of the chat template", "chat_template_kwargs"),
+        **_all("ignored", "repeats the first message", "prompt"),
+        **_all("ignored", "says how functions are called, which a text does not", "parallel_tool_calls", "tool_choice"),
+        **_all("refused", 'functions of the older format; write them as "tools"', "functions", "function_call"),
+        **_all("refused", "a message outside the conversation; put it first among the messages", "system", "system_prompt", "instruction"),
+        **_all("refused", "text outside the conversation; put it among the messages", "conversations", "history", "completion", "response", "query"),
+        **_all("refused", "all rows have one template; name it with --chat-template FILE", "chat_template"),
+        **_all("refused", "all rows are learnt; leave it out", "label", "labels"),
+    },
+    "message": {
+        **_MEDIA,
+        **_all("used", "who says it", "role"),
+        **_all("used", "what is said", "content"),
+        **_all("used", "1 or 0: whether an answer is learnt", "weight"),
+        **_all("written", "functions that the assistant calls", "tool_calls", "function_call"),
+        **_all("written", "what the assistant thinks before it answers", "reasoning_content", "reasoning", "thinking"),
+        **_all("written", "what the assistant says instead of an answer", "refusal"),
+        **_all("ignored", "names the message", "id", "uuid", "timestamp", "created", "model", "index"),
+        **_all("ignored", "written by templates that know it", "name", "tool_call_id", "annotations"),
+        **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train", "training", "loss", usual=True),
+        **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train_detail", "loss_scale", "mask"),
+        **_all("refused", "a message is a whole one; join it with what it begins", "prefix", "partial"),
+    },
+}
+"""Kind of row -> key -> what becomes of it."""
+
+_OTHER_FORMATS: Final = (
+    (
+        frozenset(("conversations",)),
+        'conversations of another format; write each as {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+    ),
+    (frozenset(("chosen", "rejected")), 'preferences, which are not learnt; keep the better answers as {"messages": [...]}'),
+    (frozenset(("prompt", "completion")), 'a prompt and its completion; write them as {"messages": [...]} or {"text": "..."}'),
+    (frozenset(("instruction", "output")), 'an instruction and its output; write them as {"messages": [...]} or {"text": "..."}'),
+)
+"""Keys of a row in a format of other programs, and what it holds."""
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value says no more than a missing key."""
+    return value is None or value is False or value in ("", [], {})
+
+
+def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[str]:
+    """Return the keys of a row or a message that nobody knows.
+
+    Args:
+        values: the row or the message.
+        kind: what it is.
+        where: the place of the row, for messages.
+
+    Raises:
+        DataError: a key is refused.
+    """
+    rules, found = ROW_KEYS[kind], []
+    for key, value in values.items():
+        rule = rules.get(key)
+        if rule is None:
+            found.append(key)
+        elif rule.is_refused(value):
+            what = "a message with" if kind == "message" else ""
+            raise DataError(f'{where} has {what}{" " if what else ""}"{key}", which is not read: {rule.reason}, or remove the key')
+    return found
+
+
+def format_hint(keys: Iterable[str]) -> str:
+    """Return what a row of another program's format holds, and what to write instead; "" for an unknown one."""
+    found = set(keys)
+    return next((hint for names, hint in _OTHER_FORMATS if names <= found), "")

@@ -1,0 +1,97 @@
+"""Directories that `save_to_disk` of `datasets` wrote: a Dataset, or a DatasetDict of several splits; the tables are those that state.json lists."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from ..errors import DataError
+from .splits import Listing, Splits, named_splits, splits_in
+
+DICT: Final = "dataset_dict.json"
+STATE: Final = "state.json"
+
+
+def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | None:
+    """Return the splits of a saved dataset; None for any other directory.
+
+    Raises:
+        DataError: the directory holds several datasets, or a description is damaged.
+    """
+    if DICT in listing.documents:
+        names = object_in(listing, DICT).get("splits")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError(f"{listing.root}/{DICT} must list its splits, got {listing.documents[DICT][:60]!r}; save the dataset again")
+        return _rest(listing, named_splits(listing, "save_to_disk", {name: _tables(listing, name) for name in names}, folders=True), is_data)
+    if STATE in listing.documents and (tables := _tables(listing, "")):
+        return _rest(listing, Splits("save_to_disk", tables), is_data)
+    found = [name.rpartition("/")[0] for name in listing.documents if name.endswith(f"/{DICT}")]
+    below = tuple(f"{folder}/" for folder in found)
+    states = (name.rpartition("/")[0] for name in listing.documents if name.endswith(f"/{STATE}") and not name.startswith(below))
+    found += [folder for folder in states if _tables(listing, folder)]
+    if len(found) == 1:
+        inner = saved_splits(listing.below(found[0]), is_data)
+        return None if inner is None else _rest(listing, inner.within(found[0]), is_data)
+    if found and all(splits_in(folder) and f"{folder}/{DICT}" not in listing.documents for folder in found):
+        return _rest(listing, named_splits(listing, "save_to_disk", {folder: _tables(listing, folder) for folder in found}, folders=True), is_data)
+    if found:
+        names = ", ".join(found[:8])
+        raise DataError(
+            f"{listing.where} holds {len(found)} datasets of save_to_disk: {names}; name one, as in {listing.flag} {listing.root}/{found[0]}"
+        )
+    return None
+
+
+def _tables(listing: Listing, folder: str) -> tuple[str, ...]:
+    """The tables that the state.json of a saved dataset lists; none if it is another file of that name.
+
+    Raises:
+        DataError: a table is missing, or is reordered by another file.
+    """
+    prefix = f"{folder}/" if folder else ""
+    if f"{prefix}{STATE}" not in listing.documents:
+        return ()
+    try:
+        state = object_in(listing, f"{prefix}{STATE}")
+    except DataError:
+        if f"{prefix}dataset_info.json" in listing.files:
+            raise
+        return ()
+    entries = state.get("_data_files")
+    if not isinstance(entries, list) or not all(isinstance(each, dict) and isinstance(each.get("filename"), str) for each in entries):
+        return ()
+    if state.get("_indices_data_files"):
+        raise DataError(f"{listing.root}/{prefix}{STATE} names a table of indices, which is not read; save flatten_indices() of the dataset")
+    names = tuple(prefix + each["filename"] for each in entries)
+    if missing := [name for name in names if name not in listing.files]:
+        raise DataError(f"{listing.root}/{missing[0]} is named in {prefix}{STATE} and is not there; copy the directory again")
+    return names
+
+
+def object_in(listing: Listing, name: str) -> Mapping[str, Any]:
+    """The object in a document of a listing.
+
+    Raises:
+        DataError: the document is something else.
+    """
+    try:
+        found = json.loads(listing.documents[name])
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{listing.root}/{name} is not JSON: {error}; copy it again, or remove it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{listing.root}/{name} must be an object, got {listing.documents[name][:40]!r}; copy it again, or remove it")
+    return found
+
+
+def _rest(listing: Listing, found: Splits, is_data: Callable[[str], bool]) -> Splits:
+    """The splits of saved tables if the wanted form reads them, with all other files as metadata.
+
+    Raises:
+        DataError: tables are not of the wanted form.
+    """
+    if not all(is_data(name) for name in found.train):
+        raise DataError(f"{listing.where} holds tables of save_to_disk, which this dataset does not read; use --dataset text or --dataset jsonl")
+    taken = {*found.train, *found.validation, *found.test, *found.others}
+    return replace(found, metadata=tuple(name for name in listing.files if name not in taken))

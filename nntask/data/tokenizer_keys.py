@@ -1,0 +1,167 @@
+"""Keys of the files of tokenizers: which are used, which are ignored and why, and which are refused.
+
+tokenizer.json is read whole by the `tokenizers` package, but for `truncation` and `padding`, which are about batches, and `dropout` of merges, which
+makes the tokens of a text random. Its rules count where other files repeat them: a key that says otherwise is refused if it changes tokens in
+transformers, and a note if it does not. Keys that are in no table change nothing in transformers' general tokenizer; a note names them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ..errors import DataError
+from .added_tokens import ROLES
+
+_NOTHING: Final[tuple[Any, ...]] = (None, False, [], {})
+"""Values of switches and lists that change nothing."""
+_NEUTRAL: Final = (("guidance_scale", 1),)
+USED: Final = frozenset(
+    {
+        *ROLES,
+        *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template", "split_special_tokens"),
+        *("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "strip_accents", "tokenize_chinese_chars", "fix_mistral_regex"),
+    }
+)
+"""Keys of tokenizer_config.json and special_tokens_map.json that are read or compared."""
+_REASONS: Final[Mapping[str, str]] = {
+    "rows are cut and padded to --seq-len, texts and prompts never": (
+        "model_max_length max_length max_len padding_side truncation_side truncation_strategy truncation padding stride pad_to_multiple_of "
+        "pad_token_type_id model_input_names return_token_type_ids max_model_input_sizes"
+    ),
+    "a record of the files and the software that wrote them": (
+        "tokenizer_class tokenizer_type processor_class name_or_path special_tokens_map_file tokenizer_file vocab_file merges_file spm_file auto_map "
+        "transformers_version _commit_hash device_map backend is_local local_files_only token use_fast from_slow init_inputs trust_remote_code "
+        "slow_tokenizer_class vocab_size added_tokens_file full_tokenizer_file tokenizers_version revision __type model_type tokenizer_version"
+    ),
+    "about text, not ids: tokens are written as tokenizer.json decodes them": (
+        "clean_up_tokenization_spaces errors spaces_between_special_tokens decode_with_prefix_space skip_special_tokens"
+    ),
+    "of tokenizers without a tokenizer.json, whose rules it has": (
+        "legacy legacy_behaviour sp_model_kwargs do_basic_tokenize never_split normalize remove_space keep_accents do_lower trim_offsets unk_id "
+        "bos_id eos_id pad_id vocab use_regex add_dummy_prefix extra_ids remove_extra_whitespaces wordpieces_prefix clean_text"
+    ),
+    "of chats, which the chat template writes": "use_default_system_prompt response_schema response_template chat_control_tokens tool_parser_type",
+    "of inputs that are no text": "image_token_id video_token_id audio_token_id image_seq_len num_image_tokens patch_size spatial_merge_size",
+}
+IGNORED: Final[Mapping[str, str]] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
+"""Key of tokenizer_config.json -> why it is not read."""
+GENERATION_USED: Final = frozenset({"bos_token_id", "eos_token_id"})
+"""Keys of generation_config.json that are read."""
+_GENERATION_REASONS: Final[Mapping[str, str]] = {
+    "flags of generate and fields of requests say how tokens are chosen, and how many": (
+        "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
+        "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups diversity_penalty "
+        "early_stopping penalty_alpha max_length "
+        "min_length max_new_tokens min_new_tokens max_time stop_strings num_return_sequences renormalize_logits remove_invalid_values low_memory"
+    ),
+    "a role of a token that other files declare": "pad_token_id decoder_start_token_id",
+    "how transformers computes or returns the same tokens": (
+        "use_cache cache_implementation cache_config return_legacy_cache output_attentions output_hidden_states output_scores output_logits "
+        "return_dict_in_generate compile_config disable_compile use_mtp prompt_lookup_num_tokens max_matching_ngram_size is_assistant "
+        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+        "assistant_early_exit assistant_lookbehind target_lookbehind prefill_chunk_size "
+        "continuous_batching_config token_healing"
+    ),
+    "a record of the software that wrote the file": (
+        "transformers_version _from_model_config generation_kwargs _commit_hash trust_remote_code custom_generate"
+    ),
+}
+GENERATION_IGNORED: Final[Mapping[str, str]] = {key: reason for reason, keys in _GENERATION_REASONS.items() for key in keys.split()}
+"""Key of generation_config.json -> why it is not read; keys in neither table forbid or force tokens, or are not known."""
+
+
+def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, ...]:
+    """Compare the keys of a tokenizer's files with its tokenizer.json.
+
+    Args:
+        inner: the `tokenizers.Tokenizer`, with all its tokens.
+        objects: name -> content of the JSON files beside it.
+        where: its directory, for messages.
+
+    Returns:
+        Notes about what is not followed, a sentence each.
+
+    Raises:
+        DataError: a key says otherwise than tokenizer.json, and transformers would give a text other tokens for it.
+    """
+    config = objects.get("tokenizer_config.json", {})
+    for key, value, given in _repeated(inner, config):
+        if type(value) is bool and value != given:
+            raise DataError(
+                f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so a text would "
+                "have other tokens by one than by the other; make both say what the model was trained with"
+            )
+    if config.get("fix_mistral_regex") is True:
+        raise DataError(
+            f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words; load and save "
+            "the tokenizer with transformers, and remove the key"
+        )
+    return (*_around(inner, config), *_unknown(objects), *_unfollowed(objects.get("generation_config.json", {})))
+
+
+def steps(component: Any, key: str) -> list[dict[str, Any]]:
+    """Return the parts of a normalizer or pre-tokenizer as JSON objects, sequences resolved.
+
+    Args:
+        component: of a `tokenizers.Tokenizer`, or None.
+        key: key of the parts of a sequence.
+    """
+    waiting, found = [] if component is None else [json.loads(component.__getstate__())], []
+    while waiting:
+        step = waiting.pop(0)
+        if step["type"] == "Sequence":
+            waiting[:0] = step[key]
+        else:
+            found.append(step)
+    return found
+
+
+def _repeated(inner: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Keys of a config that repeat what tokenizer.json says, with both values."""
+    normalizers, splitters = steps(inner.normalizer, "normalizers"), steps(inner.pre_tokenizer, "pretokenizers")
+    for step in normalizers:
+        if step["type"] == "BertNormalizer":
+            accents = step["lowercase"] if step["strip_accents"] is None else step["strip_accents"]
+            yield "do_lower_case", config.get("do_lower_case"), step["lowercase"]
+            yield "strip_accents", config.get("strip_accents"), accents
+            yield "tokenize_chinese_chars", config.get("tokenize_chinese_chars"), step["handle_chinese_chars"]
+    prefix = config.get("add_prefix_space")
+    for step in splitters:
+        if step["type"] == "ByteLevel":
+            yield "add_prefix_space", prefix, step["add_prefix_space"]
+    is_prepended = any(step["type"] == "Prepend" for step in normalizers)
+    if prefix is False and (is_prepended or any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in splitters)):
+        yield "add_prefix_space", prefix, True
+
+
+def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
+    """Notes about tokens that a config puts around a text and tokenizer.json does not, or the other way about."""
+    whole = inner.encode("a", add_special_tokens=True)
+    ids, is_added = whole.ids, whole.special_tokens_mask
+    for key, at, side in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
+        value, entry = config.get(f"add_{key}"), config.get(key)
+        word = entry.get("content") if isinstance(entry, Mapping) else entry
+        index = inner.token_to_id(word) if isinstance(word, str) else None
+        is_put = bool(ids) and bool(is_added[at]) and ids[at] == index
+        if type(value) is bool and index is not None and value != is_put:
+            yield (
+                f"add_{key} in tokenizer_config.json is {str(value).lower()} and is not followed: tokenizer.json puts "
+                f"{word if is_put else f'no {word}'} {side} a text"
+            )
+
+
+def _unfollowed(config: Mapping[str, Any]) -> Iterator[str]:
+    """A note about the keys of generation_config.json that forbid or force tokens in transformers, or are not known."""
+    known = GENERATION_USED | set(GENERATION_IGNORED)
+    keys = [key for key, value in config.items() if key not in known and value not in _NOTHING and (key, value) not in _NEUTRAL]
+    if keys:
+        yield f"generation_config.json has {', '.join(keys)}, which {'is' if len(keys) == 1 else 'are'} not followed"
+
+
+def _unknown(objects: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        keys = [key for key in objects.get(name, {}) if key not in USED and key not in IGNORED and not key.endswith("_token")]
+        if keys:
+            yield f"{name} has {', '.join(keys)}, which {'is' if len(keys) == 1 else 'are'} not known here and not used"
