@@ -1,5 +1,5 @@
 from . import block_format
-from .block_format import BLOCK_FORMATS, Q4_0, Q8_0, BlockFormat
+from .block_format import BLOCK_FORMATS, ENCODED_FORMATS, Q4_0, Q8_0, BlockFormat
 from .emission import emit
 from .kernels.catalog import register
 from .kernels.registry import register_activation
@@ -10,6 +10,7 @@ from .view import TileView
 
 __all__ = [
     "BLOCK_FORMATS",
+    "ENCODED_FORMATS",
     "Q4_0",
     "Q8_0",
     "BlockFormat",

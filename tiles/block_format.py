@@ -1,10 +1,11 @@
-"""Blocks of quantised weights, as ggml lays them out: 32 neighbours of a row share one fp16 scale.
+"""Blocks of weights, as ggml lays them out: 32 or 256 neighbours of a row share one or two fp16 scales.
 
-A row of C weights is C / 32 blocks, one behind the other; a matrix (R, C) is so an array of bytes (R, C / 32 * block_bytes). A block is its scale d,
-little-endian, and then its values: of q8_0 32 int8 q, worth d * q each; of q4_0 16 bytes whose low halves are the first 16 values and whose high
-halves the last 16, worth d * (q - 8). `encode` gives the bytes of ggml's reference quantisation (quantize_row_q8_0_ref and quantize_row_q4_0_ref of
-ggml-quants.c), the same as the Python package gguf writes. Weights are expected to be finite, and below 65504 * 127 (q8_0) or * 8 (q4_0) in
-magnitude: the scale of larger ones is infinite.
+A row of C weights is C / 32 or C / 256 blocks, one after the other, so a matrix (R, C) is an array of bytes (R, C / 32 * block_bytes).
+`decode` returns the numbers that blocks stand for, with the bits of the Python package gguf; `block_numbers` has the layouts. Weights of
+16 bits count as blocks of 32 numbers without a scale, so that a matrix of a file can stay as it is in memory.
+
+`encode` writes q8_0 and q4_0 only, with the bytes of ggml's reference quantisation (quantize_row_q8_0_ref and quantize_row_q4_0_ref of
+ggml-quants.c). It expects finite weights below 65504 * 127 (q8_0) or 65504 * 8 (q4_0) in magnitude: the scale of larger ones is infinite.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
+from .block_numbers import NUMBERS, Bytes, Floats
+
 _PIECE: Final = 1 << 18
 """Weights that are worked on at once, so that temporaries stay small."""
+_CHECKED: Final = 1 << 16
+"""Bytes of blocks whose scales are checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +32,21 @@ class BlockFormat:
     """How a block of weights is stored.
 
     Args:
-        name: as ggml calls it, in lower case.
+        name: ggml's name, in lower case.
         block_bytes: size of a block.
         block_values: weights of a block.
+        scales: byte offsets of the 16-bit floats in a block; its numbers are finite if these are.
     """
 
     name: str
     block_bytes: int
     block_values: int = 32
+    scales: tuple[int, ...] = (0,)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether numbers are rounded to fewer than 16 bits."""
+        return self.name not in ("f16", "bf16")
 
     def row_bytes(self, columns: int) -> int:
         """Size of a row of `columns` weights.
@@ -63,15 +74,34 @@ class BlockFormat:
 
 Q8_0: Final = BlockFormat("q8_0", 34)
 Q4_0: Final = BlockFormat("q4_0", 18)
-BLOCK_FORMATS: Final[Mapping[str, BlockFormat]] = MappingProxyType({each.name: each for each in (Q8_0, Q4_0)})
+_READ: Final = (
+    BlockFormat("q4_1", 20, scales=(0, 2)),
+    BlockFormat("q5_0", 22),
+    BlockFormat("q5_1", 24, scales=(0, 2)),
+    BlockFormat("iq4_nl", 18),
+    BlockFormat("iq4_xs", 136, 256),
+    BlockFormat("q2_k", 84, 256, scales=(80, 82)),
+    BlockFormat("q3_k", 110, 256, scales=(108,)),
+    BlockFormat("q4_k", 144, 256, scales=(0, 2)),
+    BlockFormat("q5_k", 176, 256, scales=(0, 2)),
+    BlockFormat("q6_k", 210, 256, scales=(208,)),
+    BlockFormat("f16", 64, scales=tuple(range(0, 64, 2))),
+    BlockFormat("bf16", 64, scales=tuple(range(0, 64, 2))),
+)
+BLOCK_FORMATS: Final[Mapping[str, BlockFormat]] = MappingProxyType({each.name: each for each in (Q8_0, Q4_0, *_READ)})
+"""Name -> format that products and lookups take."""
+ENCODED_FORMATS: Final[Mapping[str, BlockFormat]] = MappingProxyType({each.name: each for each in (Q8_0, Q4_0)})
+"""Name -> format that `encode` writes."""
 
 
 def encode(values: npt.NDArray[Any], block_format: BlockFormat) -> Bytes:
     """Quantise a matrix (R, C) -> its blocks (R, C / 32 * block_bytes).
 
     Raises:
-        ValueError: it is no matrix of whole blocks.
+        ValueError: it is no matrix of whole blocks, or nothing is written in this format.
     """
+    if block_format.name not in ENCODED_FORMATS:
+        raise ValueError(f"weights are encoded as {' or '.join(ENCODED_FORMATS)}, got {block_format.name}, which is only read; use one of these")
     rows, columns = _matrix(values, "values")
     blocks = np.empty((rows, block_format.row_bytes(columns)), np.uint8)
     for piece in _pieces(rows, columns):
@@ -86,7 +116,7 @@ def encode(values: npt.NDArray[Any], block_format: BlockFormat) -> Bytes:
 
 
 def decode(blocks: npt.NDArray[Any], block_format: BlockFormat, out: Floats | None = None) -> Floats:
-    """The weights (R, C) that blocks (R, C / 32 * block_bytes) stand for.
+    """Return the weights (R, C) that blocks (R, bytes of a row) stand for.
 
     Args:
         out: receives them; None for a new array.
@@ -100,9 +130,22 @@ def decode(blocks: npt.NDArray[Any], block_format: BlockFormat, out: Floats | No
         out = np.empty((rows, columns), np.float32)
     for piece in _pieces(rows, columns):
         some = np.ascontiguousarray(blocks[piece], np.uint8).reshape(-1, block_format.block_bytes)
-        values = _decode_q8_0(some) if block_format == Q8_0 else _decode_q4_0(some)
-        out[piece] = values.reshape(-1, columns)
+        out[piece] = NUMBERS[block_format.name](some).reshape(-1, columns)
     return out
+
+
+def first_bad_scale(blocks: Bytes, block_format: BlockFormat) -> Any:
+    """Return the first infinity or NaN among the scales of blocks (R, bytes of a row); None if all are finite."""
+    row_bytes = blocks.shape[1]
+    step, kind = max(1, _CHECKED // row_bytes), ml_dtypes.bfloat16 if block_format.name == "bf16" else np.dtype("<f2")
+    for row in range(0, blocks.shape[0], step):
+        some = blocks[row : row + step].reshape(-1, block_format.block_bytes)
+        if block_format.is_quantised:
+            some = some[:, [at + byte for at in block_format.scales for byte in (0, 1)]]
+        scales = np.ascontiguousarray(some).view(kind)
+        if not np.isfinite(scales).all():
+            return scales[~np.isfinite(scales)][0]
+    return None
 
 
 def _matrix(array: npt.NDArray[Any], what: str) -> tuple[int, int]:
@@ -119,11 +162,6 @@ def _pieces(rows: int, columns: int) -> Iterator[slice]:
 def _inverse(scale: Floats) -> Floats:
     """1 / scale, 0 for a scale of 0; of one below the smallest normal number it may be infinite, as in ggml."""
     return np.where(scale == 0, np.float32(0), 1 / scale)
-
-
-def _scales(blocks: Bytes) -> Floats:
-    """(N, 1) in fp32."""
-    return np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
 
 
 def _encode_q8_0(values: Floats, out: Bytes) -> None:
@@ -144,12 +182,3 @@ def _encode_q4_0(values: Floats, out: Bytes) -> None:
     halves = np.trunc(values * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15).reshape(-1, 2, 16)
     out[:, :2] = scale.astype("<f2").view(np.uint8)
     out[:, 2:] = halves[:, 0] | (halves[:, 1] << np.uint8(4))
-
-
-def _decode_q8_0(blocks: Bytes) -> Floats:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _scales(blocks)
-
-
-def _decode_q4_0(blocks: Bytes) -> Floats:
-    halves = np.concatenate([blocks[:, 2:] & np.uint8(15), blocks[:, 2:] >> np.uint8(4)], axis=1)
-    return (halves.astype(np.float32) - np.float32(8)) * _scales(blocks)

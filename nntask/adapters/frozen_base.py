@@ -144,7 +144,9 @@ class FrozenBase:
         """
         if self.kind in ("directory", "gguf"):
             directory = ModelDirectory.open(Path(self.path), model.config)
-            model.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in base_tensors(model).items()}))
+            blocks = directory.blocks({name: tensor.shape for name, tensor in base_tensors(model).items()})
+            # products of many tokens with 16-bit blocks are slower than with floats, so training takes floats
+            model.hold_blocks({name: how for name, how in blocks.items() if how.block_format.is_quantised})
         tensors = base_tensors(model)
         found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, model.config)
         if found is None:

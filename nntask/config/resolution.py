@@ -21,6 +21,7 @@ from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
+from ..hf.model_directory import block_sizes
 from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling, divisors
 from ..tiling.tile_table import read_table, shape_of
@@ -268,7 +269,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
 
 
 def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:
-    """The tile sizes that the tables have for filled settings.
+    """Return the tile sizes that the tables have for filled settings, in whole blocks of the weights that adapters learn beside.
 
     Args:
         device: device class, a key of the built-in table.
@@ -280,6 +281,8 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
     minibatch, length = cut.minibatch, known(settings.model.seq_len)
     rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
     row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
+    if rank_of(settings) is not None and settings.checkpoints.init_from:
+        row = row.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
     return row.resolve(config, minibatch, length)
 
 

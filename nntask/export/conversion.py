@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from scheduler import CapturingRuntime
-from tiles import BLOCK_FORMATS
+from tiles import BLOCK_FORMATS, ENCODED_FORMATS
 
 from ..adapters.lora import adapted
 from ..checkpoints.store import Checkpoint
@@ -28,6 +28,7 @@ from ..errors import Diverged, DoesNotFit, UsageError
 from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
+from ..io.block_ranges import BlockRange, turned
 from ..io.finite import first_not_finite
 from ..io.strided_ranges import FileRange, Rows
 from ..models.registry import build
@@ -95,7 +96,7 @@ class Convertible:
     def formats(self) -> dict[str, str]:
         """Name in the family's files -> format, of the matrices that are quantised already."""
         found = {name: getattr(self.weights[ours], "block_format", None) for ours, name in self._names().items()}
-        return {name: each.name for name, each in found.items() if each is not None}
+        return {name: each.name for name, each in found.items() if each is not None and each.is_quantised}
 
     def _names(self) -> dict[str, str]:
         return names_of(self.config, {name: each.shape for name, each in self.weights.items()})
@@ -166,8 +167,8 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
             raise UsageError(f"--keep {pattern} fits none of the {len(shapes)} tensors, such as {next(iter(shapes))}; correct it, or drop it")
     kinds, formats = {}, source.formats()
     for name, shape in shapes.items():
-        kinds[name] = "" if asked.type in BLOCK_FORMATS and len(shape) == 1 else asked.type
-        reason = _reason_to_stay(source, asked, name, shape) if asked.type in BLOCK_FORMATS and len(shape) > 1 else ""
+        kinds[name] = "" if asked.type in ENCODED_FORMATS and len(shape) == 1 else asked.type
+        reason = _reason_to_stay(source, asked, name, shape) if asked.type in ENCODED_FORMATS and len(shape) > 1 else ""
         if any(fnmatchcase(name, pattern) for pattern in asked.keep):
             kinds[name], reason = "", "--keep"
         if reason:
@@ -176,6 +177,12 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
     _check_gain(source.path, kinds, formats)
     kinds = {name: kind or formats.get(name, "") for name, kind in kinds.items()}
     return kinds, {reason: tuple(names) for reason, names in stayed.items()}
+
+
+def staying(source: Convertible, kinds: Mapping[str, str]) -> list[str]:
+    """Names, in the family's files, of the matrices whose blocks are copied as they are."""
+    formats = source.formats()
+    return [name for name, kind in kinds.items() if kind and kind == formats.get(name)]
 
 
 def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]) -> None:
@@ -188,7 +195,7 @@ def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]
     def nbytes(kind: str) -> float:
         return BLOCK_FORMATS[kind].block_bytes / BLOCK_FORMATS[kind].block_values
 
-    if grown := [name for name, kind in kinds.items() if kind in BLOCK_FORMATS and name in formats and nbytes(kind) > nbytes(formats[name])]:
+    if grown := [name for name, kind in kinds.items() if kind in ENCODED_FORMATS and name in formats and nbytes(kind) > nbytes(formats[name])]:
         name, more = grown[0], f" and {len(grown) - 1} more" if len(grown) > 1 else ""
         raise UsageError(
             f"{path} has {name}{more} in {formats[name]} already, and in {kinds[name]} they would be larger and no better; use the model that it was "
@@ -216,12 +223,15 @@ def is_turned(config: Any, name: str) -> bool:
     return bool(config.description.has_rows_in) and name not in (config.names.embedding, config.names.head)
 
 
-def copy_weights(source: Convertible, targets: Mapping[str, FileRange], kinds: Mapping[str, str], asked: Conversion) -> None:
+def copy_weights(
+    source: Convertible, targets: Mapping[str, FileRange], blocks: Mapping[str, FileRange], kinds: Mapping[str, str], asked: Conversion
+) -> None:
     """Copy all weights to their ranges.
 
     Args:
         source: the model.
-        targets: name in the family's files -> range.
+        targets: name in the family's files -> range of the numbers.
+        blocks: the same name -> range of the bytes (out, bytes of a row), of the matrices that stay in the blocks that they have.
         kinds: the same name -> type that it gets, for messages and bounds.
         asked: memory that may be taken.
 
@@ -230,14 +240,17 @@ def copy_weights(source: Convertible, targets: Mapping[str, FileRange], kinds: M
         Diverged: a weight is not finite.
         UsageError: a weight is too large for its new type.
     """
-    layout = FileLayout(targets)
-    for ours, array in source.config.names.from_hf(layout.arrays(), source.config).items():
+    layout = FileLayout({**targets, **blocks})
+    placeholders = {name: array.T if name in blocks and is_turned(source.config, name) else array for name, array in layout.arrays().items()}
+    for ours, array in source.config.names.from_hf(placeholders, source.config).items():
         weight, target, name = source.weights[ours], layout.range_of(array), layout.name_of(array)
+        if name in blocks and isinstance(weight, BlockRange):
+            weight, target = weight.blocks, turned(target) if is_turned(source.config, name) else target
         for window in _windows(target, weight.dtype.itemsize, asked.nbytes, name):
             values = weight[window]
             piece = np.empty(values.shape, weight.dtype)
             values.read(piece)
-            target[window].write(_checked(name, piece, kinds[name], target.dtype))
+            target[window].write(piece if name in blocks else _checked(name, piece, kinds[name], target.dtype))
 
 
 def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iterator[tuple[slice, ...]]:

@@ -29,7 +29,7 @@ from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
 from ..models.registry import config_from_dict
 from ..models.same_model import differing_keys, is_same_model
-from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of
+from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of, staying
 
 _STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
 
@@ -79,7 +79,8 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
             made = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
             if factors is not None:
                 made[ROTARY_FACTORS].values().write(factors)
-            copy_weights(source, {name: made[short].values() for name, short in here.items()}, kinds, asked)
+            blocks = {name: made[here[name]].blocks() for name in staying(source, kinds)}
+            copy_weights(source, {name: made[short].values() for name, short in here.items()}, blocks, kinds, asked)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
     weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name != ROTARY_FACTORS)

@@ -127,7 +127,7 @@ class GgufModel:
         return generation, reason
 
     def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
-        """transformers' name -> range of each tensor, and name -> format of the matrices that are quantised as products take them.
+        """transformers' name -> range of each tensor, and name -> format of the matrices whose blocks products take, 16-bit floats among them.
 
         The former are of values with transformers' layout, and of the latter of their blocks (out, bytes of a row).
 

@@ -1,6 +1,7 @@
 """Tensors of a GGUF file as ranges with the names and layouts of transformers' files, to read and to write.
 
-Floats are ranges of the file itself. Blocks of quantised weights are seen as fp32 (`DecodedBlocks`), and with their bytes as matrices (out, bytes).
+Floats are ranges of the file itself. Quantised weights are seen as fp32 (`DecodedBlocks`). Matrices whose blocks products take, 16-bit floats
+among them, are seen with their bytes too, as (out, bytes).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tiles import BLOCK_FORMATS, BlockFormat, block_format
+from tiles import BLOCK_FORMATS, ENCODED_FORMATS, BlockFormat, block_format
 
 from ..errors import DataError
 from ..io.gguf_file import TensorType
@@ -75,11 +76,12 @@ class LocatedTensor:
 
     @property
     def format(self) -> BlockFormat | None:
-        """The format of quantised matrices that products take as they are; None for other tensors."""
-        return BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 and self.name != POSITIONS else None
+        """The format of matrices that products take in their blocks; None for other tensors."""
+        found = BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 and self.name != POSITIONS else None
+        return found if found is not None and self.shape[-1] % found.block_values == 0 else None
 
     def blocks(self) -> FileRange:
-        """The bytes of a quantised matrix, (out, bytes of a row)."""
+        """The bytes of a matrix in blocks, (out, bytes of a row)."""
         file, offset = self._paired()
         shape = (self.shape[0], self._row_nbytes)
         return FileRange(file, _BYTEWISE, offset, shape, strides_of(shape, _BYTEWISE))
@@ -124,7 +126,7 @@ class LocatedTensor:
                 kind.block_values,
                 kind.block_bytes,
                 lambda raw: block_format.decode(raw, known),
-                lambda some: block_format.encode(some, known),
+                (lambda some: block_format.encode(some, known)) if known.name in ENCODED_FORMATS else None,
             )
         return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, self._foreign())
 
@@ -134,7 +136,7 @@ class LocatedTensor:
         Raises:
             DataError: it does not, or is not installed.
         """
-        ours = ", ".join((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS)))
+        ours = ", ".join(dict.fromkeys((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS))))
         if importlib.util.find_spec("gguf") is None:
             raise DataError(
                 f"{self.name} in {self.file.path} has the type {self.type.name}, which the gguf package decodes; pip install -e '.[gguf]', "

@@ -278,11 +278,13 @@ class ModelDirectory:
 
 
 def weight_ranges(path: Path) -> dict[str, FileRange]:
-    """Name -> byte range of each tensor of a model directory without quantised ones, of one file or of shards with an index; only headers are read.
+    """Name -> byte range of the numbers of each tensor of a model directory or a GGUF file; only headers are read.
 
     Raises:
-        DataError: the directory has no safetensors files, one of them is broken, or index and files disagree; or a tensor is quantised.
+        DataError: the directory has no safetensors files, one of them is broken, or index and files disagree; or a tensor is quantised in our layout.
     """
+    if is_gguf(path):
+        return {name: each.values() for name, each in open_gguf(path).tensors.items()}
     ranges, formats = stored_ranges(path)
     if formats:
         name, kind = next(iter(formats.items()))
@@ -310,6 +312,15 @@ def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockForm
             raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
         ranges.update(found)
     return ranges, formats
+
+
+def block_sizes(path: Path) -> tuple[int, ...]:
+    """Numbers of weights of the blocks in a model directory or a GGUF file, without duplicates; only headers are read.
+
+    Raises:
+        DataError: see `stored_ranges`.
+    """
+    return tuple(sorted({each.block_values for each in stored_ranges(path)[1].values()}))
 
 
 def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, Stored]]) -> None:

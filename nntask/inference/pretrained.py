@@ -11,7 +11,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from tiles import QuantisedTensor
+from tiles.kernels import load_block_loops
 
 from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
@@ -25,7 +28,7 @@ from ..data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
-from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, read_values, stored_ranges
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, block_sizes, read_config, read_values, stored_ranges
 from ..io.json_file import read_object
 from ..io.regular_file import read_text
 from ..models.config_checks import LARGEST_COUNT
@@ -39,9 +42,6 @@ from .samples import begins_as_rows
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
-
-_BLOCK: Final = 32
-"""Features that tiles of quantised matrices hold a multiple of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +246,14 @@ class ModelSource:
         Raises:
             DataError: files are missing or broken, or not those that the adapters were trained with.
         """
+        directory = self._directory()
+        return directory is not None and any(each.is_quantised for each in stored_ranges(directory)[1].values())
+
+    def _directory(self) -> Path | None:
+        """The model directory or GGUF file that weights are read from; None if a checkpoint has all of them."""
         base = None if self.checkpoint is None else frozen_base_of(self.checkpoint)
-        directory = self.path if self.checkpoint is None else Path(base.path) if base is not None and base.kind == "directory" else None
-        return directory is not None and bool(stored_ranges(directory)[1])
+        has_files = base is not None and base.kind in ("directory", "gguf")
+        return self.path if self.checkpoint is None else Path(base.path) if base is not None and has_files else None
 
     def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
         """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
@@ -260,13 +265,17 @@ class ModelSource:
         Raises:
             DataError: a tensor is missing, misshapen, or a file is broken.
         """
-        spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, _BLOCK) if self.is_quantised else tiling)
+        directory = self._directory()
+        sizes = () if directory is None else block_sizes(directory)
+        spec = model_spec(self.settings, self.config, tiling.in_blocks(self.config, sizes))
         spec = spec if dtype == "auto" else replace(spec, dtype=dtype)
         if self.checkpoint is None:
-            directory = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
+            files = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
             found = build_model(spec, runtime, fill=False)
-            found.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
-            directory.attach(found.tensors())
+            found.hold_blocks(files.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
+            if read and not runtime.has_gpus:
+                load_block_loops({each.block_format for each in found.tensors().values() if isinstance(each, QuantisedTensor)})
+            files.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)
 

@@ -11,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from tiles import BLOCK_FORMATS, BlockFormat, block_format
 
 from ..errors import DataError
-from .strided_ranges import ByteFile, FileRange, RowGroups, Rows
+from .strided_ranges import PASS_NBYTES, ByteFile, FileRange, RowGroups, Rows
 
 Array = npt.NDArray[Any]
+STORED_FLOATS: Final[Mapping[str, np.dtype[Any]]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+"""Name of a format whose numbers are not rounded -> their element type."""
 QUANTISED: Final = "quantised"
 """Key of the formats in a safetensors header's metadata."""
 _FP32: Final = np.dtype(np.float32)
@@ -48,7 +51,7 @@ def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], pat
         raise DataError(f'{path} has a list of quantised tensors that does not read: {text[:80]!r}; write it as {{"name": "q8_0"}}') from None
     for name, kind in pairs.items():
         if kind not in BLOCK_FORMATS:
-            raise DataError(f"{name} in {path} is quantised as {kind[:40]}, and only {' and '.join(BLOCK_FORMATS)} are read here; quantise it so")
+            raise DataError(f"{name} in {path} is quantised as {kind[:40]}, and only {', '.join(BLOCK_FORMATS)} are read here; quantise it so")
         found = ranges.get(name)
         block_bytes = BLOCK_FORMATS[kind].block_bytes
         if found is None or found.dtype != np.uint8 or len(found.shape) != 2 or 0 in found.shape or found.shape[1] % block_bytes:
@@ -87,7 +90,7 @@ class BlockRange:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Element type of the numbers."""
-        return _FP32
+        return STORED_FLOATS.get(self.block_format.name, _FP32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,9 +110,13 @@ class BlockRange:
         return replace(self, blocks=blocks, first=self.first + left - shift, stop=self.first + right - shift)
 
     def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
-        """Scratch memory of `read`, in bytes: what is stored, and some decoded rows."""
+        """Scratch memory of `read`, in bytes: some rows as they are stored."""
+        return self._rows_at_once * self.blocks.shape[1]
+
+    @property
+    def _rows_at_once(self) -> int:
         rows, row_bytes = self.blocks.shape
-        return rows * row_bytes
+        return max(1, min(rows, PASS_NBYTES // row_bytes))
 
     def read(self, out: Array, scratch: Array | None = None) -> None:
         """Fill `out` with the numbers, converted to its element type; a few of them exist besides.
@@ -117,21 +124,15 @@ class BlockRange:
         Raises:
             StorageError: the file cannot be read, or has changed.
         """
-        stored = np.ndarray(self.blocks.shape, np.uint8, buffer=scratch)
-        self.blocks.read(stored)
-        target, step = out.T if self.is_turned else out, max(1, _AT_ONCE // self.block_format.columns(stored.shape[1]))
-        for row in range(0, stored.shape[0], step):
-            target[row : row + step] = block_format.decode(stored[row : row + step], self.block_format)[:, self.first : self.stop]
-
-
-def first_bad_scale(blocks: Array, block_format: BlockFormat) -> Any:
-    """The first scale of blocks (rows, bytes of a row) that is infinite or NaN; None if all are finite."""
-    for row in range(0, blocks.shape[0], max(1, _AT_ONCE // blocks.shape[1])):
-        each = blocks[row : row + max(1, _AT_ONCE // blocks.shape[1])].reshape(-1, block_format.block_bytes)
-        scales = np.ascontiguousarray(each[:, :2]).view("<f2")
-        if not np.isfinite(scales).all():
-            return scales[~np.isfinite(scales)][0]
-    return None
+        rows, row_bytes = self.blocks.shape
+        target, step = out.T if self.is_turned else out, max(1, _AT_ONCE // self.block_format.columns(row_bytes))
+        for first in range(0, rows, self._rows_at_once):
+            stop = min(first + self._rows_at_once, rows)
+            stored = np.ndarray((stop - first, row_bytes), np.uint8, buffer=scratch)
+            self.blocks[(slice(first, stop), slice(0, row_bytes))].read(stored)
+            for row in range(0, stop - first, step):
+                some = block_format.decode(stored[row : row + step], self.block_format)
+                target[first + row : first + row + len(some)] = some[:, self.first : self.stop]
 
 
 def turned(rows: Rows) -> Rows:

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tiles import BlockFormat, QuantisedTensor, TileTensor
+from tiles.block_format import first_bad_scale
 
 from ..errors import DataError, StorageError
-from .block_ranges import BlockRange, first_bad_scale
+from .block_ranges import BlockRange
 from .finite import first_not_finite
 from .strided_ranges import Rows
 

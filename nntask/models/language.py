@@ -91,10 +91,12 @@ class LanguageModel(Module):
         return (self.lm_head,)
 
     def hold_blocks(self, blocks: Mapping[str, Blocks]) -> None:
-        """Let weights be quantised and frozen from now on, with tiles that nothing has written yet; for weights that are then attached to files.
+        """Hold weights in blocks from now on, frozen, with tiles that nothing has written yet; for weights that are then attached to files.
+
+        A weight of 16 bits is held so where its numbers are fp32 and computed on the CPU, and its tiles are whole blocks; others become floats.
 
         Args:
-            blocks: name -> how. Only matrices of layers, the token embedding and the head may be.
+            blocks: name -> format. Only matrices of layers, the token embedding and the head may be quantised.
 
         Raises:
             UsageError: another one is, or a tile is not whole blocks.
@@ -102,12 +104,21 @@ class LanguageModel(Module):
         layers = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Adaptable)}
         parameters = self.named_parameters()
         for name, how in blocks.items():
-            if name not in layers and not any(parameters[name] is table for table in self.tables):
+            is_allowed = name in layers or any(parameters[name] is table for table in self.tables)
+            if not how.block_format.is_quantised and not (is_allowed and self._holds_half(parameters[name], how)):
+                continue
+            if not is_allowed:
                 raise UsageError(f"{name} is quantised, and only matrices of layers, the token embedding and the head may be; keep it as floats")
             try:
                 parameters[name].hold(how)
             except ValueError as error:
                 raise UsageError(f"{error} (tile sizes are --embd-tile, --inner-tile and, times the size of a head, --head-tile)") from error
+
+    def _holds_half(self, parameter: Parameter, blocks: Blocks) -> bool:
+        """Whether a matrix of 16-bit floats stays as it is in memory."""
+        along = 0 if blocks.is_turned else 1
+        whole = parameter.data.tiling.tile[along] % blocks.block_format.block_values == 0
+        return whole and parameter.data.dtype == np.float32 and not self.runtime.has_gpus
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
         """Features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.

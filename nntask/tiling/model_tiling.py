@@ -7,6 +7,7 @@ workers, budgets or measurements. Its limits (tokens, features and vocabulary ro
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from math import isqrt, lcm
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -66,9 +67,18 @@ class ModelTiling:
             )
         return tiling
 
-    def in_blocks(self, config: ModelConfig, size: int) -> ModelTiling:
-        """The same tiling with features and heads rounded up to whole blocks of `size` features, where the dimension is of whole blocks."""
+    def in_blocks(self, config: ModelConfig, sizes: Iterable[int]) -> ModelTiling:
+        """Return the tiling with features and heads rounded up to whole blocks of each size, in dimensions that are whole blocks of it.
 
+        Args:
+            sizes: features of a block; larger ones are multiples of smaller ones.
+        """
+        found = self
+        for size in sorted(sizes):
+            found = found._in_blocks(config, size)
+        return found
+
+    def _in_blocks(self, config: ModelConfig, size: int) -> ModelTiling:
         def rounded(tile: int, extent: int, step: int) -> int:
             return tile if tile == -1 or extent % step else -(-tile // step) * step
 

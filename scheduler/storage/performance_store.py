@@ -36,6 +36,9 @@ LONGEST_SECONDS: Final = 1e6
 MOST_BYTES: Final = 1 << 50
 """Largest credible copy; bytes."""
 
+MOST_SERIES: Final = 4096
+"""Most series of durations in a file, which every program reads as a whole: 3 MB of text, and some 10 MB of memory."""
+
 Stored = tuple[dict[Key, list[float]], dict[tuple[str, str], list[tuple[int, float]]]]
 """Series and links of a file."""
 
@@ -111,20 +114,22 @@ class PerfStore:
     def save(self, models: Models) -> bool:
         """Replace the file by the models' samples, merged with the series that only the file has.
 
+        Series that this run measured come last. Of more than `MOST_SERIES` the first ones are left out, which no run has measured for longest.
+
         Returns:
             Whether the file was written.
         """
         tasks, links = self._read()
-        for key, series in models.history.series.items():
-            if series.samples:
-                tasks[key] = list(series.samples)
+        known = {key: list(series.samples) for key, series in models.history.series.items() if series.samples}
+        measured = {key: samples for key, samples in known.items() if tasks.get(key) != samples}
+        tasks = {key: samples for key, samples in tasks.items() if key not in measured} | measured
         for (source, target), link in models.links.items():
             if link.samples and source in self.names and target in self.names:
                 links[self.names[source], self.names[target]] = link.samples
         content = {
             "version": VERSION,
             "machine": self.machine,
-            "tasks": [[*key, samples] for key, samples in sorted(tasks.items())],
+            "tasks": [[*key, samples] for key, samples in list(tasks.items())[-MOST_SERIES:]],
             "links": [[*link, copies] for link, copies in sorted(links.items())],
         }
         return self._write(json.dumps(content))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.cuda_emulator import COMPILER, Emulator
+from support.gguf_files import write_gguf
+from support.gguf_oracle import big
 from support.gpu_training import on_gpus
 from support.quantised_directories import wide, write_plain, write_quantised
+from support.transformers_oracle import hf_model
 
 from nntask.adapters.frozen_base import FrozenBase
 from nntask.adapters.lora import LoRA, add_adapters
@@ -78,3 +82,15 @@ def test_texts(small: Path, gpu: Emulator, dtype: str) -> None:
             found.append(list(Generator(model, runtime, 13).stream([[1, 2, 3], [4, 5, 6, 7, 8, 9]], 5, Sampling(temperature=0))))
     assert len(found[0]) == len(found[1]) == 5
     assert dtype == "bf16" or found[0] == found[1]
+
+
+def test_texts_of_a_file_of_several_types(tmp_path: Path, gpu: Emulator) -> None:
+    """Greedy texts of a GGUF file of K types and others are those of the CPU; its 16-bit matrix is held as floats."""
+    mixed = {"ffn_down": "Q6_K", "attn_v": "Q5_0", "attn_k": "IQ4_XS", "attn_q": "Q3_K", "token_embd": "Q2_K", "ffn_up": "Q5_1", "ffn_gate": "F16"}
+    path = write_gguf(tmp_path / "model.gguf", hf_model(replace(big("llama"), num_hidden_layers=1)), random="Q4_K", mixed=mixed)
+    found = []
+    for runtime in (Runtime(1, ram=1 << 27), on_gpus([gpu], 1 << 26, 1 << 27)):
+        with runtime:
+            model = ModelSource.open(path).build(runtime, ModelTiling())
+            found.append(list(Generator(model, runtime, 13).stream([[1, 2, 3]], 4, Sampling(temperature=0))))
+    assert found[0] == found[1]

@@ -14,9 +14,9 @@ from support.search import search
 
 from scheduler import Codelet, Cost
 from scheduler.core.link_model import DISK_LINK, MEMORY_LINK, LinkModel
-from scheduler.core.performance_model import KEPT, UNKNOWN_SECONDS, History, Models, Rate, footprint
+from scheduler.core.performance_model import KEPT, UNKNOWN_SECONDS, History, Models, Rate, Series, footprint
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
-from scheduler.storage.performance_store import PerfStore, default_directory, machine_fingerprint
+from scheduler.storage.performance_store import MOST_SERIES, PerfStore, default_directory, machine_fingerprint
 from tiles import TileView
 
 RAM, GPU, DISK = NodeId(0), NodeId(1), NodeId(2)
@@ -190,6 +190,26 @@ def test_saving_keeps_what_only_the_file_knew(tmp_path: Path) -> None:
     both = Models()
     store(tmp_path).load(both)
     assert (both.history.estimate(KEY), both.history.estimate(("norm", 2, "sim"))) == (2.0, 3.0)
+
+
+def test_the_series_measured_last_are_kept(tmp_path: Path) -> None:
+    """A file has a bounded number of series; those that no run has measured for longest go, whatever their names."""
+    first, later = Models(), Models()
+    for number in range(MOST_SERIES):
+        first.history.series["task", number, "cpu"] = Series([0.5, 0.5])
+    assert store(tmp_path).save(first)
+    store(tmp_path).load(later)
+    later.history.add(("task", 0, "cpu"), 1.0)
+    later.history.add(("task", 0, "cpu"), 1.0)
+    for _ in range(2):
+        later.history.add(("another", 1, "cpu"), 2.0)
+    assert store(tmp_path).save(later)
+    found = Models()
+    store(tmp_path).load(found)
+    keys = list(found.history.series)
+    assert len(keys) == MOST_SERIES
+    assert {("task", 0, "cpu"), ("another", 1, "cpu")} == set(keys[-2:])
+    assert ("task", 1, "cpu") not in keys
 
 
 def test_another_machine_has_another_file(tmp_path: Path) -> None:

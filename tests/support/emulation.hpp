@@ -74,6 +74,12 @@ static inline float __uint_as_float(u32 bits) {
     return x;
 }
 
+// A sum that no compiler fuses with a product.
+static inline float __fadd_rn(float a, float b) {
+    volatile float product = a;
+    return product + b;
+}
+
 static inline u32 __float_as_uint(float x) {
     u32 bits;
     memcpy(&bits, &x, 4);

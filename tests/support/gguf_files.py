@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+from support import weight_blocks
 from tokenizers import Tokenizer
+
+from tiles.block_format import BLOCK_FORMATS
 
 ARCHITECTURES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3", "phi": "phi2"}
 ARCHITECTURES |= {"gemma2": "gemma2", "phi3": "phi3"}
@@ -54,10 +58,11 @@ def write_gguf(
     tokenizer: Path | None = None,
     repeats_head: bool = False,
     random: str = "",
+    mixed: Mapping[str, str] = MappingProxyType({}),
     more: Mapping[str, int] = MappingProxyType({}),
 ) -> Path:
     """A file of a model of transformers; matrices of a quantised type where they have whole blocks, embeddings included, or of a type `random` with
-    blocks of random bytes."""
+    blocks of random bytes. `mixed` has other random types for matrices whose names contain a key."""
     config = theirs.config
     writer = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type])
     add_config(writer, config)
@@ -65,16 +70,23 @@ def write_gguf(
         writer.add_uint16(key, value)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer)
-    arrays = converted(theirs)
+    arrays, usual = converted(theirs), random
     if repeats_head:
         arrays["output.weight"] = arrays["token_embd.weight"]
     for name, values in arrays.items():
+        random = next((each for key, each in mixed.items() if key in name), usual)
         number = gguf.GGMLQuantizationType[random or kind]
         block = gguf.GGML_QUANT_SIZES[number][0]
         if values.ndim == 1 or values.shape[-1] % block or name == "position_embd.weight":
             writer.add_tensor(name, values)
+        elif random in KINDS:
+            writer.add_tensor(name, values.astype(KINDS[random]))
         elif random:
-            writer.add_tensor(name, random_blocks(values.shape, gguf.GGMLQuantizationType[random]), raw_dtype=gguf.GGMLQuantizationType[random])
+            writer.add_tensor(
+                name,
+                random_blocks(values.shape, gguf.GGMLQuantizationType[random], zlib.crc32(name.encode())),
+                raw_dtype=gguf.GGMLQuantizationType[random],
+            )
         elif kind in KINDS:
             writer.add_tensor(name, values.astype(KINDS[kind]))
         else:
@@ -86,10 +98,13 @@ def write_gguf(
     return path
 
 
-def random_blocks(shape: tuple[int, ...], number: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Random bytes that decode to finite numbers."""
+def random_blocks(shape: tuple[int, ...], number: gguf.GGMLQuantizationType, seed: int = 1) -> np.ndarray:
+    """Random bytes that decode to finite numbers, of the size of weights for formats of ours."""
+    known = BLOCK_FORMATS.get(number.name.lower())
+    if known is not None and known.is_quantised:
+        return weight_blocks.random_blocks((int(np.prod(shape[:-1])), known.row_bytes(shape[-1])), known, seed)
     nbytes = gguf.GGML_QUANT_SIZES[number][1]
-    size, draw = gguf.quant_shape_to_byte_shape(shape, number), np.random.default_rng(1)
+    size, draw = gguf.quant_shape_to_byte_shape(shape, number), np.random.default_rng(seed)
     blocks = draw.integers(0, 256, (np.prod(size) // nbytes, nbytes), np.uint8)
     with np.errstate(all="ignore"):
         bad = ~np.isfinite(gguf.quants.dequantize(blocks, number)).all(axis=1) if number.name != "Q8_K" else slice(0)

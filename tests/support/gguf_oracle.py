@@ -47,6 +47,14 @@ def wide(config: Any) -> Any:
     return replace(config, **more, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
+def big(name: str) -> Any:
+    """A config whose matrices are whole blocks of 256 weights."""
+    config = expressible(name)
+    if name == "gpt2":
+        return replace(config, n_embd=256, n_head=4, n_inner=512)
+    return replace(wide(config), hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+
+
 def read(path: Path, tiling: ModelTiling) -> dict[str, np.ndarray]:
     """Our name -> weight, read tile by tile."""
     directory = ModelDirectory.open(path)

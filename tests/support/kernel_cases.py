@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from support.weight_blocks import blocks_of, columns_of
 
-from tiles.block_format import BLOCK_FORMATS, encode
+from tiles.block_format import BLOCK_FORMATS, ENCODED_FORMATS
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
@@ -281,21 +282,35 @@ def _product(trans_a: bool, trans_b: bool, accumulate: bool) -> dict[str, Any]:
     return {"trans_a": trans_a, "trans_b": trans_b, "alpha": 0.5, "accumulate": accumulate}
 
 
+_PRODUCTS = ((True, False, False), (True, True, False), (True, False, True), (False, False, False), (False, False, True))
+"""(trans_b, bias, accumulate); of formats that nothing encodes the second and the last."""
+
+
 def quantised_linear(make: Maker, block_format: str, num_rows: int, *, trans_b: bool, bias: bool = False, accumulate: bool = False) -> Case:
-    """x (R, 96) @ (70, 96)^T, or (R, 70) @ (70, 96)."""
+    """x (R, C) @ (70, C)^T, or (R, 70) @ (70, C), with C = 96 or one block."""
     named = BLOCK_FORMATS[block_format]
-    w, (inner, outer) = encode(make(70, 96) / 8, named), (96, 70) if trans_b else (70, 96)
+    columns = columns_of(named, 96)
+    w, (inner, outer) = blocks_of(make(70, columns) / 8, named), (columns, 70) if trans_b else (70, columns)
     room = panel_scratch_nbytes(num_rows, w.shape, named, make.dtype.itemsize, trans_b=trans_b)
     args = [make(1, num_rows, inner), w, *([make(outer)] if bias else []), make(1, num_rows, outer), *([np.empty(room, np.uint8)] if room else [])]
     constants = {"block_format": block_format, "trans_b": trans_b, "has_bias": bias, "accumulate": accumulate}
     return args, [] if accumulate else [2 + bias], constants
 
 
+def decoded_blocks(make: Maker, block_format: str) -> Case:
+    """Seven rows of one or three blocks."""
+    named = BLOCK_FORMATS[block_format]
+    values = make(7, columns_of(named, 96))
+    return [blocks_of(values, named), make(*values.shape)], [1], {"block_format": block_format}
+
+
 def quantised_embedding(make: Maker, block_format: str, rows: int, first: int, accumulate: bool) -> Case:
     """A tile of some rows from `first` of a table of 20."""
-    table = encode(make(rows, 64), BLOCK_FORMATS[block_format])
+    named = BLOCK_FORMATS[block_format]
+    columns = columns_of(named, 64)
+    table = blocks_of(make(rows, columns), named)
     constants = {"block_format": block_format, "v_start": first, "vocab": 20, "accumulate": accumulate}
-    return [make.ids(20, 3, 4), table, make(3, 4, 64)], [] if accumulate else [2], constants
+    return [make.ids(20, 3, 4), table, make(3, 4, columns)], [] if accumulate else [2], constants
 
 
 KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
@@ -381,7 +396,7 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "combine_pages": [_combined],
     "copy": [lambda m: ([m(5, 7), np.empty((5, 7), np.float32)], [1], {})],
-    "decode_blocks": [lambda m, f=f: ([encode(m(7, 96), BLOCK_FORMATS[f]), m(7, 96)], [1], {"block_format": f}) for f in BLOCK_FORMATS],
+    "decode_blocks": [lambda m, f=f: decoded_blocks(m, f) for f in BLOCK_FORMATS],
     "dropout": [lambda m: ([m(3, 4, 20), np.array([1, 2], np.uint64), m(3, 4, 20)], [2], _place(p=0.3))],
     "embedding": [
         lambda m: ([m.ids(20, 3, 4), m(20, 6), m(3, 4, 6)], [2], {"v_start": 0, "vocab": 20, "accumulate": False}),
@@ -480,8 +495,8 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "quantised_linear": [
         lambda m, f=f, r=r, t=t, b=b, a=a: quantised_linear(m, f, r, trans_b=t, bias=b, accumulate=a)
         for f in BLOCK_FORMATS
-        for r in (1, 3, 9)
-        for t, b, a in ((True, False, False), (True, True, False), (True, False, True), (False, False, False), (False, False, True))
+        for r in ((1, 3, 9) if f in ENCODED_FORMATS else (3, 9))
+        for t, b, a in (_PRODUCTS if f in ENCODED_FORMATS else _PRODUCTS[1::3])
     ],
     "random_normal": [lambda m: ([m(3, 4, 20)], [0], _place(std=0.02, seed=5))],
     "random_uniform": [lambda m: ([m(3, 4, 20)], [0], _place(low=-1.0, high=2.0, seed=5))],

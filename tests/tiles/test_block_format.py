@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from support.weight_blocks import random_blocks
 
-from tiles.block_format import BLOCK_FORMATS, Q4_0, Q8_0, BlockFormat, decode, encode
+from tiles.block_format import BLOCK_FORMATS, ENCODED_FORMATS, Q4_0, Q8_0, BlockFormat, decode, encode, first_bad_scale
+from tiles.kernels.catalog import kernel
 
-FORMATS = list(BLOCK_FORMATS.values())
-TYPES = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
+FORMATS = list(ENCODED_FORMATS.values())
+ALL = pytest.mark.parametrize("block_format", BLOCK_FORMATS.values(), ids=lambda each: each.name)
+TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in BLOCK_FORMATS}
 
 
 def ours_and_theirs(values: np.ndarray, block_format: BlockFormat) -> tuple[np.ndarray, np.ndarray]:
@@ -96,3 +99,57 @@ def test_what_is_refused() -> None:
         decode(np.zeros((2, 18), np.uint8), Q8_0)
     with pytest.raises(ValueError, match="matrices"):
         encode(np.zeros(32, np.float32), Q4_0)
+
+
+def numbers_of_gguf(blocks: np.ndarray, block_format: BlockFormat) -> np.ndarray:
+    """The numbers that the gguf package decodes; 16-bit ones are NumPy's."""
+    if block_format.name == "f16":
+        return blocks.view("<f2").astype(np.float32)
+    with np.errstate(all="ignore"):
+        return np.asarray(gguf.quants.dequantize(blocks, TYPES[block_format.name]))
+
+
+@ALL
+def test_numbers_are_those_of_gguf(block_format: BlockFormat) -> None:
+    """Every bit of random blocks, of blocks without a scale, and of rows in several pieces, by `decode` and by the compiled loop."""
+    assert (block_format.block_values, block_format.block_bytes) == gguf.GGML_QUANT_SIZES[TYPES[block_format.name]] or not block_format.is_quantised
+    for rows, count in ((1, 1), (37, 3), (300, 12)):
+        blocks = random_blocks((rows, count * block_format.block_bytes), block_format, seed=rows)
+        blocks[0] = 0
+        want = numbers_of_gguf(blocks, block_format)
+        fast = np.empty_like(want)
+        kernel("decode_blocks", "cpu")(blocks, fast, block_format=block_format.name)
+        for found in (decode(blocks, block_format), fast):
+            np.testing.assert_array_equal(found.view(np.uint32), want.view(np.uint32))
+
+
+@ALL
+def test_numbers_of_any_scale(block_format: BlockFormat) -> None:
+    """Denormal, tiny and the largest finite scales decode to the bits of the gguf package; 1.0 is stored exactly as 1.0 in 16 bits."""
+    blocks = random_blocks((64, block_format.block_bytes), block_format)
+    scales = np.array([0, 1, 0x8001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF], "<u2")
+    for offset in block_format.scales:
+        blocks[:, offset : offset + 2] = np.resize(scales, 64)[:, None].view(np.uint8)
+    want = numbers_of_gguf(blocks, block_format)
+    fast = np.empty_like(want)
+    kernel("decode_blocks", "cpu")(blocks, fast, block_format=block_format.name)
+    for found in (decode(blocks, block_format), fast):
+        np.testing.assert_array_equal(found.view(np.uint32), want.view(np.uint32))
+
+
+@ALL
+def test_scales_that_are_not_finite_are_found(block_format: BlockFormat) -> None:
+    """Each scale of a block counts, in the last row too, and bytes that are no scale do not."""
+    blocks = random_blocks((4000, 2 * block_format.block_bytes), block_format)
+    assert first_bad_scale(blocks, block_format) is None
+    infinite = b"\x80\x7f" if block_format.name == "bf16" else b"\x00\x7c"
+    for offset in block_format.scales[:3]:
+        broken = blocks.copy()
+        broken[-1, offset : offset + 2] = np.frombuffer(infinite, np.uint8)
+        assert np.isinf(first_bad_scale(broken, block_format))
+
+
+def test_only_two_formats_are_written() -> None:
+    """The others are refused with the ones that are."""
+    with pytest.raises(ValueError, match="encoded as q8_0 or q4_0, got q6_k"):
+        encode(np.zeros((1, 256), np.float32), BLOCK_FORMATS["q6_k"])

@@ -301,7 +301,8 @@ KINDS = ("gelu_new", "gelu", "relu", "silu", "tanh")
 
 def _blocks(m: Maker, block_format: str, rows: int) -> np.ndarray:
     """(rows, bytes) of about as many columns as the shape has."""
-    row_bytes = BLOCK_FORMATS[block_format].row_bytes(max(32, m.columns // 32 * 32))
+    size = BLOCK_FORMATS[block_format].block_values
+    row_bytes = BLOCK_FORMATS[block_format].row_bytes(max(size, m.columns // size * size))
     return np.tile(np.arange(row_bytes, dtype=np.uint8) % 60, (rows, 1))
 
 

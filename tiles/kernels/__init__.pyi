@@ -5,6 +5,7 @@ from .cpu.blas import fp32_products, gemm, set_blas_threads
 from .cpu.loss import loss_scratch_nbytes
 from .cpu.onednn.library import bf16_products, has_bf16_products
 from .cpu.optimizer import load_update_loops
+from .cpu.quantised import load_block_loops
 from .cuda.array import DeviceArray
 from .cuda.attention_speed import attention_seconds
 from .cuda.compiling import KernelBuildError
@@ -46,6 +47,7 @@ __all__ = [
     "has_bf16_products",
     "kernel",
     "kernel_versions",
+    "load_block_loops",
     "load_update_loops",
     "loss_scratch_nbytes",
     "operations",

@@ -16,6 +16,16 @@ from .elementwise import add_biases
 from .launch import KernelSource, device, threads_for
 
 _source: Final = KernelSource("quantised")
+_OF_32: Final = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
+_OF_256: Final = {"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_xs": 23}
+_KINDS: Final = {**_OF_32, **_OF_256}
+"""Name of a format -> ggml's number, by which the kernels know it."""
+
+
+def _layout(block_format: str) -> tuple[np.int32, np.int32, np.int32]:
+    """Kind, numbers and bytes of a block, as the kernels take them."""
+    found = BLOCK_FORMATS[block_format]
+    return np.int32(_KINDS[block_format]), np.int32(found.block_values), np.int32(found.block_bytes)
 
 
 @register("quantised_linear", "cuda")
@@ -26,7 +36,7 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
     columns = named.columns(w.shape[1])
     if not scratch:
         threads = threads_for(columns)
-        numbers = (np.int32(columns), np.int32(named.block_bytes), np.int32(accumulate))
+        numbers = (np.int32(columns), *_layout(block_format), np.int32(accumulate))
         _source.start("multiply_rows", x.dtype, x, w, bias, y, *numbers, grid=(w.shape[0], x.shape[0], 1), threads=threads, shared=4 * threads)
         return
     weights = scratch[0].at(x.dtype, w.shape[0], columns)
@@ -39,7 +49,7 @@ def quantised_linear(x: DeviceArray, w: DeviceArray, *rest: Any, block_format: s
 @register("decode_blocks", "cuda")
 def decode_blocks(w: DeviceArray, out: DeviceArray, *, block_format: str) -> None:
     """out = the numbers of blocks  # (R, bytes) -> (R, C)."""
-    _source.each("decode_blocks", out.dtype, out.size, w, out, np.int32(BLOCK_FORMATS[block_format].block_bytes))
+    _source.each("decode_blocks", out.dtype, out.size, w, out, *_layout(block_format))
 
 
 @register("quantised_embedding", "cuda")
@@ -47,6 +57,5 @@ def quantised_embedding(
     tokens: DeviceArray, table: DeviceArray, x: DeviceArray, *, block_format: str, v_start: int, vocab: int, accumulate: bool
 ) -> None:
     """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
-    size = BLOCK_FORMATS[block_format].block_bytes
-    numbers = (np.int32(v_start), np.int32(table.shape[0]), np.int32(x.shape[-1]), np.int32(size), np.int32(accumulate))
+    numbers = (np.int32(v_start), np.int32(table.shape[0]), np.int32(x.shape[-1]), *_layout(block_format), np.int32(accumulate))
     _source.each("quantised_embedding", x.dtype, x.size, tokens, table, x, *numbers)
