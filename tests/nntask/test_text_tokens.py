@@ -18,6 +18,7 @@ from nntask.data.json_lines import JsonLines
 from nntask.data.masking import masking_of
 from nntask.data.objectives import Objective
 from nntask.data.prepare import tokenize_dataset
+from nntask.data.row_counts import RowCounts
 from nntask.data.rows import encoded_rows
 from nntask.data.texts import Replaced, Text, decoded
 from nntask.errors import DataError
@@ -166,9 +167,9 @@ def test_rows_with_an_id_beyond_the_rows_are_named(
     good = json.loads(json.dumps(line).replace(" <img>", " cat"))
     Path("rows.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(line) + "\n")
     lines = JsonLines((Path("rows.jsonl"),))
-    assert len(list(encoded_rows(lines, objective, tokenizer, tokenizer.vocab_size))) == 2
+    assert len(list(encoded_rows(lines, objective, tokenizer, tokenizer.vocab_size, RowCounts(objective, "training")))) == 2
     with pytest.raises(DataError, match=r"rows.jsonl line 2 has the token <img> with the id \d+"):
-        list(encoded_rows(lines, objective, tokenizer, tokenizer.vocab_size - 1))
+        list(encoded_rows(lines, objective, tokenizer, tokenizer.vocab_size - 1, RowCounts(objective, "training")))
 
 
 def test_tokens_around_and_instead_of_texts_need_rows(tmp_path: Path) -> None:

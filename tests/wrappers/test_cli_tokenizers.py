@@ -70,7 +70,7 @@ def test_a_tokenizer_with_a_token_without_a_row_is_used(here: Path, capsys: pyte
         assert main(["generate", file, "--prompt=some words", "--max-new-tokens=5", "--temperature=0"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
-    assert load_tokenizer("more.gguf").vocab_size == NUM_ROWS
+    assert load_tokenizer("more.gguf").vocab_size == NUM_ROWS + 1
     assert main(["export", "more", "out"]) == 0
     assert transformers.AutoTokenizer.from_pretrained(here / "out").convert_tokens_to_ids("<image_soft_token>") == NUM_ROWS
 
