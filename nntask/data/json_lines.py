@@ -73,15 +73,13 @@ class JsonLines:
         for number, (line, where) in enumerate(self._lines()):
             if number == self.select:
                 return
-            if not number and line.lstrip().startswith("["):
-                raise DataError(f"{where} holds one array and not an object a line; turn it into lines: jq -c '.[]' FILE > FILE.jsonl")
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                _check_begin(line, where)
+                _check_begin(line, where, number)
                 raise DataError(f"{where} is not JSON: {error}; mend or remove the line") from None
             if not isinstance(values, dict):
-                _check_begin(line, where)
+                _check_begin(line, where, number)
                 raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; mend or remove the line')
             yield Record(values, where)
 
@@ -119,16 +117,22 @@ def _lines_of(file: Path) -> Iterator[tuple[str, str]]:
             yield _decoded(encoded, where, "utf-8-sig" if number == 1 else "utf-8"), where
 
 
-def _check_begin(line: str, where: str) -> None:
+def _check_begin(line: str, where: str, number: int) -> None:
     """Refuse a file that is one value of JSON over several lines, by its first line.
 
+    Args:
+        line: a line that is no object.
+        where: its place.
+        number: how many objects were read before it.
+
     Raises:
-        DataError: the first line begins an array, or an object that it does not end.
+        DataError: it is a first line that begins an array, or an object that it does not end.
     """
-    if where.endswith(" line 1") and (line.startswith("[") or line.strip() == "{"):
-        what, filter_ = ("one array", ".[]") if line.startswith("[") else ("an object over several lines", ".")
-        file = where.removesuffix(" line 1")
-        raise DataError(f"{file} is {what}, and each line must be an object; convert it, for example with jq -c '{filter_}' {file} > lines.jsonl")
+    is_array = line.lstrip().startswith("[")
+    if (not number or where.endswith(" line 1")) and (is_array or line.strip() == "{"):
+        file = where.rpartition(" line ")[0]
+        what, program = ("one array", ".[]") if is_array else ("objects over several lines", ".")
+        raise DataError(f"{file} holds {what} and not an object a line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
 
 
 def _decoded(line: bytes, where: str, encoding: str) -> str:

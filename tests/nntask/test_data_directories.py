@@ -251,9 +251,9 @@ def test_a_format_that_is_not_read_is_named(tmp_path: Path, content: bytes, word
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('[{"text": "a"}, {"text": "b"}]', "x.json is one array, and each line must be an object; convert it, for example with jq -c '.[]' x.json"),
-        ('[\n  {"text": "a"}\n]\n', "x.json is one array"),
-        ('{\n  "text": "a"\n}\n', "x.json is an object over several lines"),
+        ('[{"text": "a"}, {"text": "b"}]', "x.json holds one array and not an object a line; convert it, for example with jq -c '.[]' x.json"),
+        ('[\n  {"text": "a"}\n]\n', "x.json holds one array"),
+        ('{\n  "text": "a"\n}\n', "x.json holds objects over several lines"),
     ],
 )
 def test_json_of_another_shape_is_named(tmp_path: Path, content: str, words: str) -> None:
