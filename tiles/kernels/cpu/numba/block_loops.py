@@ -26,7 +26,7 @@ from ....block_numbers import LEVELS
 from .compiled import REASSOCIATE, Array, compiled
 
 
-class Group(NamedTuple):
+class ScaledGroup(NamedTuple):
     """Neighbouring numbers of a block that share a scale: vectors of 16, what they are multiplied by, and what is added then, or None each."""
 
     scale: Any
@@ -34,7 +34,7 @@ class Group(NamedTuple):
     least: Any = None
 
 
-Decoder = Callable[[Any, Any], list[Group]]
+Decoder = Callable[[Any, Any], list[ScaledGroup]]
 """(builder, address of a block) -> its groups, in the order of its numbers."""
 
 ELEMENTS: Final[Mapping[str, Any]] = {name: np.dtype([(name, np.uint8, (each.block_bytes,))]) for name, each in BLOCK_FORMATS.items()}
@@ -123,11 +123,11 @@ def _signed(builder: Any, values: Any) -> Any:
     return builder.sitofp(builder.sext(values, _INTS), _FLOATS)
 
 
-def _bits(builder: Any, whole: Any, first: int, count: int, place: int = 0) -> Any:
-    """Bits `first`, `first` + 1, ... of each number, at bit `place`."""
-    shift = first - place
+def _bits(builder: Any, whole: Any, first: int, count: int, target: int = 0) -> Any:
+    """Bits `first`, `first` + 1, ... of each number, at bit `target`."""
+    shift = first - target
     moved = builder.lshr(whole, _constant(_INTS, shift)) if shift > 0 else builder.shl(whole, _constant(_INTS, -shift)) if shift < 0 else whole
-    return builder.and_(moved, _constant(_INTS, (1 << count) - 1 << place))
+    return builder.and_(moved, _constant(_INTS, (1 << count) - 1 << target))
 
 
 def _halves(builder: Any, address: Any, offset: int) -> tuple[Any, Any]:
@@ -136,18 +136,18 @@ def _halves(builder: Any, address: Any, offset: int) -> tuple[Any, Any]:
     return builder.and_(both, _constant(_INTS, 15)), builder.lshr(both, _constant(_INTS, 4))
 
 
-def _q8_0(builder: Any, address: Any) -> list[Group]:
+def _q8_0(builder: Any, address: Any) -> list[ScaledGroup]:
     low, high = (_signed(builder, _load(builder, address, at, _BYTES)) for at in (2, 18))
-    return [Group(_scale(builder, address), (low, high))]
+    return [ScaledGroup(_scale(builder, address), (low, high))]
 
 
-def _q4_0(builder: Any, address: Any) -> list[Group]:
-    return [Group(_scale(builder, address), [_float(builder, half, 8) for half in _halves(builder, address, 2)])]
+def _q4_0(builder: Any, address: Any) -> list[ScaledGroup]:
+    return [ScaledGroup(_scale(builder, address), [_float(builder, half, 8) for half in _halves(builder, address, 2)])]
 
 
-def _q4_1(builder: Any, address: Any) -> list[Group]:
+def _q4_1(builder: Any, address: Any) -> list[ScaledGroup]:
     numbers = [_float(builder, half) for half in _halves(builder, address, 4)]
-    return [Group(_scale(builder, address), numbers, _scale(builder, address, 2))]
+    return [ScaledGroup(_scale(builder, address), numbers, _scale(builder, address, 2))]
 
 
 def _with_fifth_bits(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -158,13 +158,13 @@ def _with_fifth_bits(builder: Any, address: Any, offset: int) -> list[Any]:
     return [builder.or_(half, bit) for half, bit in zip(_halves(builder, address, offset + 4), fifth, strict=True)]
 
 
-def _q5_0(builder: Any, address: Any) -> list[Group]:
-    return [Group(_scale(builder, address), [_float(builder, each, 16) for each in _with_fifth_bits(builder, address, 2)])]
+def _q5_0(builder: Any, address: Any) -> list[ScaledGroup]:
+    return [ScaledGroup(_scale(builder, address), [_float(builder, each, 16) for each in _with_fifth_bits(builder, address, 2)])]
 
 
-def _q5_1(builder: Any, address: Any) -> list[Group]:
+def _q5_1(builder: Any, address: Any) -> list[ScaledGroup]:
     numbers = [_float(builder, each) for each in _with_fifth_bits(builder, address, 4)]
-    return [Group(_scale(builder, address), numbers, _scale(builder, address, 2))]
+    return [ScaledGroup(_scale(builder, address), numbers, _scale(builder, address, 2))]
 
 
 def _levels(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -181,22 +181,22 @@ def _looked_up(builder: Any, halves: Any) -> Any:
         shuffle = builder.module.declare_intrinsic("llvm.x86.ssse3.pshuf.b.128", (), ir.FunctionType(_BYTES, [_BYTES, _BYTES]))
         return builder.call(shuffle, [table, halves])
     found = _constant(_BYTES, LEVELS[0])
-    for place, level in enumerate(LEVELS[1:], 1):
-        found = builder.select(builder.icmp_unsigned("==", halves, _constant(_BYTES, place)), _constant(_BYTES, level), found)
+    for index, level in enumerate(LEVELS[1:], 1):
+        found = builder.select(builder.icmp_unsigned("==", halves, _constant(_BYTES, index)), _constant(_BYTES, level), found)
     return found
 
 
-def _iq4_nl(builder: Any, address: Any) -> list[Group]:
-    return [Group(_scale(builder, address), _levels(builder, address, 2))]
+def _iq4_nl(builder: Any, address: Any) -> list[ScaledGroup]:
+    return [ScaledGroup(_scale(builder, address), _levels(builder, address, 2))]
 
 
-def _iq4_xs(builder: Any, address: Any) -> list[Group]:
+def _iq4_xs(builder: Any, address: Any) -> list[ScaledGroup]:
     groups = [lane % 8 for lane in _COUNT]
     low = builder.lshr(_spread(builder, _load(builder, address, 4, _I32)), _constant(_INTS, [4 * each for each in groups]))
     high = builder.lshr(_spread(builder, builder.zext(_load(builder, address, 2, _I16), _I32)), _constant(_INTS, [2 * each for each in groups]))
     whole = builder.or_(builder.and_(low, _constant(_INTS, 15)), _bits(builder, high, 0, 2, 4))
     scales = builder.fmul(_scale(builder, address), _float(builder, whole, 32))
-    return [Group(_lane(builder, scales, group), _levels(builder, address, 8 + 16 * group)) for group in range(8)]
+    return [ScaledGroup(_lane(builder, scales, group), _levels(builder, address, 8 + 16 * group)) for group in range(8)]
 
 
 def _two_bits(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -205,15 +205,15 @@ def _two_bits(builder: Any, address: Any, offset: int) -> list[Any]:
     return [_bits(builder, stored[number // 8 * 2 + number % 2], number % 8 // 2 * 2, 2) for number in range(16)]
 
 
-def _q2_k(builder: Any, address: Any) -> list[Group]:
+def _q2_k(builder: Any, address: Any) -> list[ScaledGroup]:
     both = _ints(builder, address, 0)
     scales = builder.fmul(_scale(builder, address, 80), _float(builder, builder.and_(both, _constant(_INTS, 15))))
     least = builder.fneg(builder.fmul(_scale(builder, address, 82), _float(builder, builder.lshr(both, _constant(_INTS, 4)))))
     numbers = enumerate(_two_bits(builder, address, 16))
-    return [Group(_lane(builder, scales, number), [_float(builder, each)], _lane(builder, least, number)) for number, each in numbers]
+    return [ScaledGroup(_lane(builder, scales, number), [_float(builder, each)], _lane(builder, least, number)) for number, each in numbers]
 
 
-def _q3_k(builder: Any, address: Any) -> list[Group]:
+def _q3_k(builder: Any, address: Any) -> list[ScaledGroup]:
     """Scales have 6 bits: 4 low ones in one word, 2 high ones in the last."""
     words = [_load(builder, address, 96 + 4 * number, _I32) for number in range(3)]
     low = [_masked(builder, words[number % 2], 4 * (number // 2), 15) for number in range(4)]
@@ -224,7 +224,7 @@ def _q3_k(builder: Any, address: Any) -> list[Group]:
     found = []
     for number, two in enumerate(_two_bits(builder, address, 32)):
         three = builder.or_(two, _bits(builder, third[number % 2], number // 2, 1, 2))
-        found.append(Group(_lane(builder, scales, number), [_float(builder, three, 4)]))
+        found.append(ScaledGroup(_lane(builder, scales, number), [_float(builder, three, 4)]))
     return found
 
 
@@ -236,8 +236,8 @@ def _masked(builder: Any, word: Any, shift: int, mask: int) -> Any:
 def _ints_of_words(builder: Any, words: Sequence[Any]) -> Any:
     """The 16 bytes of four words as integers of 32 bits."""
     vector = ir.Constant(_WORDS, ir.Undefined)
-    for place, word in enumerate(words):
-        vector = builder.insert_element(vector, word, _constant(_I32, place))
+    for lane, word in enumerate(words):
+        vector = builder.insert_element(vector, word, _constant(_I32, lane))
     return builder.zext(builder.bitcast(vector, _BYTES), _INTS)
 
 
@@ -254,7 +254,7 @@ def _six_bits(builder: Any, address: Any) -> tuple[list[Any], list[Any]]:
     return [_lane(builder, found, group) for group in range(8)], [_lane(builder, found, 8 + group) for group in range(8)]
 
 
-def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> list[Group]:
+def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> list[ScaledGroup]:
     """Groups of q4_k and q5_k: 32 bytes have the numbers of one group in their low halves and those of the next one in their high halves.
 
     Args:
@@ -263,46 +263,46 @@ def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> 
     """
     (scales, least), found = _six_bits(builder, address), []
     for pair in range(4):
-        halves = zip(*(_halves(builder, address, offset + 32 * pair + 16 * part) for part in (0, 1)), strict=True)
+        halves = zip(*(_halves(builder, address, offset + 32 * pair + 16 * piece) for piece in (0, 1)), strict=True)
         for group, whole in enumerate(halves, 2 * pair):
             if fifth:
                 whole = tuple(builder.or_(each, _bits(builder, bits, group, 1, 4)) for each, bits in zip(whole, fifth, strict=True))
-            found.append(Group(scales[group], [_float(builder, each) for each in whole], least[group]))
+            found.append(ScaledGroup(scales[group], [_float(builder, each) for each in whole], least[group]))
     return found
 
 
-def _q4_k(builder: Any, address: Any) -> list[Group]:
+def _q4_k(builder: Any, address: Any) -> list[ScaledGroup]:
     return _of_pairs(builder, address, 16, ())
 
 
-def _q5_k(builder: Any, address: Any) -> list[Group]:
-    return _of_pairs(builder, address, 48, [_ints(builder, address, 16 + 16 * part) for part in (0, 1)])
+def _q5_k(builder: Any, address: Any) -> list[ScaledGroup]:
+    return _of_pairs(builder, address, 48, [_ints(builder, address, 16 + 16 * piece) for piece in (0, 1)])
 
 
-def _q6_k(builder: Any, address: Any) -> list[Group]:
+def _q6_k(builder: Any, address: Any) -> list[ScaledGroup]:
     scales = builder.fmul(_scale(builder, address, 208), _signed(builder, _load(builder, address, 192, _BYTES)))
     found = []
     for half in range(2):
-        low = [_ints(builder, address, 64 * half + 16 * part) for part in range(4)]
-        high = [_ints(builder, address, 128 + 32 * half + 16 * part) for part in range(2)]
+        low = [_ints(builder, address, 64 * half + 16 * piece) for piece in range(4)]
+        high = [_ints(builder, address, 128 + 32 * half + 16 * piece) for piece in range(2)]
         for number in range(8):
-            quarter, part = divmod(number, 2)
-            nibble = _bits(builder, low[2 * (quarter % 2) + part], 4 * (quarter // 2), 4)
-            whole = builder.or_(nibble, _bits(builder, high[part], 2 * quarter, 2, 4))
-            found.append(Group(_lane(builder, scales, 8 * half + number), [_float(builder, whole, 32)]))
+            quarter, piece = divmod(number, 2)
+            nibble = _bits(builder, low[2 * (quarter % 2) + piece], 4 * (quarter // 2), 4)
+            whole = builder.or_(nibble, _bits(builder, high[piece], 2 * quarter, 2, 4))
+            found.append(ScaledGroup(_lane(builder, scales, 8 * half + number), [_float(builder, whole, 32)]))
     return found
 
 
-def _f16(builder: Any, address: Any) -> list[Group]:
+def _f16(builder: Any, address: Any) -> list[ScaledGroup]:
     """Weights can be denormal fp16, which slow the product of `_fp16` down, so that processors convert them where they can."""
     if _CONVERTS_FP16:
-        return [Group(None, [builder.fpext(_load(builder, address, at, _FP16), _FLOATS) for at in (0, 32)])]
-    return [Group(None, [_fp16(builder, _ints(builder, address, at, _SHORTS)) for at in (0, 32)])]
+        return [ScaledGroup(None, [builder.fpext(_load(builder, address, at, _FP16), _FLOATS) for at in (0, 32)])]
+    return [ScaledGroup(None, [_fp16(builder, _ints(builder, address, at, _SHORTS)) for at in (0, 32)])]
 
 
-def _bf16(builder: Any, address: Any) -> list[Group]:
+def _bf16(builder: Any, address: Any) -> list[ScaledGroup]:
     wide = (builder.shl(_ints(builder, address, at, _SHORTS), _constant(_INTS, 16)) for at in (0, 32))
-    return [Group(None, [builder.bitcast(each, _FLOATS) for each in wide])]
+    return [ScaledGroup(None, [builder.bitcast(each, _FLOATS) for each in wide])]
 
 
 _BLOCKS: Final = (_q8_0, _q4_0, _q4_1, _q5_0, _q5_1, _iq4_nl, _iq4_xs, _q2_k, _q3_k, _q4_k, _q5_k, _q6_k, _f16, _bf16)
@@ -316,7 +316,7 @@ def _decoder(blocks: Any) -> tuple[Decoder, int, int]:
     return _DECODERS[name], kind.block_bytes, 4 * kind.block_values
 
 
-def _add(builder: Any, group: Group, numbers: Sequence[Any], total: Any) -> None:
+def _add(builder: Any, group: ScaledGroup, numbers: Sequence[Any], total: Any) -> None:
     """Add the products of a group with 16 floats for each of its vectors to a sum."""
     if group.least is not None:
         for vector, x in zip(group.numbers, numbers, strict=True):
@@ -340,10 +340,10 @@ def _dot(context: Any, w: Any, row: Any, x: Any, count: Any) -> Any:
         totals = [cgutils.alloca_once_value(builder, _constant(_FLOATS, 0.0)) for _ in range(2)]  # type: ignore[no-untyped-call]
 
         def add(index: Any, first: int) -> None:
-            place = builder.add(numbers, builder.mul(index, _constant(_I64, x_size)))
+            floats_at = builder.add(numbers, builder.mul(index, _constant(_I64, x_size)))
             offset = 0
             for number, group in enumerate(decode(builder, builder.add(row, builder.mul(index, _constant(_I64, size)))), first):
-                floats = [_load(builder, place, offset + _VECTOR_BYTES * vector, _FLOATS) for vector in range(len(group.numbers))]
+                floats = [_load(builder, floats_at, offset + _VECTOR_BYTES * vector, _FLOATS) for vector in range(len(group.numbers))]
                 offset += _VECTOR_BYTES * len(floats)
                 _add(builder, group, floats, totals[number % 2])
 
@@ -370,11 +370,11 @@ def _decode(context: Any, w: Any, row: Any, out: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, row, numbers, blocks = arguments
         with cgutils.for_range(builder, blocks) as loop:
-            place, offset = builder.add(numbers, builder.mul(loop.index, _constant(_I64, x_size))), 0
+            floats_at, offset = builder.add(numbers, builder.mul(loop.index, _constant(_I64, x_size))), 0
             for group in decode(builder, builder.add(row, builder.mul(loop.index, _constant(_I64, size)))):
                 for vector in group.numbers:
                     value = vector if group.scale is None else builder.fmul(vector, group.scale)
-                    _store(builder, value if group.least is None else builder.fadd(value, group.least), place, offset)
+                    _store(builder, value if group.least is None else builder.fadd(value, group.least), floats_at, offset)
                     offset += _VECTOR_BYTES
         return context.get_dummy_value()
 
