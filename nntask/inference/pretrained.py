@@ -273,8 +273,9 @@ class ModelSource:
             files = ModelDirectory.open(self.path)  # before the model, whose sizes it checks
             found = build_model(spec, runtime, fill=False)
             found.hold_blocks(files.blocks({name: tensor.shape for name, tensor in found.tensors().items()}))
-            if read and not runtime.has_gpus:
-                load_block_loops({each.block_format for each in found.tensors().values() if isinstance(each, QuantisedTensor)})
+            formats = {each.block_format for each in found.tensors().values() if isinstance(each, QuantisedTensor)}
+            if read and formats and not runtime.has_gpus:
+                load_block_loops(formats)
             files.attach(found.tensors())
             return found
         return load_model(self.checkpoint, spec, runtime, read=read)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tiles import BlockFormat, QuantisedTensor, TileTensor
-from tiles.block_format import first_bad_scale
+from tiles import BlockFormat, QuantisedTensor, TileTensor, block_format
 
 from ..errors import DataError, StorageError
 from .block_ranges import BlockRange
@@ -64,7 +63,7 @@ class TileSource:
             self.range.read(out, np.frombuffer(scratch, np.uint8))
         except StorageError as error:
             raise StorageError(f"{self.name} was lost: {error}") from error
-        if (bad := first_not_finite(out) if self.block_format is None else first_bad_scale(out, self.block_format)) is not None:
+        if (bad := first_not_finite(out) if self.block_format is None else block_format.first_bad_scale(out, self.block_format)) is not None:
             raise DataError(
                 f"{self.name} in {self.range.file.path} holds {bad}, as {out.dtype.name}, and weights must be finite; "
                 "use weights of a training that did not diverge, or --dtype fp32 if they are only too large"

@@ -14,7 +14,7 @@ from ....block_numbers import LEVELS
 from .vectors import BYTES, FLOATS, I16, I32, INTS, LANES, constant, load, spread
 
 
-class Group(NamedTuple):
+class ScaledGroup(NamedTuple):
     """Neighbouring numbers of a block that share a scale: vectors of 16, what they are multiplied by, and what is added then, or None each."""
 
     scale: Any
@@ -22,7 +22,7 @@ class Group(NamedTuple):
     least: Any = None
 
 
-Decoder = Callable[[Any, Any], list[Group]]
+Decoder = Callable[[Any, Any], list[ScaledGroup]]
 """(builder, address of a block) -> its groups, in the order of its numbers."""
 
 _MAGIC: Final = 0x4B000000
@@ -67,11 +67,11 @@ def _signed(builder: Any, values: Any) -> Any:
     return builder.sitofp(builder.sext(values, INTS), FLOATS)
 
 
-def _bits(builder: Any, whole: Any, first: int, count: int, place: int = 0) -> Any:
-    """Bits `first`, `first` + 1, ... of each number, at bit `place`."""
-    shift = first - place
+def _bits(builder: Any, whole: Any, first: int, count: int, target: int = 0) -> Any:
+    """Bits `first`, `first` + 1, ... of each number, at bit `target`."""
+    shift = first - target
     moved = builder.lshr(whole, constant(INTS, shift)) if shift > 0 else builder.shl(whole, constant(INTS, -shift)) if shift < 0 else whole
-    return builder.and_(moved, constant(INTS, (1 << count) - 1 << place))
+    return builder.and_(moved, constant(INTS, (1 << count) - 1 << target))
 
 
 def _halves(builder: Any, address: Any, offset: int) -> tuple[Any, Any]:
@@ -80,18 +80,18 @@ def _halves(builder: Any, address: Any, offset: int) -> tuple[Any, Any]:
     return builder.and_(both, constant(INTS, 15)), builder.lshr(both, constant(INTS, 4))
 
 
-def _q8_0(builder: Any, address: Any) -> list[Group]:
+def _q8_0(builder: Any, address: Any) -> list[ScaledGroup]:
     low, high = (_signed(builder, load(builder, address, at, BYTES)) for at in (2, 18))
-    return [Group(_scale(builder, address), (low, high))]
+    return [ScaledGroup(_scale(builder, address), (low, high))]
 
 
-def _q4_0(builder: Any, address: Any) -> list[Group]:
-    return [Group(_scale(builder, address), [_float(builder, half, 8) for half in _halves(builder, address, 2)])]
+def _q4_0(builder: Any, address: Any) -> list[ScaledGroup]:
+    return [ScaledGroup(_scale(builder, address), [_float(builder, half, 8) for half in _halves(builder, address, 2)])]
 
 
-def _q4_1(builder: Any, address: Any) -> list[Group]:
+def _q4_1(builder: Any, address: Any) -> list[ScaledGroup]:
     numbers = [_float(builder, half) for half in _halves(builder, address, 4)]
-    return [Group(_scale(builder, address), numbers, _scale(builder, address, 2))]
+    return [ScaledGroup(_scale(builder, address), numbers, _scale(builder, address, 2))]
 
 
 def _with_fifth_bits(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -102,13 +102,13 @@ def _with_fifth_bits(builder: Any, address: Any, offset: int) -> list[Any]:
     return [builder.or_(half, bit) for half, bit in zip(_halves(builder, address, offset + 4), fifth, strict=True)]
 
 
-def _q5_0(builder: Any, address: Any) -> list[Group]:
-    return [Group(_scale(builder, address), [_float(builder, each, 16) for each in _with_fifth_bits(builder, address, 2)])]
+def _q5_0(builder: Any, address: Any) -> list[ScaledGroup]:
+    return [ScaledGroup(_scale(builder, address), [_float(builder, each, 16) for each in _with_fifth_bits(builder, address, 2)])]
 
 
-def _q5_1(builder: Any, address: Any) -> list[Group]:
+def _q5_1(builder: Any, address: Any) -> list[ScaledGroup]:
     numbers = [_float(builder, each) for each in _with_fifth_bits(builder, address, 4)]
-    return [Group(_scale(builder, address), numbers, _scale(builder, address, 2))]
+    return [ScaledGroup(_scale(builder, address), numbers, _scale(builder, address, 2))]
 
 
 def _levels(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -130,17 +130,17 @@ def _looked_up(builder: Any, halves: Any) -> Any:
     return found
 
 
-def _iq4_nl(builder: Any, address: Any) -> list[Group]:
-    return [Group(_scale(builder, address), _levels(builder, address, 2))]
+def _iq4_nl(builder: Any, address: Any) -> list[ScaledGroup]:
+    return [ScaledGroup(_scale(builder, address), _levels(builder, address, 2))]
 
 
-def _iq4_xs(builder: Any, address: Any) -> list[Group]:
+def _iq4_xs(builder: Any, address: Any) -> list[ScaledGroup]:
     groups = [lane % 8 for lane in _COUNT]
     low = builder.lshr(spread(builder, load(builder, address, 4, I32)), constant(INTS, [4 * each for each in groups]))
     high = builder.lshr(spread(builder, builder.zext(load(builder, address, 2, I16), I32)), constant(INTS, [2 * each for each in groups]))
     whole = builder.or_(builder.and_(low, constant(INTS, 15)), _bits(builder, high, 0, 2, 4))
     scales = builder.fmul(_scale(builder, address), _float(builder, whole, 32))
-    return [Group(_lane(builder, scales, group), _levels(builder, address, 8 + 16 * group)) for group in range(8)]
+    return [ScaledGroup(_lane(builder, scales, group), _levels(builder, address, 8 + 16 * group)) for group in range(8)]
 
 
 def _two_bits(builder: Any, address: Any, offset: int) -> list[Any]:
@@ -149,15 +149,15 @@ def _two_bits(builder: Any, address: Any, offset: int) -> list[Any]:
     return [_bits(builder, stored[number // 8 * 2 + number % 2], number % 8 // 2 * 2, 2) for number in range(16)]
 
 
-def _q2_k(builder: Any, address: Any) -> list[Group]:
+def _q2_k(builder: Any, address: Any) -> list[ScaledGroup]:
     both = _ints(builder, address, 0)
     scales = builder.fmul(_scale(builder, address, 80), _float(builder, builder.and_(both, constant(INTS, 15))))
     least = builder.fneg(builder.fmul(_scale(builder, address, 82), _float(builder, builder.lshr(both, constant(INTS, 4)))))
     numbers = enumerate(_two_bits(builder, address, 16))
-    return [Group(_lane(builder, scales, number), [_float(builder, each)], _lane(builder, least, number)) for number, each in numbers]
+    return [ScaledGroup(_lane(builder, scales, number), [_float(builder, each)], _lane(builder, least, number)) for number, each in numbers]
 
 
-def _q3_k(builder: Any, address: Any) -> list[Group]:
+def _q3_k(builder: Any, address: Any) -> list[ScaledGroup]:
     """Scales have 6 bits: 4 low ones in one word, 2 high ones in the last."""
     words = [load(builder, address, 96 + 4 * number, I32) for number in range(3)]
     low = [_masked(builder, words[number % 2], 4 * (number // 2), 15) for number in range(4)]
@@ -168,7 +168,7 @@ def _q3_k(builder: Any, address: Any) -> list[Group]:
     found = []
     for number, two in enumerate(_two_bits(builder, address, 32)):
         three = builder.or_(two, _bits(builder, third[number % 2], number // 2, 1, 2))
-        found.append(Group(_lane(builder, scales, number), [_float(builder, three, 4)]))
+        found.append(ScaledGroup(_lane(builder, scales, number), [_float(builder, three, 4)]))
     return found
 
 
@@ -198,7 +198,7 @@ def _six_bits(builder: Any, address: Any) -> tuple[list[Any], list[Any]]:
     return [_lane(builder, found, group) for group in range(8)], [_lane(builder, found, 8 + group) for group in range(8)]
 
 
-def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> list[Group]:
+def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> list[ScaledGroup]:
     """Groups of q4_k and q5_k: 32 bytes have the numbers of one group in their low halves and those of the next one in their high halves.
 
     Args:
@@ -211,19 +211,19 @@ def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> 
         for group, whole in enumerate(halves, 2 * pair):
             if fifth:
                 whole = tuple(builder.or_(each, _bits(builder, bits, group, 1, 4)) for each, bits in zip(whole, fifth, strict=True))
-            found.append(Group(scales[group], [_float(builder, each) for each in whole], least[group]))
+            found.append(ScaledGroup(scales[group], [_float(builder, each) for each in whole], least[group]))
     return found
 
 
-def _q4_k(builder: Any, address: Any) -> list[Group]:
+def _q4_k(builder: Any, address: Any) -> list[ScaledGroup]:
     return _of_pairs(builder, address, 16, ())
 
 
-def _q5_k(builder: Any, address: Any) -> list[Group]:
+def _q5_k(builder: Any, address: Any) -> list[ScaledGroup]:
     return _of_pairs(builder, address, 48, [_ints(builder, address, 16 + 16 * part) for part in (0, 1)])
 
 
-def _q6_k(builder: Any, address: Any) -> list[Group]:
+def _q6_k(builder: Any, address: Any) -> list[ScaledGroup]:
     scales = builder.fmul(_scale(builder, address, 208), _signed(builder, load(builder, address, 192, BYTES)))
     found = []
     for half in range(2):
@@ -233,20 +233,20 @@ def _q6_k(builder: Any, address: Any) -> list[Group]:
             quarter, part = divmod(number, 2)
             nibble = _bits(builder, low[2 * (quarter % 2) + part], 4 * (quarter // 2), 4)
             whole = builder.or_(nibble, _bits(builder, high[part], 2 * quarter, 2, 4))
-            found.append(Group(_lane(builder, scales, 8 * half + number), [_float(builder, whole, 32)]))
+            found.append(ScaledGroup(_lane(builder, scales, 8 * half + number), [_float(builder, whole, 32)]))
     return found
 
 
-def _f16(builder: Any, address: Any) -> list[Group]:
+def _f16(builder: Any, address: Any) -> list[ScaledGroup]:
     """Weights can be denormal fp16, which slow the product of `_fp16` down, so that processors convert them where they can."""
     if _CONVERTS_FP16:
-        return [Group(None, [builder.fpext(load(builder, address, at, _FP16), FLOATS) for at in (0, 32)])]
-    return [Group(None, [_fp16(builder, _ints(builder, address, at, _SHORTS)) for at in (0, 32)])]
+        return [ScaledGroup(None, [builder.fpext(load(builder, address, at, _FP16), FLOATS) for at in (0, 32)])]
+    return [ScaledGroup(None, [_fp16(builder, _ints(builder, address, at, _SHORTS)) for at in (0, 32)])]
 
 
-def _bf16(builder: Any, address: Any) -> list[Group]:
+def _bf16(builder: Any, address: Any) -> list[ScaledGroup]:
     wide = (builder.shl(_ints(builder, address, at, _SHORTS), constant(INTS, 16)) for at in (0, 32))
-    return [Group(None, [builder.bitcast(each, FLOATS) for each in wide])]
+    return [ScaledGroup(None, [builder.bitcast(each, FLOATS) for each in wide])]
 
 
 _BLOCKS: Final = (_q8_0, _q4_0, _q4_1, _q5_0, _q5_1, _iq4_nl, _iq4_xs, _q2_k, _q3_k, _q4_k, _q5_k, _q6_k, _f16, _bf16)

@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ....block_format import BLOCK_FORMATS
-from .block_decoders import DECODERS, Decoder, Group
+from .block_decoders import DECODERS, Decoder, ScaledGroup
 from .compiled import EXACT, Array, compiled
 from .vectors import (
     F32,
@@ -56,7 +56,7 @@ def _decoder(blocks: Any) -> tuple[Decoder, int, int]:
     return DECODERS[name], kind.block_bytes, 4 * kind.block_values
 
 
-def _add(builder: Any, group: Group, numbers: Sequence[Any], slot: Any) -> None:
+def _add(builder: Any, group: ScaledGroup, numbers: Sequence[Any], slot: Any) -> None:
     """Add the products of a group with 16 floats for each of its vectors to a sum."""
     if group.least is not None:
         for vector, x in zip(group.numbers, numbers, strict=True):
