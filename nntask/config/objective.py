@@ -15,6 +15,7 @@ from ..data.json_lines import JSONL, first_keys, json_lines
 from ..data.objectives import Form, ImageShape, Kind, Objective
 from ..data.spans import longest
 from ..errors import DataError, UsageError
+from ..models.bert import SINGLE_LABEL
 from ..models.config_checks import LARGEST_CLASSES
 from ..models.interface import LanguageConfig, ModelConfig
 from .settings import DataSettings, TrainSettings
@@ -151,6 +152,11 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
         raise UsageError(f"--dataset {data.dataset} is not for a {config.model_type}; use {wants}")
     if kind == "classify" and (count := getattr(config, "num_labels", 0)) < 2:
         raise UsageError(f"--objective classify takes a model with two classes or more, got num_labels {count}; use the config of a classifier")
+    if kind == "classify" and (problem := getattr(config, "problem_type", None)) not in (None, SINGLE_LABEL):
+        raise UsageError(
+            f"--objective classify learns one label of a text, and problem_type in the config is {problem}; use the config of a classifier of single "
+            f"labels, or write {SINGLE_LABEL}"
+        )
     if sees:
         if data.tokenizer_path or data.tokenizer != "auto":
             flag = f"--tokenizer-path {data.tokenizer_path}" if data.tokenizer_path else f"--tokenizer {data.tokenizer}"
@@ -176,8 +182,8 @@ def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> 
     """--target-len, or the sensible one: of pairs as long as the input, of corrupted spans what they take."""
     data, length = settings.data, settings.model.seq_len
     assert length is not None  # filled in before
-    if data.target_len is not None and data.target_len > config.n_positions:
-        limit = config.n_positions
+    limit = config.longest
+    if data.target_len is not None and limit is not None and data.target_len > limit:
         raise UsageError(f"--target-len must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}")
     if form == "pairs":
         return data.target_len or length
@@ -211,4 +217,11 @@ def _objective(settings: TrainSettings, data: DataSettings, form: Form, config: 
         start=pad if start is None else start,
         template=data.chat_template,
         image=image_shape(config),
+        counts_positions=_counts_positions(config),
     )
+
+
+def _counts_positions(config: LanguageConfig) -> bool:
+    """Whether a model adds a row of a table for the position of a token; one without tiles takes no texts that share a sequence."""
+    description = getattr(config, "description", None)
+    return description is not None and description.stack.num_positions is not None

@@ -302,10 +302,10 @@ def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> i
     Raises:
         UsageError: it is longer than the model's sequences may be.
     """
-    limit = config.n_positions
+    limit = config.longest
     if seq_len is None:
-        return min(usual, DEFAULT_LENGTH) if image_shape(config) is None else limit
-    if seq_len > limit:
+        return min(usual, DEFAULT_LENGTH) if image_shape(config) is None else config.n_positions
+    if limit is not None and seq_len > limit:
         raise UsageError(f"--seq-len must be at most {config.positions_key} = {limit}, got {seq_len}; the nearest legal value is {limit}")
     return seq_len
 

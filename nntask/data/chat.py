@@ -151,7 +151,8 @@ class ChatTemplate:
         try:
             return self._marks.rendered(self._template, messages=messages, add_generation_prompt=prompts, tools=None, documents=None, **self._words)
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            what = str(error).partition("\n")[0].rstrip(".")
+            what = " ".join(str(error).split())
+            what = f'"{what}"' if what.endswith(".") else what
             raise DataError(f"{where} is not for the chat template of {self._name}: {what}; mend or remove the line") from None
 
 

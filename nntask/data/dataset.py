@@ -18,6 +18,7 @@ from ..errors import DataError, UsageError
 from .chat import ChatTemplate
 from .corpora import stdlib_corpus, text_corpus
 from .examples import Source, examples_of
+from .findings import Finding
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
 from .images import IMAGES, open_images
 from .json_lines import JSONL, RowTexts, json_lines, line_corpus
@@ -47,6 +48,7 @@ class Dataset:
         fingerprint: a hash of the training tokens, independent of their path (for large token files a hash of samples; see `TokenFile.fingerprint`).
         select_sequences: number of sequences of `train` that are used; -1 for all.
         spec: what was asked for.
+        findings: what is left out, cut or replaced.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Dataset:
     fingerprint: str
     select_sequences: int = -1
     spec: DataSpec = field(default_factory=DataSpec)
+    findings: tuple[Finding, ...] = ()
 
     def examples(self, seed: int) -> Examples:
         """The training data as sequences of what is learnt, with random choices of that seed.

@@ -6,7 +6,7 @@ from ..errors import DataError
 from .images import ImageRows, ImageSource
 from .masking import MaskedWindows, masking_of
 from .objectives import Objective
-from .packing import SeparateMaskedWindows, SeparateWindows
+from .packing import PlacedTexts, SeparateMaskedWindows, SeparateWindows
 from .row_file import RowFile
 from .rows import Rows
 from .sampler import Examples, Shuffled, Windows
@@ -18,7 +18,7 @@ Source = TokenFile | RowFile | ImageSource
 
 
 def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:
-    """The sequences of a source.
+    """The sequences of a source, with the positions of tokens in their texts where the model has a table of positions.
 
     Args:
         source: training or validation data.
@@ -29,6 +29,11 @@ def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | Non
     Raises:
         DataError: the tokenizer lacks a token that the objective takes.
     """
+    found = _sequences_of(source, objective, tokenizer, vocab_size, seed)
+    return PlacedTexts(found) if objective.places_texts else found
+
+
+def _sequences_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:
     if isinstance(source, ImageSource):
         return Shuffled(ImageRows(source, objective))  # so that the first ones are of all classes
     if isinstance(source, RowFile):

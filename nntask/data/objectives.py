@@ -72,6 +72,8 @@ class Objective:
         start: id before the first token of an output.
         template: file of a chat template; "" for the tokenizer's own.
         image: shape of images; None for text.
+        counts_positions: whether the model has a table of positions, so that texts in one sequence need positions of their own. The rows that are
+            kept do not follow from it.
     """
 
     kind: Kind = "causal"
@@ -88,6 +90,12 @@ class Objective:
     start: int = 0
     template: str = ""
     image: ImageShape | None = None
+    counts_positions: bool = field(default=False, repr=False)
+
+    @property
+    def places_texts(self) -> bool:
+        """Whether a batch has the positions of tokens in their texts."""
+        return self.separates and self.counts_positions
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +106,7 @@ class Objective:
             return ("tokens", "documents", "decoder_tokens", "targets", "factor")
         if self.kind == "classify":
             return ("tokens", "documents", *(["token_types"] if self.has_pairs and self.num_token_types > 1 else []), "targets")
-        documents = ["documents"] if self.separates or self.form == "chat" else []
+        documents = ["documents", *(["positions"] if self.places_texts else [])] if self.separates or self.form == "chat" else []
         return ("tokens", "targets", *documents, *(["factor"] if documents or self.kind == "masked" else []))
 
     @property
@@ -136,6 +144,8 @@ def random_batch(objective: Objective, size: int, vocab_size: int, seed: int | S
             arrays[name] = draw.random((size, length, objective.image.width), np.float32)
         elif name in ("documents", "token_types"):
             arrays[name] = np.full((size, length), int(name == "documents"), np.int32)
+        elif name == "positions":
+            arrays[name] = np.tile(np.arange(length, dtype=np.int32), (size, 1))
         else:
             is_target = name in ("targets", "decoder_tokens")
             most = classes if name == "targets" else vocab_size

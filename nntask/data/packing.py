@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .masking import MaskedWindows, Masking
 from .objectives import IGNORED
-from .sampler import too_few_tokens, windows_of
+from .sampler import Examples, too_few_tokens, windows_of
 from .token_file import TokenFile
 
 
@@ -31,6 +31,41 @@ def documents_of(ids: npt.NDArray[np.int32], begin: int, end: int) -> npt.NDArra
     else:
         edges[:, 1:] = ids[:, :-1] == end
     return np.cumsum(edges, axis=1, dtype=np.int32) + 1
+
+
+def positions_in(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """(n, T) position of each token in its text, from 0, of texts behind each other with these numbers (n, T)."""
+    at = np.arange(documents.shape[1], dtype=np.int32)
+    begins = np.ones(documents.shape, bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    found: npt.NDArray[np.int32] = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+    return found
+
+
+class PlacedTexts:
+    """Examples with the positions of tokens in their texts, for models that have a table of positions.
+
+    Args:
+        examples: several texts in one sequence.
+    """
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples, self.path, self.length = examples, examples.path, examples.length
+        self.names: Sequence[str] = (*(name for name in examples.names if name not in ("positions", "factor")), "positions", "factor")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many there are."""
+        return self._examples.num_sequences
+
+    def too_few(self, batch: int) -> str:
+        """Says that there are fewer than `batch` of them, and what to do."""
+        return self._examples.too_few(batch)
+
+    def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of the examples, and positions (n, T) int32."""
+        found = self._examples.arrays(numbers, epoch)
+        return {**found, "positions": positions_in(found["documents"])}
 
 
 class SeparateWindows:

@@ -75,7 +75,7 @@ def read_special(directory: Path | None, inner: Any) -> Special:
             {} if directory is None else {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
         )
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
-    bos, eos = _by_id(objects, "bos_token_id", special), _by_id(objects, "eos_token_id", special)
+    bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
     if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids
         ids = Special(bos[0] if bos else None, eos).to_dict()
         files[GENERATION] = json.dumps({**objects.get(GENERATION, {}), **ids}, indent=2) + "\n"
@@ -103,13 +103,14 @@ def _text(file: Path) -> str:
         raise DataError(f"{file} cannot be read: {error}; copy it again") from None
 
 
-def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int]) -> tuple[int, ...]:
-    """The ids under a key (one id or a list) of the first file in which all of them are special tokens."""
+def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int], inner: Any) -> tuple[int, ...]:
+    """The ids under a key (one id or a list) of the first file that has a special token there; of a list all that are tokens, as a model says more
+    than one end on purpose."""
     for name in (GENERATION, _CONFIG):
         value = objects.get(name, {}).get(key)
-        found = value if isinstance(value, list) else [value]
-        if found and all(type(each) is int and each in special for each in found):
-            return tuple(found)
+        found = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0]
+        if any(each in special for each in found):
+            return tuple(dict.fromkeys(each for each in found if inner.id_to_token(each) is not None))
     return ()
 
 

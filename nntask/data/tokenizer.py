@@ -190,9 +190,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         DataError: the file is missing, broken or larger than any tokenizer's, or `tokenizers` is not installed.
     """
     file = Path(path)
-    inside = open_gguf(file).files.get(TOKENIZER_FILE) if is_gguf(file) else None
+    opened = open_gguf(file) if is_gguf(file) else None
+    if opened is not None and opened.untranslated:
+        raise DataError(f"the tokenizer in {file} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
+    inside = None if opened is None else opened.files.get(TOKENIZER_FILE)
     file = file / TOKENIZER_FILE if file.is_dir() else file
-    if not file.is_file() or (inside is None and is_gguf(file)):
+    if not file.is_file() or (inside is None and opened is not None):
         raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
     if not have_tokenizers():
         raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")

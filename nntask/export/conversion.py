@@ -144,12 +144,14 @@ class Converted:
         before, nbytes: bytes of the weights before and now.
         num_weights: number of their elements.
         stayed: names of matrices that were not quantised, with the reason, in groups of equal reasons.
+        notes: sentences about what other readers of the file make of it.
     """
 
     before: int
     nbytes: int
     num_weights: int
     stayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:

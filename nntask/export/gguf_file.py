@@ -13,11 +13,14 @@ from tiles import BLOCK_FORMATS
 
 from ..errors import DataError, StorageError, UsageError
 from ..gguf.architectures import ARCHITECTURES, POSITIONS, ROTARY_FACTORS, Architecture, architecture_for
-from ..gguf.config_keys import config_from, metadata_of, rotary_factors
+from ..gguf.config_keys import NO_WINDOWS, config_from, metadata_of
 from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
+from ..gguf.rope_keys import rotary_factors
+from ..gguf.split_files import part_paths
 from ..gguf.tensor_ranges import FLOATS, Heads
-from ..gguf.vocabulary import id_keys, keys_of
+from ..gguf.text_ends import id_keys
+from ..gguf.vocabulary_keys import keys_of
 from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
@@ -33,7 +36,8 @@ def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
     Raises:
         UsageError: it exists and `force` is false or it is no GGUF file; or it is what is read, or cannot be written.
     """
-    check_apart(path, source)
+    for part in part_paths(source):
+        check_apart(path, part)
     if path.exists() or path.is_symlink():
         if not force:
             raise UsageError(f"{path} exists; name another file, or replace it with --force")
@@ -63,7 +67,9 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     if factors is not None:
         tensors = {ROTARY_FACTORS: ("F32", factors.shape), **tensors}
     metadata |= {"general.name": path.stem, "general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
-    metadata |= {"general.quantization_version": 2, **_vocabulary(source)}
+    vocabulary, notes = _vocabulary(source)
+    notes += _window_notes(architecture, source.config)
+    metadata |= {"general.quantization_version": 2, **vocabulary}
     try:
         with written_aside(path) as new:
             made = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
@@ -73,7 +79,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
     weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name != ROTARY_FACTORS)
-    return Converted(source.nbytes, sum(nbytes_of(*each) for each in tensors.values()), weights, stayed)
+    return Converted(source.nbytes, sum(nbytes_of(*each) for each in tensors.values()), weights, stayed, tuple(notes))
 
 
 def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
@@ -93,7 +99,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     shapes = dict(_placed(architecture, name, shape) for name, shape in source.shapes().items())
     advice = f"{source.path} cannot be written as GGUF, whose {architecture.name} is another model in"
     try:
-        values = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
+        values, _ = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
         again: Any = config_from_dict(values)
         again = replace(again, initializer_range=config.initializer_range)
     except (DataError, UsageError) as error:
@@ -126,10 +132,18 @@ def _factors(config: Any) -> np.ndarray[Any, Any] | None:
     return None if scaling is None or scaling.rope_type != "llama3" else rotary_factors(scaling.to_dict(), config.rope_theta, config.head_size)
 
 
-def _vocabulary(source: Convertible) -> dict[str, Any]:
-    """The metadata of a tokenizer; llama.cpp is told where there is none."""
+def _window_notes(architecture: Architecture, config: Any) -> list[str]:
+    """A sentence about windows that llama.cpp's code does not have."""
+    window = getattr(config, "sliding_window", None)
+    if architecture.name not in NO_WINDOWS or not window or window >= config.n_positions:
+        return []
+    return [f"llama.cpp has no windows in a {architecture.name}: texts of more than {window} tokens are computed otherwise there"]
+
+
+def _vocabulary(source: Convertible) -> tuple[dict[str, Any], list[str]]:
+    """The metadata of a tokenizer, and sentences about what llama.cpp makes of it; llama.cpp is told if there is none."""
     special = source.special
     if source.tokenizer is None:
-        return {"tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos)}
+        return {"tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos, ())}, []
     files = tokenizer_files(source.tokenizer, source.config.n_positions)
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos)

@@ -1,3 +1,3 @@
-from .model_file import GgufModel, is_gguf, open_gguf
+from .model_file import GgufModel, file_notes, is_gguf, open_gguf
 
-__all__ = ["GgufModel", "is_gguf", "open_gguf"]
+__all__ = ["GgufModel", "file_notes", "is_gguf", "open_gguf"]

@@ -1,77 +1,36 @@
 """Configs as the metadata of GGUF files: the keys of an architecture from a config in transformers' JSON, and back.
 
 What the keys do not say is a constant of llama.cpp's code: which activation an architecture has, how its scores are scaled, which blocks of a Gemma
-see a window. Dropout is not said at all, and is 0 in a config that comes from a file. Numbers are fp32 in files; their shortest decimals are taken.
+see a window unless a key says it. Dropout is not said at all, and is 0 in a config that comes from a file. A key that is neither read nor listed in
+`metadata_keys` refuses the file if it changes the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import pi
 from typing import Any, Final
 
 import numpy as np
 
 from ..errors import DataError, StorageError
+from ..models.config_checks import LARGEST_DEPTH
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, POSITIONS, Architecture
+from .metadata_keys import Keys, Values
+from .rope_keys import scaling_from, scaling_keys
 
-Values = Mapping[str, Any]
 _RMS: Final = "attention.layer_norm_rms_epsilon"
 _LAYER: Final = "attention.layer_norm_epsilon"
-_LLAMA_3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of all models of Meta; a file has only the factors that follow from them."""
-
-
-class _Keys:
-    """The keys of an architecture in a file.
-
-    Args:
-        metadata: all of the file.
-        name: of the architecture.
-        source: the file, for messages.
-    """
-
-    def __init__(self, metadata: Values, name: str, source: str) -> None:
-        self.metadata, self._name, self._source = metadata, name, source
-
-    def number(self, key: str, default: float | None = None) -> Any:
-        """A number; one that all blocks agree on, if there is one for each.
-
-        Raises:
-            DataError: it is missing and has no default, or is no number.
-        """
-        whole = f"{self._name}.{key}"
-        value = self.metadata.get(whole, default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()
-        if type(value) not in (int, float):
-            got = "nothing" if value is None else str(value)[:60]
-            raise DataError(f"{whole} in {self._source} must be a number, got {got}; convert the model again, or use another file")
-        return float(np.format_float_scientific(np.float32(value))) if isinstance(value, float) and abs(value) < 3e38 else value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0, which others are divided by.
-
-        Raises:
-            DataError: it is missing and has no default, or is none.
-        """
-        value = self.number(key, default)
-        if type(value) is not int or value < 1:
-            raise self.refusal(key, value, "a whole number above 0")
-        return value
-
-    def refusal(self, key: str, value: Any, rule: str) -> DataError:
-        """The error of a value that its key may not have here."""
-        return DataError(f"{self._name}.{key} in {self._source} must be {rule}, got {value}; use another file")
-
-    def has(self, key: str) -> bool:
-        """Whether the file has the key."""
-        return f"{self._name}.{key}" in self.metadata
-
-    def text(self, key: str) -> str:
-        """A text; "" where it is missing."""
-        return str(self.metadata.get(f"{self._name}.{key}", ""))
+_BASE: Final = "rope.freq_base"
+_LOCAL_BASE: Final = "rope.freq_base_swa"
+_WINDOW: Final = "attention.sliding_window"
+_PATTERN: Final = "attention.sliding_window_pattern"
+_CAP: Final = "final_logit_softcapping"
+_SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
+"""Architecture -> number of blocks of its 27B, in which llama.cpp divides scores by root(width / heads) and not by root(size of a head)."""
+NO_WINDOWS: Final = ("llama", "phi3")
+"""Architectures whose windows llama.cpp ignores: Mistral's and Phi 3's are keys all the same."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +54,8 @@ class _Tensors:
 
 def config_from(
     metadata: Values, shapes: Mapping[str, tuple[int, ...]], source: str, *, rotary_factors: np.ndarray[Any, Any] | None, ties: bool
-) -> dict[str, Any]:
-    """The config of a file, in transformers' JSON.
+) -> tuple[dict[str, Any], list[str]]:
+    """The config of a file, in transformers' JSON, and keys of its architecture that neither llama.cpp nor this reader knows.
 
     Args:
         metadata: of the file.
@@ -106,7 +65,7 @@ def config_from(
         ties: whether a head that is there is the embedding again.
 
     Raises:
-        DataError: the architecture is not known, or a key is missing.
+        DataError: the architecture is not known, a key is missing, or a key changes the model in a way that is not read.
         StorageError: a size is not that of the tensors.
     """
     name = str(metadata.get("general.architecture"))
@@ -116,10 +75,10 @@ def config_from(
     if embedding is None or len(embedding) != 2:
         raise DataError(f"{source} has no matrix {EMBEDDING}, which every model has; convert the model again, or use another file")
     tensors = _Tensors(shapes, rotary_factors, HEAD not in shapes or ties)
-    keys = _Keys(metadata, name, source)
-    values = _READERS[name](keys, tensors)
+    keys = Keys(metadata, name, source)
+    values, unread = _READERS[name](keys, tensors), keys.check_rest()
     _check_shapes(values, shapes, name, source)
-    return {"vocab_size": embedding[0], "tie_word_embeddings": tensors.is_tied, **values}
+    return {"vocab_size": embedding[0], "tie_word_embeddings": tensors.is_tied, **values}, unread
 
 
 def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: str, source: str) -> None:
@@ -153,13 +112,17 @@ def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: s
         raise StorageError(f"{name}.block_count in {source} is {count}, and there are tensors of {len(blocks)} blocks; copy the file again")
 
 
-def _gpt2(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
+def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
+    keys.equal("attention.head_count_kv", heads, "the number of heads of queries")
+    keys.equal("attention.key_length", width // heads, "the share of a head in the width")
+    keys.equal("attention.value_length", width // heads, "the share of a head in the width")
     return {
         "model_type": "gpt2",
         "n_positions": keys.number("context_length"),
-        "n_embd": keys.number("embedding_length"),
+        "n_embd": width,
         "n_layer": keys.number("block_count"),
-        "n_head": keys.number("attention.head_count"),
+        "n_head": heads,
         "n_inner": keys.number("feed_forward_length"),
         "layer_norm_epsilon": keys.number(_LAYER),
         "activation_function": "gelu_new",
@@ -167,13 +130,14 @@ def _gpt2(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
     }
 
 
-def _hidden(keys: _Keys, *, eps: str) -> dict[str, Any]:
+def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS) -> dict[str, Any]:
     """What all but GPT-2 have."""
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
-    if eps == _RMS and (turned := keys.number("rope.dimension_count", size)) != size:
-        raise keys.refusal("rope.dimension_count", turned, f"the size of a head, {size}, as all of it turns here")
-    return {
+    keys.equal("attention.value_length", size, "the size of a head")
+    if eps == _RMS:
+        keys.equal("rope.dimension_count", size, "the size of a head, as all of it turns here")
+    values = {
         "max_position_embeddings": keys.number("context_length"),
         "hidden_size": width,
         "intermediate_size": keys.number("feed_forward_length"),
@@ -181,9 +145,10 @@ def _hidden(keys: _Keys, *, eps: str) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": size if size * heads != width else None,
-        "rope_theta": float(keys.number("rope.freq_base", 10000.0)),
+        "rope_theta": float(keys.number(_BASE, 10000.0)),
         "rms_norm_eps" if eps == _RMS else "layer_norm_eps": keys.number(eps),
     }
+    return {**values, "rope_scaling": scaling_from(keys, values, keys.count("rope.dimension_count", size), tensors.rotary_factors)}
 
 
 def _head_size(values: Values) -> int:
@@ -192,68 +157,64 @@ def _head_size(values: Values) -> int:
     return size
 
 
-def _scaled(keys: _Keys, values: dict[str, Any], tensors: _Tensors) -> dict[str, Any] | None:
-    """The scaling of rotary frequencies; None for none."""
-    kind = keys.text("rope.scaling.type")
-    if tensors.rotary_factors is not None:
-        scaling = {**_LLAMA_3, "factor": float(tensors.rotary_factors.max())}
-        size, found = _head_size(values), tensors.rotary_factors
-        if found.shape != (-(-size // 2),) or not np.allclose(rotary_factors(scaling, values["rope_theta"], size), found, rtol=1e-4):
-            raise DataError(
-                "rope_freqs.weight in the file are not the factors of a Llama 3; use a model with plain, linear or Llama 3's rotary scaling"
-            )
-        return scaling
-    if kind in ("", "none"):
-        return None
-    return {"rope_type": kind, "factor": keys.number("rope.scaling.factor", 1.0)}
-
-
-def rotary_factors(scaling: Values, theta: float, size: int) -> np.ndarray[Any, Any]:
-    """(size / 2,) fp32: what each rotary frequency is divided by, as Llama 3 scales them; see `nntask.models.rotary`."""
-    plain = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share = np.clip((scaling["original_max_position_embeddings"] * plain / (2 * pi) - low) / (high - low), 0, 1)
-    factors: np.ndarray[Any, Any] = (1 / ((1 - share) / scaling["factor"] + share)).astype(np.float32)
-    return factors
-
-
-def _llama(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
-    values = _hidden(keys, eps=_RMS)
-    values |= {"rope_scaling": _scaled(keys, values, tensors), "hidden_act": "silu"}
-    if keys.has("attention.sliding_window"):
-        return {"model_type": "mistral", "sliding_window": keys.number("attention.sliding_window"), **values}
+def _llama(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = {**_hidden(keys, tensors), "hidden_act": "silu"}
+    if window := keys.number(_WINDOW, 0):
+        return {"model_type": "mistral", "sliding_window": window, **values}
     return {"model_type": "llama", "attention_bias": tensors.has("attn_q.bias"), "mlp_bias": tensors.has("ffn_up.bias"), **values}
 
 
-def _qwen2(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
-    values = _hidden(keys, eps=_RMS)
-    return {"model_type": "qwen2", **values, "rope_scaling": _scaled(keys, values, tensors), "use_sliding_window": False}
+def _qwen2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    return {"model_type": "qwen2", **_hidden(keys, tensors), "use_sliding_window": False}
 
 
-def _qwen3(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
+def _qwen3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
     values = _qwen2(keys, tensors)
     return {**values, "model_type": "qwen3", "head_dim": _head_size(values), "attention_bias": tensors.has("attn_q.bias")}
 
 
-def _gemma3(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
-    values = _hidden(keys, eps=_RMS)
-    size = _head_size(values)
+def _gemma3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = _hidden(keys, tensors)
     own = {
-        "head_dim": size,
-        "query_pre_attn_scalar": size,
-        "sliding_window": keys.number("attention.sliding_window"),
-        "rope_local_base_freq": 10000.0,
+        "head_dim": _head_size(values),
+        "query_pre_attn_scalar": _divisor(keys.name, values),
+        "sliding_window": keys.number(_WINDOW),
+        "layer_types": _kinds(keys, values["num_hidden_layers"], 6),
+        "rope_local_base_freq": float(keys.number(_LOCAL_BASE, 10000.0)),
+        _CAP: keys.number(_CAP, 0) or None,
     }
-    return {"model_type": "gemma3_text", **values, **own, "rope_scaling": _scaled(keys, values, tensors)}
+    return {"model_type": "gemma3_text", **values, **own}
 
 
-def _phi(keys: _Keys, tensors: _Tensors) -> dict[str, Any]:
-    values = _hidden(keys, eps=_LAYER)
+def _divisor(name: str, values: Values) -> int:
+    """The number by whose root llama.cpp divides the scores of a Gemma."""
+    is_wide = values["num_hidden_layers"] == _SCALED_BY_WIDTH[name]
+    return int(values["hidden_size"] // values["num_attention_heads"]) if is_wide else _head_size(values)
+
+
+def _kinds(keys: Keys, count: int, usual: int) -> list[str] | None:
+    """The kinds of blocks of a Gemma: every one of so many is full, or a list says which ones have windows; None for the usual ones.
+
+    Args:
+        usual: of how many blocks one is full without a key.
+    """
+    if (flags := keys.flags(_PATTERN)) is not None:
+        if len(flags) != count:
+            raise keys.refusal(_PATTERN, f"{len(flags)} of them", f"{count} switches, one for each block")
+        return [_SLIDING if has_window else _FULL for has_window in flags.tolist()]
+    period = keys.count(_PATTERN, usual)
+    if type(count) is not int or not 0 < count <= LARGEST_DEPTH or period == usual:
+        return None  # the config's own rules refuse such a depth
+    return [_FULL if (layer + 1) % period == 0 else _SLIDING for layer in range(count)]
+
+
+def _phi(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
+    values = _hidden(keys, tensors, eps=_LAYER)
     size = _head_size(values)
     return {"model_type": "phi", **values, "partial_rotary_factor": keys.number("rope.dimension_count", size) / size, "hidden_act": "gelu_new"}
 
 
-_READERS: Final[Mapping[str, Callable[[_Keys, _Tensors], dict[str, Any]]]] = {
+_READERS: Final[Mapping[str, Callable[[Keys, _Tensors], dict[str, Any]]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "qwen2": _qwen2,
@@ -299,13 +260,21 @@ def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": int(size * values.get("partial_rotary_factor", 1.0)),
-        "rope.freq_base": float(values["rope_theta"]),
+        _BASE: float(values["rope_theta"]),
         "vocab_size": values["vocab_size"],
     }
     found |= {_LAYER: values["layer_norm_eps"]} if name == "phi2" else {_RMS: values["rms_norm_eps"]}
     if values.get("sliding_window") and (name == "gemma3" or values["model_type"] == "mistral"):
-        found["attention.sliding_window"] = values["sliding_window"]
-    scaling = values.get("rope_scaling")
-    if scaling and scaling["rope_type"] == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}
-    return found
+        found[_WINDOW] = values["sliding_window"]
+    if name == "gemma3":
+        found |= _metadata_of_gemma3(values)
+    return found | scaling_keys(values.get("rope_scaling"))
+
+
+def _metadata_of_gemma3(values: Values) -> dict[str, Any]:
+    """The keys that only differ from llama.cpp's constants in few models."""
+    kinds, local = list(values["layer_types"]), values["rope_parameters"][_SLIDING]["rope_theta"]
+    found = {_CAP: float(values[_CAP])} if values[_CAP] else {}
+    found |= {} if local == 10000.0 else {_LOCAL_BASE: float(local)}
+    usual = [_FULL if (layer + 1) % 6 == 0 else _SLIDING for layer in range(len(kinds))]
+    return found if kinds == usual else {**found, _PATTERN: [kind == _SLIDING for kind in kinds]}

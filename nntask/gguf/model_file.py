@@ -18,18 +18,22 @@ import numpy as np
 
 from tiles import BlockFormat
 
-from ..errors import DataError
-from ..io.gguf_file import MAGIC, SUFFIX, GgufFile
+from ..io.gguf_file import MAGIC, SUFFIX
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
 from .config_keys import config_from
+from .metadata_keys import check_kind, unread_of_others
+from .split_files import Parts, open_parts, part_paths
 from .tensor_ranges import Heads, LocatedTensor
-from .vocabulary import files_from, ids_from
+from .text_ends import ids_from
+from .vocabulary import UntranslatedError, files_from
 
 _GENERATION: Final = "generation_config.json"
 _AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
+_SHOWN: Final = 8
+"""Names of keys in a sentence."""
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -55,6 +59,7 @@ class GgufModel:
     Attributes:
         values: the config, in transformers' JSON.
         tensors: transformers' name -> tensor.
+        unread: keys of the file that neither llama.cpp nor this reader knows.
 
     Raises:
         StorageError: the file is broken.
@@ -62,29 +67,49 @@ class GgufModel:
     """
 
     def __init__(self, path: Path) -> None:
-        found = GgufFile(path)
+        found = open_parts(path)
         self.path = path
-        if (count := found.metadata.get("split.count", 1)) != 1:
-            raise DataError(f"{path} is one of {count} files of a model; join them with llama-gguf-split --merge, and give the whole")
-        shapes = {name: entry.shape for name, entry in found.tensors.items()}
+        shapes = {name: entry.shape for name, (_, entry) in found.tensors.items()}
         ties = _repeats_embedding(found)
         factors = _factors(found)
-        self.values = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        check_kind(found.metadata, str(path))
+        self.values, unread = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        self.unread = (*unread, *unread_of_others(found.metadata, str(found.metadata["general.architecture"])))
         ids = ids_from(found.metadata, self.values["vocab_size"])
         self.values |= ids
         architecture, heads = ARCHITECTURES[found.metadata["general.architecture"]], Heads.of(self.values)
         self.tensors = {
-            architecture.name_there(name): LocatedTensor(found.file, name, each.type, each.shape, each.offset, architecture, heads)
-            for name, each in found.tensors.items()
+            architecture.name_there(name): LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
+            for name, (file, each) in found.tensors.items()
             if name != ROTARY_FACTORS and not (ties and name == HEAD)
         }
         self._metadata, self._ids = found.metadata, ids
 
-    @cached_property
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the caller to print about keys that nothing reads."""
+        listed = ", ".join(self.unread[:_SHOWN]) + (f" and {len(self.unread) - _SHOWN} more" if len(self.unread) > _SHOWN else "")
+        return [f"{self.path} has keys that neither nntask nor llama.cpp knows, and they are ignored: {listed}"] if self.unread else []
+
+    @property
     def files(self) -> Mapping[str, str]:
-        """Name -> content of files that a model directory has beside its weights: the tokenizer, and ids around texts."""
+        """Name -> content of files that a model directory has beside its weights: the tokenizer, if it can be translated, and ids around texts."""
+        return self._files[0]
+
+    @property
+    def untranslated(self) -> str:
+        """Why the file's tokenizer is not among `files`, completing "its tokenizer ..."; "" if it is, or if there is none."""
+        return self._files[1]
+
+    @cached_property
+    def _files(self) -> tuple[Mapping[str, str], str]:
         longest = int(self.values.get("max_position_embeddings", self.values.get("n_positions")) or 0)
-        return {**files_from(self._metadata, longest), _GENERATION: json.dumps(self._ids)}
+        generation, reason = {_GENERATION: json.dumps(self._ids)}, ""
+        try:
+            return {**files_from(self._metadata, longest, self.values["vocab_size"]), **generation}, ""
+        except UntranslatedError as error:
+            reason = str(error)
+        return generation, reason
 
     def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
         """transformers' name -> range of each tensor, and name -> format of the matrices that are quantised as products take them.
@@ -106,10 +131,19 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
     """
     file = Path(path)
     try:
-        found = file.stat()
+        stats = [part.stat() for part in dict.fromkeys((file, *part_paths(file)))]
     except OSError:
         return GgufModel(file)  # which says why
-    return _opened(file, file.resolve(), found.st_size, found.st_mtime_ns, found.st_ino)
+    return _opened(file, file.resolve(), *((each.st_size, each.st_mtime_ns, each.st_ino) for each in stats))
+
+
+def file_notes(path: str | os.PathLike[str]) -> list[str]:
+    """Sentences for the caller to print about a GGUF file; none of any other path.
+
+    Raises:
+        StorageError, DataError: as of `GgufModel`.
+    """
+    return open_gguf(path).notes if is_gguf(path) else []
 
 
 @lru_cache(maxsize=1)
@@ -118,46 +152,51 @@ def _opened(path: Path, *_: object) -> GgufModel:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A fingerprint of a GGUF file: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of every tensor.
+    """A fingerprint of a GGUF file, or of all parts of a split one: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of
+    every tensor.
 
     See `nntask.io.safetensors_file.fingerprint_of`, which is the same of another format.
 
     Raises:
         StorageError: the file is broken.
     """
-    file = GgufFile(path)
-    spans = [(first, min(_AT_ONCE, file.header_nbytes - first)) for first in range(0, file.header_nbytes, _AT_ONCE)]
-    for each in file.tensors.values():
-        size = min(_SAMPLE, each.nbytes)
-        spans += [(each.offset + first, size) for first in (0, (each.nbytes - size) // 2, each.nbytes - size)]
-    checksum, piece = 0, bytearray(_AT_ONCE)
-    for offset, size in spans:
-        view = memoryview(piece)[:size]
-        read_all(file.file, view, offset)
-        checksum = zlib.crc32(view, checksum)
-    return f"{os.stat(path).st_size}-{checksum:08x}"
+    parts = open_parts(Path(path))
+    checksum, piece, total = 0, bytearray(_AT_ONCE), 0
+    for file in parts.files:
+        spans = [(first, min(_AT_ONCE, file.header_nbytes - first)) for first in range(0, file.header_nbytes, _AT_ONCE)]
+        for each in file.tensors.values():
+            size = min(_SAMPLE, each.nbytes)
+            spans += [(each.offset + first, size) for first in (0, (each.nbytes - size) // 2, each.nbytes - size)]
+        for offset, size in spans:
+            view = memoryview(piece)[:size]
+            read_all(file.file, view, offset)
+            checksum = zlib.crc32(view, checksum)
+        total += os.stat(file.path).st_size
+    return f"{total}-{checksum:08x}"
 
 
-def _factors(file: GgufFile) -> np.ndarray[Any, Any] | None:
-    """The values of ``rope_freqs.weight``; None where there is none."""
-    entry = file.tensors.get(ROTARY_FACTORS)
-    if entry is None or entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
+def _factors(parts: Parts) -> np.ndarray[Any, Any] | None:
+    """The values of ``rope_freqs.weight``; None if there is none."""
+    file, entry = parts.tensors.get(ROTARY_FACTORS, (None, None))
+    if file is None or entry is None or entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
         return None
     values = np.empty(entry.nbytes // 4, np.float32)
-    read_all(file.file, values.view(np.uint8).data, entry.offset)
+    read_all(file, values.view(np.uint8).data, entry.offset)
     return values
 
 
-def _repeats_embedding(file: GgufFile) -> bool:
+def _repeats_embedding(parts: Parts) -> bool:
     """Whether the head is there and has the bytes of the embedding, as older converters wrote it; both are read until they differ."""
-    head, embedding = file.tensors.get(HEAD), file.tensors.get(EMBEDDING)
-    if head is None or embedding is None or (head.type, head.shape) != (embedding.type, embedding.shape):
+    if HEAD not in parts.tensors or EMBEDDING not in parts.tensors:
         return False
-    ours, theirs = np.empty((2, _AT_ONCE), np.uint8)
+    (ours, head), (theirs, embedding) = parts.tensors[HEAD], parts.tensors[EMBEDDING]
+    if (head.type, head.shape) != (embedding.type, embedding.shape):
+        return False
+    left, right = np.empty((2, _AT_ONCE), np.uint8)
     for first in range(0, head.nbytes, _AT_ONCE):
         count = min(_AT_ONCE, head.nbytes - first)
-        read_all(file.file, ours[:count].data, head.offset + first)
-        read_all(file.file, theirs[:count].data, embedding.offset + first)
-        if not np.array_equal(ours[:count], theirs[:count]):
+        read_all(ours, left[:count].data, head.offset + first)
+        read_all(theirs, right[:count].data, embedding.offset + first)
+        if not np.array_equal(left[:count], right[:count]):
             return False
     return True

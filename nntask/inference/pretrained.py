@@ -22,13 +22,15 @@ from ..data.tokenizer import ByteTokenizer, Tokenizer, has_tokenizer, load_token
 from ..engine.recorded import build_model
 from ..errors import DataError, UsageError
 from ..gguf.model_file import is_gguf, open_gguf
-from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, stored_ranges
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, ModelDirectory, read_config, read_values, stored_ranges
 from ..io.json_file import read_object
 from ..models.config_checks import LARGEST_COUNT
 from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
+from ..models.registry import config_notes
 from ..tiling.model_tiling import ModelTiling
 from ..training.initial_weights import load_model
+from .generation_keys import check_generation, generation_notes
 
 if TYPE_CHECKING:
     from scheduler import TaskRuntime
@@ -121,6 +123,21 @@ class ModelSource:
         config = read_config(directory)
         return cls(directory, config, _with_length(TrainSettings(), config), None)
 
+    def notes(self) -> list[str]:
+        """Sentences for the caller to print about the files of a model directory: keys that nothing reads, and values that flags have to repeat.
+
+        Raises:
+            DataError: a file is broken.
+        """
+        if self.checkpoint is not None:
+            return []
+        found = config_notes(*read_values(self.path))
+        return (
+            found + open_gguf(self.path).notes
+            if is_gguf(self.path)
+            else found + generation_notes(self._object(GENERATION), str(self.path / GENERATION))
+        )
+
     @property
     def context(self) -> int:
         """Most tokens the model looks at: the length it was trained on, of an input or an output, or of a model directory the longest its config
@@ -139,6 +156,8 @@ class ModelSource:
             raise UsageError(f"--tokenizer-path {path} is for models that came without a tokenizer, and {self.path} has its own; drop it")
         if kind == "bytes":
             return ByteTokenizer(self.config.vocab_size)
+        if kind is None and not path and is_gguf(self.path) and (reason := open_gguf(self.path).untranslated):
+            raise DataError(f"the tokenizer in {self.path} {reason}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
         if kind is None and not path:
             raise DataError(f"{self.path} came without a tokenizer and knows token ids only; name the one that made them with --tokenizer-path DIR")
         found = load_tokenizer(path or self.path)
@@ -178,6 +197,7 @@ class ModelSource:
                 adds_special=False,
                 encodes_rows=rows,
             )
+        check_generation(self._object(GENERATION), str(self.path / GENERATION))
         values = {key: value for name in (CONFIG, GENERATION) for key, value in self._object(name).items()}
         alone, ends = (self._ids(values, key) for key in ("bos_token_id", "eos_token_id"))
         return TextIds(tokenizer, (), alone[:1], frozenset(ends), self.config.vocab_size, adds_special=True, encodes_rows=rows)
@@ -231,7 +251,7 @@ class ModelSource:
 
 
 def _with_length(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
-    """The settings with a length of sequences: the longest, where they have none."""
+    """The settings with a length of sequences: the longest, where they have none and the model has one."""
     if settings.model.seq_len is not None:
         return settings
-    return replace(settings, model=replace(settings.model, seq_len=config.n_positions))
+    return replace(settings, model=replace(settings.model, seq_len=config.longest or LARGEST_COUNT))

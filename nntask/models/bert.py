@@ -16,6 +16,7 @@ from .config_checks import shown
 from .config_fields import ACTIVATIONS, choice, classes, count, positive, probability, switch, token
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .family_config import HiddenConfig
+from .foreign_keys import Only, Rules, ignored, off
 from .names import Names
 
 _MODULES: Final = {
@@ -36,6 +37,9 @@ _MODULES: Final = {
     "feed_forward_norm": "output.LayerNorm",
 }
 _OLDER: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+SINGLE_LABEL: Final = "single_label_classification"
+PROBLEMS: Final = ("regression", SINGLE_LABEL, "multi_label_classification")
+"""Values of problem_type; a classifier here learns a single label."""
 _DROPPED: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
@@ -53,6 +57,7 @@ class BertConfig(HiddenConfig):
         num_labels: classes; 0 for a model that predicts what was masked.
         id2label: names of the classes by their numbers, as strings; None for none. A model that predicts what was masked may have those of the
             classifier that will be made of it.
+        problem_type: what a classifier learns, one of `PROBLEMS`; None for a single label. Others are kept, and cannot be trained.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -67,6 +72,7 @@ class BertConfig(HiddenConfig):
     pad_token_id: int | None = token(0)
     num_labels: int = classes(2, 0, or_zero=True)
     id2label: Mapping[str, str] | None = None
+    problem_type: str | None = choice(PROBLEMS, None)
     tie_word_embeddings: bool = switch(True)
 
     model_type: ClassVar[str] = "bert"
@@ -77,6 +83,14 @@ class BertConfig(HiddenConfig):
     objectives: ClassVar[tuple[str, ...]] = ("masked", "classify")
     first_position: ClassVar[int] = 0
     drops_first: ClassVar[bool] = False
+    foreign: ClassVar[Rules] = {
+        **off("use the config of a model whose tokens see each other in both directions", "is_decoder is_causal"),
+        "position_embedding_type": Only(("absolute", None), "use a model with a table of positions"),
+        **ignored(
+            "older keys that no version of the model reads",
+            "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type",
+        ),
+    }
     masked_names: ClassVar[Names] = Names(
         modules=_MODULES,
         prefix="bert.",
@@ -134,8 +148,6 @@ class BertConfig(HiddenConfig):
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
         """``architectures`` says whether the model is a classifier, ``id2label`` or ``num_labels`` of how many classes: 2 unless they do."""
-        if values.get("is_decoder") or values.get("position_embedding_type", "absolute") != "absolute":
-            raise UsageError(f"is_decoder in {source} must be false, and position_embedding_type absolute; use the config of {cls.title} itself")
         known, named = super().read(values, source), values.get("id2label")
         if named is not None and not _is_numbered(named):
             raise UsageError(f"id2label in {source} must be an object from the numbers 0, 1, ... to names, got {shown(named)}; correct it")
@@ -208,6 +220,8 @@ class BertConfig(HiddenConfig):
         del values["id2label"], values["num_labels"]
         if self.num_labels:
             values["num_labels"], values["architectures"], names = self.num_labels, [self.classifier], names or _numbered(self.num_labels)
+        if values["problem_type"] is None:
+            del values["problem_type"]
         if names:
             values |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
         return values

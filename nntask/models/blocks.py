@@ -90,7 +90,7 @@ class ForwardPass:
         bias: of scores, by distance; None for none.
         encoded: (B, S, C), what a decoder attends to; None for nothing.
         across_documents: (B, T) and (B, S) int32, numbers of documents of a decoder's and of the encoder's tokens; None where all see all.
-        positions: (B, T) int32, positions of tokens, where the table has other rows before them; None for its first T rows.
+        positions: (B, T) int32, positions of tokens, where they are given or the table has other rows before them; None for its first T rows.
         token_types: (B, T) int32; None where the model has none.
     """
 

@@ -94,8 +94,13 @@ def switch(default: bool | None) -> Any:
 
 
 def choice(names: Collection[str], default: Any = MISSING) -> Any:
-    """A field of one of some strings."""
-    return _field(lambda key, value, source: check_choice(key, value, names, source), default)
+    """A field of one of some strings, or null where that is its default."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if value is not None or default is not None:
+            check_choice(key, value, names, source)
+
+    return _field(check, default)
 
 
 def token(default: int | None) -> Any:

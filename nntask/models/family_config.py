@@ -1,6 +1,6 @@
 """Configs of families: dataclasses whose fields are declared with their rules (`config_fields`), and how JSON becomes one.
 
-Keys without a default are required, and unknown keys are ignored.
+Keys without a default are required. Keys of others have rules in `foreign_keys`; a key that has none is in `unread`, for callers to name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ..errors import UsageError
 from .config_checks import check_divisible, check_object, config_values
 from .config_fields import count, depth, positive, switch
 from .description import Description
+from .foreign_keys import COMMON, Rules, check_foreign, renamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class FamilyConfig:
         kinds_keys: fields with a kind for every block.
         dropouts: the fields that `with_dropout` sets.
         objective: what such a model is trained for unless told; `objectives` has all.
+        foreign: rules of the keys of files that are no fields and that the bases of the class have no rules for, see `foreign_keys`.
     """
 
     model_type: ClassVar[str]
@@ -45,6 +47,7 @@ class FamilyConfig:
     dropouts: ClassVar[tuple[str, ...]] = ()
     objective: ClassVar[str] = "causal"
     objectives: ClassVar[tuple[str, ...]] = ("causal",)
+    foreign: ClassVar[Rules] = COMMON
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -84,6 +87,17 @@ class FamilyConfig:
         """
 
     @classmethod
+    def rules(cls) -> Rules:
+        """The rules of keys that are no fields: those of the class and its bases."""
+        return {key: rule for base in reversed(cls.__mro__) for key, rule in vars(base).get("foreign", {}).items()}
+
+    @classmethod
+    def unread(cls, values: Mapping[str, Any]) -> list[str]:
+        """Keys of decoded JSON with a value that are neither fields nor have a rule: transformers' model of the family does not read them either."""
+        known = {f.name for f in fields(cls)} | cls.rules().keys()
+        return [key for key, value in values.items() if value is not None and key not in known]
+
+    @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
         """The fields that a JSON object has, by name; a subclass translates keys here."""
         return {f.name: values[f.name] for f in fields(cls) if f.name in values}
@@ -97,7 +111,8 @@ class FamilyConfig:
             source: name of the file or object that holds the values, for error messages.
 
         Raises:
-            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
+            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule, or a key that only transformers reads would change
+                numbers.
         """
         check_object(values, source, cls.example_key)
         model_type = values.get("model_type", cls.model_type)
@@ -105,8 +120,10 @@ class FamilyConfig:
             raise UsageError(
                 f'model_type in {source} must be "{cls.model_type}", got {json.dumps(model_type)}; use the config of {_article(cls.title)}'
             )
+        rules = cls.rules()
+        check_foreign(rules, values, source)
         required = [f.name for f in fields(cls) if _is_required(f)]
-        known = cls.read(values, source)
+        known = cls.read(renamed(rules, values, source), source)
         if missing := [key for key in required if key not in known]:
             raise UsageError(f"{source} lacks {', '.join(missing)}; {_article(cls.title)} config needs {', '.join(required)}")
         cls._check(known, source)
@@ -129,12 +146,21 @@ class FamilyConfig:
             """C."""
 
         @property
+        def n_positions(self) -> int:
+            """P."""
+
+        @property
         def vocab_size(self) -> int:
             """V."""
 
         @property
         def description(self) -> Description:
             """The parts of the model."""
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a sequence; None for no limit."""
+        return self.n_positions
 
     @property
     def num_labels(self) -> int:

@@ -14,6 +14,7 @@ from ..errors import UsageError
 from .config_checks import LARGEST_DEPTH, check_object, shown
 from .config_fields import ACTIVATIONS, choice, count, layer_kinds, positive, switch
 from .description import AttentionShape, BlockShape, Description, NormShape
+from .foreign_keys import Only, Rules, Used, off
 from .llama import NAMES, GatedConfig
 from .names import Names
 from .qwen import FULL, SLIDING
@@ -51,6 +52,12 @@ class Gemma3Config(GatedConfig):
     tie_word_embeddings: bool = switch(True)
 
     kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
+    foreign: ClassVar[Rules] = {
+        "sliding_window_pattern": Used(),
+        "_sliding_window_pattern": Used(),
+        "attn_logit_softcapping": Only((None,), "use the config of a Gemma 2, whose scores of attention are capped"),
+        **off("use a Gemma 3 of text, whose tokens see those before them", "use_bidirectional_attention"),
+    }
     model_type: ClassVar[str] = "gemma3_text"
     title: ClassVar[str] = "Gemma 3"
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
@@ -67,10 +74,6 @@ class Gemma3Config(GatedConfig):
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
         """transformers 5 has rotary parameters for each kind of block, older files a pattern in place of the list."""
-        if values.get("use_bidirectional_attention") or values.get("attn_logit_softcapping"):
-            raise UsageError(
-                f"use_bidirectional_attention and attn_logit_softcapping in {source} must be absent, false or null; use a Gemma 3 of text"
-            )
         both, taken = values.get("rope_parameters"), dict(values)
         if isinstance(both, Mapping) and (FULL in both or SLIDING in both):
             for kind in (FULL, SLIDING):

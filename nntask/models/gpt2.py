@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
-from ..errors import UsageError
 from .config_checks import check_divisible
 from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .family_config import FamilyConfig
+from .foreign_keys import Alias, Rules, ignored
 from .names import Joined, Names
 from .transformer import Transformer
 
@@ -74,6 +74,13 @@ class GPT2Config(FamilyConfig):
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     names: ClassVar[Names] = NAMES
     num_inner_matrices: ClassVar[int] = 2
+    foreign: ClassVar[Rules] = {
+        "hidden_size": Alias("n_embd"),
+        "max_position_embeddings": Alias("n_positions"),
+        "num_attention_heads": Alias("n_head"),
+        "num_hidden_layers": Alias("n_layer"),
+        **ignored("older keys that no version of the model reads", "n_ctx n_special predict_special_tokens"),
+    }
 
     vocab_size: int = count(50257)
     n_positions: int = count(1024)
@@ -96,13 +103,6 @@ class GPT2Config(FamilyConfig):
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
         """Heads divide the width."""
         check_divisible("n_embd", values["n_embd"], "n_head", values["n_head"], source)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "the config") -> Self:
-        """A config from decoded JSON; see `FamilyConfig.from_dict`."""
-        if isinstance(values, Mapping) and values.get("add_cross_attention"):
-            raise UsageError(f"add_cross_attention in {source} must be false, got true; a GPT-2 has no encoder to attend to, remove the key")
-        return super().from_dict(values, source)
 
     @property
     def inner_size(self) -> int:

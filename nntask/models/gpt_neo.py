@@ -12,6 +12,7 @@ from .config_checks import LARGEST_DEPTH, shown
 from .config_fields import ACTIVATIONS, choice, count, depth, layer_kinds, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
+from .foreign_keys import Alias, Rules, Used
 from .names import Names
 
 GLOBAL: Final = "global"
@@ -63,6 +64,7 @@ class GPTNeoConfig(KeyedConfig):
     layers_key: ClassVar[str] = "num_layers"
     heads_key: ClassVar[str] = "num_heads"
     kinds_keys: ClassVar[tuple[str, ...]] = ("attention_layers",)
+    foreign: ClassVar[Rules] = {"attention_types": Used(), "num_attention_heads": Alias("num_heads"), "num_hidden_layers": Alias("num_layers")}
     dropouts: ClassVar[tuple[str, ...]] = ("resid_dropout", "embed_dropout", "attention_dropout")
     names: ClassVar[Names] = Names(
         modules={

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 from ..errors import UsageError
 from .config_fields import ACTIVATIONS, choice, positive, probability, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .foreign_keys import Rules, Used
 from .names import Joined, Names
 from .rotary_config import PartialRotaryConfig
 
@@ -43,6 +44,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
     title: ClassVar[str] = "GPT-NeoX"
     architecture: ClassVar[str] = "GPTNeoXForCausalLM"
     dropouts: ClassVar[tuple[str, ...]] = ("hidden_dropout", "attention_dropout")
+    foreign: ClassVar[Rules] = {"rotary_pct": Used(), "rotary_emb_base": Used()}
     factor_keys: ClassVar[tuple[str, ...]] = ("rotary_pct",)
     theta_keys: ClassVar[tuple[str, ...]] = ("rotary_emb_base",)
     names: ClassVar[Names] = Names(

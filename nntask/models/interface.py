@@ -29,7 +29,11 @@ class LanguageConfig(Protocol):
 
     @property
     def n_positions(self) -> int:
-        """P: longest sequence."""
+        """P: longest sequence, or where there is no limit the usual one."""
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a sequence; None for no limit."""
 
     @property
     def num_parameters(self) -> int:

@@ -24,6 +24,7 @@ from ..nn.kv_cache import KVCache, Past
 from ..nn.layers import Adaptable
 from ..nn.module import Blocks, Module, Parameter
 from ..tiling.model_tiling import ModelTiling
+from .config_checks import LARGEST_COUNT
 from .interface import ModelConfig
 
 _OF_DECODER: Final = ("decoder_tokens", "targets")
@@ -37,11 +38,13 @@ class ExtraInputs:
         documents: (B, T), tokens of different numbers do not see each other: of packed texts, or 1 for text and 0 for padding.
         token_types: (B, T), kinds of tokens.
         decoder_tokens: (B, T) of the decoder; tokens (B, S) and documents are then those of the encoder.
+        positions: (B, T), positions of tokens in their texts, of models with a table of positions; None for 0 to T - 1.
     """
 
     documents: TileTensor | None = None
     token_types: TileTensor | None = None
     decoder_tokens: TileTensor | None = None
+    positions: TileTensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,7 +141,7 @@ class LanguageModel(Module):
         Raises:
             UsageError: a count is not positive or a length is too long.
         """
-        length, limit = self.config.n_positions if seq_len is None else seq_len, self.config.n_positions
+        length, limit = self.config.n_positions if seq_len is None else seq_len, self.config.longest or LARGEST_COUNT
         lengths = dict.fromkeys(names, length)
         if "decoder_tokens" in names:
             lengths.update(dict.fromkeys(_OF_DECODER, target_len or length))
@@ -226,11 +229,9 @@ class LanguageModel(Module):
         Raises:
             UsageError: the tokens have another rank, or sequences are too long.
         """
-        if len(tokens.shape) != 2 or tokens.shape[1] > self.config.n_positions:
-            raise UsageError(
-                f"tokens must be (B, T) with T at most {self.config.positions_key} = {self.config.n_positions}, got {tokens.shape}; "
-                "shorten the sequences"
-            )
+        limit = self.config.longest or LARGEST_COUNT
+        if len(tokens.shape) != 2 or tokens.shape[1] > limit:
+            raise UsageError(f"tokens must be (B, T) with T at most {self.config.positions_key} = {limit}, got {tokens.shape}; shorten the sequences")
         return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given)
 
     def scores(self, x: Tensor) -> Tensor:

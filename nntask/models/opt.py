@@ -14,6 +14,7 @@ from .config_checks import shown
 from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
+from .foreign_keys import Only, Rules, Used, ignored
 from .names import Names
 
 FIRST_POSITION: Final = 2
@@ -60,6 +61,14 @@ class OPTConfig(KeyedConfig):
     title: ClassVar[str] = "OPT"
     architecture: ClassVar[str] = "OPTForCausalLM"
     inner_key: ClassVar[str] = "ffn_dim"
+    foreign: ClassVar[Rules] = {
+        "word_embed_proj_dim": Used(),
+        "do_layer_norm_before": Only((True,), "use another OPT than 350m"),
+        "_remove_final_layer_norm": Only((False,), "use another OPT than 350m"),
+        "layer_norm_elementwise_affine": Only((True,), "use another OPT than 350m"),
+        "layerdrop": Only((0.0, 0, None), "layers are never left out in training here; write 0"),
+        **ignored("no version of the model reads it", "activation_dropout"),
+    }
     dropouts: ClassVar[tuple[str, ...]] = ("dropout", "attention_dropout")
     names: ClassVar[Names] = Names(
         modules={
@@ -85,15 +94,12 @@ class OPTConfig(KeyedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """What only OPT-350m has is refused: embeddings of another width, and norms after the layers."""
+        """What only OPT-350m has is refused: embeddings of another width; for norms after the layers see `foreign`."""
         width = values.get("word_embed_proj_dim")
         if width is not None and width != values.get("hidden_size"):
             raise UsageError(
                 f"word_embed_proj_dim in {source} must be hidden_size = {values.get('hidden_size')}, got {shown(width)}; use another OPT than 350m"
             )
-        for key, usual in {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}.items():
-            if values.get(key, usual) is not usual:
-                raise UsageError(f"{key} in {source} must be {shown(usual)}, got {shown(values[key])}; use another OPT than 350m")
         return super().read(values, source)
 
     @property

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from ..errors import UsageError
 from .config_fields import ACTIVATIONS, choice, positive, probability
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .foreign_keys import Rules, off
 from .names import Names
 from .rotary_config import PartialRotaryConfig
 
@@ -39,6 +39,7 @@ class PhiConfig(PartialRotaryConfig):
     title: ClassVar[str] = "Phi"
     architecture: ClassVar[str] = "PhiForCausalLM"
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attention_dropout")
+    foreign: ClassVar[Rules] = off("use the config of a Phi without norms of queries and keys", "qk_layernorm")
     names: ClassVar[Names] = Names(
         modules={
             "embed": "embed_tokens",
@@ -59,13 +60,6 @@ class PhiConfig(PartialRotaryConfig):
         embedding="model.embed_tokens.weight",
         outside={"head_bias": "lm_head.bias"},
     )
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Norms of queries and keys are of no released Phi."""
-        if values.get("qk_layernorm"):
-            raise UsageError(f"qk_layernorm in {source} must be false or absent, got true; use the config of a Phi without it")
-        return super().read(values, source)
 
     @property
     def description(self) -> Description:

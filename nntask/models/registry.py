@@ -81,6 +81,23 @@ def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> M
     return config
 
 
+def config_notes(values: Mapping[str, Any], source: str) -> list[str]:
+    """Sentences about a config that `config_from_dict` takes, for the caller to print: keys that no model reads.
+
+    Args:
+        values: the decoded JSON.
+        source: name of the file or object that holds the values.
+    """
+    kind = values.get("model_type", _UNNAMED)
+    if kind not in FAMILIES:
+        return []
+    family = FAMILIES[kind].config
+    unread = family.unread(values)
+    return (
+        [f"{source} has keys that {family.title} does not have, here or in transformers, and they are ignored: {', '.join(unread)}"] if unread else []
+    )
+
+
 def untiled_type(values: Mapping[str, Any]) -> str:
     """The model_type of a config whose family is not here; "" for one of a family that is, and for what is no model_type."""
     kind = values.get("model_type", _UNNAMED) if isinstance(values, Mapping) else _UNNAMED

@@ -1,24 +1,37 @@
 """Rotary positions (Su et al., RoFormer, 2021): which features turn, how fast, and how configs say so.
 
 Scaling is read from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (transformers 5). Where a file has both formats,
-their values must agree.
+their values must agree. Files of other formats are translated to these keys and read by `scaling_of`; `RopeScaling.to_dict` returns them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import pi
+from math import ceil, floor, log, pi
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from .config_checks import check_choice, check_count, check_object, check_positive, shown
+from .config_checks import check_choice, check_count, check_object, check_positive, check_switch, shown
 
-ROPE_TYPES: Final = ("default", "linear", "dynamic", "llama3")
-"""The kinds of rotary scaling that are implemented; yarn and longrope are not."""
+_ORIGINAL: Final = "original_max_position_embeddings"
+_NEEDED: Final[dict[str, tuple[str, ...]]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+_OPTIONAL: Final[dict[str, tuple[str, ...]]] = {
+    "llama3": (_ORIGINAL,),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
+_TURNS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
+ROPE_TYPES: Final = tuple(_NEEDED)
+"""The kinds of rotary scaling that are implemented; longrope is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +40,17 @@ class RopeScaling:
 
     Args:
         rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides only frequencies with
-            long wavelengths (Llama 3.1). "dynamic" has no effect up to max_position_embeddings tokens, the longest sequence that is accepted here.
+            long wavelengths (Llama 3.1). "yarn" divides those that turn less than `beta_slow` times in the original length, keeps those that turn
+            more than `beta_fast` times, and multiplies cosines and sines by an attention factor (Peng et al., YaRN, 2023). "dynamic" has no effect
+            up to max_position_embeddings tokens, the longest sequence that is accepted here.
         factor: the divisor, at least 1.
         low_freq_factor, high_freq_factor: for "llama3": frequencies with a wavelength above original / low are divided, frequencies with a
             wavelength below original / high are kept, and the frequencies between are blended.
-        original_max_position_embeddings: for "llama3": the longest sequence of the original training, in tokens.
+        original_max_position_embeddings: for "llama3" and "yarn": the longest sequence of the original training, in tokens.
+        attention_factor: for "yarn": factor of cosines and sines; None for the one that follows from `factor`, `mscale` and `mscale_all_dim`.
+        beta_fast, beta_slow: for "yarn": numbers of turns; None for 32 and 1.
+        mscale, mscale_all_dim: for "yarn": weights of log(factor) in numerator and denominator of the attention factor; None for none.
+        truncate: for "yarn": whether the range that is blended is widened to whole features; None for true.
     """
 
     rope_type: str
@@ -39,6 +58,23 @@ class RopeScaling:
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+    @property
+    def angle_factor(self) -> float:
+        """Factor of cosines and sines: of "yarn", 0.1 log(factor) + 1 or what its keys say (Peng et al., equation 22); 1 of others."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _weighted(self.factor, self.mscale) / _weighted(self.factor, self.mscale_all_dim)
+        return _weighted(self.factor, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The scaling as a JSON object, without the keys that its kind does not use."""
@@ -71,16 +107,50 @@ class Rotary:
         factor = np.float32(scaling.factor)
         if scaling.rope_type == "linear":
             return plain / factor
-        low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
-        assert isinstance(low, float) and isinstance(high, float) and isinstance(original, int)  # noqa: PT018 - llama3, as the config has checked
-        wavelengths = 2 * pi / plain  # positions per turn
-        share = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency: 1 for short wavelengths, 0 for long
-        blended: npt.NDArray[np.float32] = ((1 - share) * plain / factor + share * plain).astype(np.float32)
-        return blended
+        return _yarn(size, self.theta, scaling) if scaling.rope_type == "yarn" else _llama3(plain, scaling)
 
 
-_ORIGINAL: Final = "original_max_position_embeddings"
-_EXAMPLES: Final[dict[str, Any]] = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
+def _llama3(plain: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
+    assert isinstance(low, float) and isinstance(high, float) and isinstance(original, int)  # noqa: PT018 - llama3, as the config has checked
+    wavelengths = 2 * pi / plain  # positions per turn
+    share = np.clip((original / wavelengths - low) / (high - low), 0, 1)  # weight of the unscaled frequency: 1 for short wavelengths, 0 for long
+    blended: npt.NDArray[np.float32] = ((1 - share) * plain / np.float32(scaling.factor) + share * plain).astype(np.float32)
+    return blended
+
+
+def _yarn(size: int, theta: float, scaling: RopeScaling) -> npt.NDArray[np.float32]:
+    """YaRN's frequencies, "NTK by parts" (Peng et al., 2023, section 3.2), by the operations of transformers."""
+    original = scaling.original_max_position_embeddings
+    assert original is not None  # as the config has checked
+    turns = (scaling.beta_fast or _TURNS["beta_fast"], scaling.beta_slow or _TURNS["beta_slow"])
+    bounds = [size * log(original / (each * 2 * pi)) / (2 * log(theta)) for each in turns]
+    if scaling.truncate is not False:
+        bounds = [floor(bounds[0]), ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], size - 1)
+    high += 0.001 if low == high else 0
+    ramp = np.clip((np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)  # 0 keeps, 1 divides
+    kept = 1 - ramp
+    powers = np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+    found: npt.NDArray[np.float32] = (1 / (np.float32(scaling.factor) * powers) * (1 - kept) + 1 / powers * kept).astype(np.float32)
+    return found
+
+
+def _weighted(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+
+_EXAMPLES: Final[dict[str, Any]] = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    _ORIGINAL: 8192,
+    "attention_factor": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 def rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -152,22 +222,45 @@ def scaling_of(values: object, longest: int, source: str) -> RopeScaling | None:
     check_choice("rope_type", kind, ROPE_TYPES, where)
     if values.get("partial_rotary_factor") not in (None, 1):
         raise UsageError(f"partial_rotary_factor in {where} must be 1, got {shown(values['partial_rotary_factor'])}; use a config without it")
-    if kind == "default":
-        return None
-    needed = ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor")
+    return None if kind == "default" else _checked(kind, values, longest, where)
+
+
+def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> RopeScaling:
+    """The scaling of a kind with its defaults, after a check of its values."""
+    needed = _NEEDED[kind]
     if missing := [key for key in needed if key not in values]:
         raise UsageError(f"{where} lacks {', '.join(missing)}; rope_type {kind} needs {', '.join(needed)}")
-    for key in needed:
-        check_positive(key, values[key], where, _EXAMPLES[key])
-    if values["factor"] < 1:
-        raise UsageError(f"factor in {where} must be at least 1, got {values['factor']}; the nearest legal value is 1")
-    if kind != "llama3":
-        return RopeScaling(rope_type=kind, factor=float(values["factor"]))
-    original = values.get(_ORIGINAL, longest)
-    check_count(_ORIGINAL, original, where, _EXAMPLES[_ORIGINAL])
-    low, high = float(values["low_freq_factor"]), float(values["high_freq_factor"])
-    if low >= high:
-        raise UsageError(f"low_freq_factor in {where} must be below high_freq_factor, got {low} and {high}; write for example 1.0 and 4.0")
-    return RopeScaling(
-        rope_type=kind, factor=float(values["factor"]), low_freq_factor=low, high_freq_factor=high, original_max_position_embeddings=original
-    )
+    given = {key: values[key] for key in needed} | {key: values[key] for key in _OPTIONAL.get(kind, ()) if values.get(key) is not None}
+    if kind in _OPTIONAL:
+        given.setdefault(_ORIGINAL, longest)
+        check_count(_ORIGINAL, given[_ORIGINAL], where, _EXAMPLES[_ORIGINAL])
+    if kind == "yarn":
+        given.setdefault("factor", longest / given[_ORIGINAL])
+    for key, value in given.items():
+        if key == "truncate":
+            check_switch(key, value, where)
+        elif key != _ORIGINAL:
+            check_positive(key, value, where, _EXAMPLES[key])
+            given[key] = float(value)
+    if given["factor"] < 1:
+        raise UsageError(f"factor in {where} must be at least 1, got {given['factor']:g}; the nearest legal value is 1")
+    for first, second, usual in (("low_freq_factor", "high_freq_factor", "1.0 and 4.0"), ("beta_slow", "beta_fast", "1.0 and 32.0")):
+        least, most = (given.get(key, _TURNS.get(key, 0.0)) for key in (first, second))
+        if {first, second} & given.keys() and least >= most:
+            raise UsageError(f"{first} in {where} must be below {second}, got {least} and {most}; write for example {usual}")
+    return RopeScaling(rope_type=kind, **given)
+
+
+def unread_of_rope(values: Mapping[str, Any]) -> list[str]:
+    """Keys of the rotary scaling of a config.json, or of one for each kind of block, that its kind does not have, here and in transformers."""
+    scalings = {key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), Mapping)}
+    for key, scaling in list(scalings.items()):
+        if by_kind := {name: each for name, each in scaling.items() if isinstance(each, Mapping)}:
+            del scalings[key]
+            scalings |= {f"{key}.{name}": each for name, each in by_kind.items()}
+    found = []
+    for key, scaling in scalings.items():
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        known = {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ()), "rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL}
+        found += [f"{key}.{name}" for name, value in scaling.items() if value is not None and name not in known]
+    return found

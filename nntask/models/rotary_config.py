@@ -10,7 +10,8 @@ from ..errors import UsageError
 from .config_checks import check_divisible, shown
 from .config_fields import count, positive, probability
 from .family_config import HiddenConfig
-from .rotary import RopeScaling, Rotary, rope_of, scaling_of
+from .foreign_keys import Rules, Used, ignored
+from .rotary import RopeScaling, Rotary, rope_of, scaling_of, unread_of_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,22 @@ class RotaryConfig(HiddenConfig):
     head_dim: int | None = count(64, None)
 
     dropouts: ClassVar[tuple[str, ...]] = ("attention_dropout",)
+    foreign: ClassVar[Rules] = {
+        "rope_parameters": Used(),
+        "original_max_position_embeddings": Used(),
+        "partial_rotary_factor": Used(),
+        **ignored("no version of the models here reads it", "default_theta rope_interleaved use_mrope"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rope_scaling is not None:  # with defaults and element types as read from a file
             object.__setattr__(self, "rope_scaling", scaling_of(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config"))
+
+    @classmethod
+    def unread(cls, values: Mapping[str, Any]) -> list[str]:
+        """As of `FamilyConfig.unread`, with keys within the rotary scaling."""
+        return super().unread(values) + unread_of_rope(values)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:

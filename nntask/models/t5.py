@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
-from .config_fields import choice, count, depth, positive, probability, switch, token
+from .config_checks import shown
+from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, RelativePositions, StackShape
 from .family_config import KeyedConfig
+from .foreign_keys import Alias, Rules, Used
 from .names import Names
 
 PROJECTIONS: Final = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True), "gated-silu": ("silu", True), "gelu": ("gelu", False)}
@@ -34,7 +36,7 @@ class T5Config(KeyedConfig):
         num_layers: blocks of the encoder.
         num_decoder_layers: blocks of the decoder; None for as many.
         num_heads: H.
-        n_positions: P, longest sequence; a T5 has no limit, and a file without one gets 512.
+        n_positions: the usual length of sequences; a T5 has no limit, since biases depend on distances alone.
         relative_attention_num_buckets, relative_attention_max_distance: of the biases by distance.
         dropout_rate: dropout probability everywhere.
         layer_norm_epsilon: term added to the mean of squares.
@@ -80,6 +82,14 @@ class T5Config(KeyedConfig):
     dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate",)
     objective: ClassVar[str] = "seq2seq"
     objectives: ClassVar[tuple[str, ...]] = ("seq2seq",)
+    foreign: ClassVar[Rules] = {
+        "hidden_size": Alias("d_model"),
+        "num_attention_heads": Alias("num_heads"),
+        "num_hidden_layers": Alias("num_layers"),
+        "head_dim": Alias("d_kv"),
+        "dense_act_fn": Used(),
+        "is_gated_act": Used(),
+    }
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
@@ -93,11 +103,24 @@ class T5Config(KeyedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """The start of an output is the id of padding where a file does not say it."""
+        """The start of an output is the id of padding where a file does not say it; ``feed_forward_proj`` is written in two keys besides."""
         known = super().read(values, source)
+        activation, has_gate = PROJECTIONS.get(str(known.get("feed_forward_proj", "relu")), (None, None))
+        for key, said in {"dense_act_fn": activation, "is_gated_act": has_gate}.items():
+            found = values.get(key)
+            if said is not None and found is not None and (ACTIVATIONS.get(str(found)) if key == "dense_act_fn" else found) != said:
+                raise UsageError(
+                    f"{key} in {source} must be as feed_forward_proj {known.get('feed_forward_proj', 'relu')} says, {said}, got {shown(found)}; "
+                    "remove it"
+                )
         if known.get("decoder_start_token_id") is None:
             known["decoder_start_token_id"] = known.get("pad_token_id") or 0
         return known
+
+    @property
+    def longest(self) -> int | None:
+        """None, for no limit."""
+        return None
 
     @property
     def n_layer(self) -> int:

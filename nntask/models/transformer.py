@@ -24,7 +24,7 @@ from ..nn.kv_cache import Past
 from ..nn.layers import Embedding
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
-from .blocks import Block, Construction, ForwardPass
+from .blocks import Angles, Block, Construction, ForwardPass
 from .description import HeadShape, StackShape
 from .interface import ModelConfig
 from .language import NO_EXTRAS, ExtraInputs, LanguageModel
@@ -131,7 +131,8 @@ class Transformer(LanguageModel):
         self.lm_head = self.embed.weight if head.is_tied else Parameter((num_out, width), row_tile, normal(head.std))
         self.head_bias = Parameter((num_out,), row_tile[:1], constant(0.0)) if head.has_bias else None
         self.head_cap = head.cap
-        self.takes = ("documents", *(["token_types"] if described.stack.num_token_types else []), *(["decoder_tokens"] if self.encoder else []))
+        has = {"positions": described.stack.num_positions is not None, "token_types": described.stack.num_token_types, "decoder_tokens": self.encoder}
+        self.takes = ("documents", *(name for name, is_there in has.items() if is_there))
         self.allocate(runtime, dtype, seed)
         self._frequencies = {rotary: self._frequencies_of(rotary, dtype) for rotary in _rotaries(described.stack)}
         self._constants: dict[tuple[Any, ...], TileTensor] = {}
@@ -174,8 +175,9 @@ class Transformer(LanguageModel):
     def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:
         """What blocks share in a forward pass."""
         if past is not None:  # 2 x (B, T, R / 2)
-            return ForwardPass(masks, {rotary: elementwise.rotary_angles_at(f, past.positions) for rotary, f in self._frequencies.items()})
-        angles = {rotary: elementwise.rotary_angles(f, tokens.shape[1], tokens.tile[1]) for rotary, f in self._frequencies.items()}  # 2 x (T, R / 2)
+            return ForwardPass(masks, {r: _scaled(r, elementwise.rotary_angles_at(f, past.positions)) for r, f in self._frequencies.items()})
+        length, tile = tokens.shape[1], tokens.tile[1]
+        angles = {r: _scaled(r, elementwise.rotary_angles(f, length, tile)) for r, f in self._frequencies.items()}  # 2 x (T, R / 2)
         return ForwardPass(masks, angles, given.documents, **self._constants_of(tokens, given))
 
     def _constants_of(self, tokens: TileTensor, given: ExtraInputs) -> dict[str, Any]:
@@ -183,7 +185,9 @@ class Transformer(LanguageModel):
         stack, found = self.described.stack, dict[str, Any]()
         if given.decoder_tokens is not None and given.documents is not None:
             found["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
-        if stack.first_position:
+        if given.positions is not None:
+            found["positions"] = given.positions
+        elif stack.first_position:
             found["positions"] = self._constant("positions", tokens, np.arange(tokens.shape[1]))
         if stack.num_token_types:
             found["token_types"] = self._constant("token types", tokens, 0) if given.token_types is None else given.token_types
@@ -197,6 +201,12 @@ class Transformer(LanguageModel):
             found.write(np.ascontiguousarray(np.broadcast_to(values, like.shape), np.int32))
             self._constants[key] = found
         return self._constants[key]
+
+
+def _scaled(rotary: Rotary, angles: Angles) -> Angles:
+    """Cosines and sines multiplied by the factor of their scaling, if that is not 1."""
+    factor = 1.0 if rotary.scaling is None else rotary.scaling.angle_factor
+    return angles if factor == 1 else (elementwise.scale(angles[0], factor), elementwise.scale(angles[1], factor))
 
 
 def _rotaries(shape: StackShape) -> list[Rotary]:

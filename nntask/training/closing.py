@@ -75,5 +75,5 @@ def summarise(session: Session, journal: Journal) -> None:
     """Write summary.json, whichever way the training ended."""
     write_summary(
         session.run.directory,
-        summary_of(journal.whole, journal.own, session.runtime.stats(), session.engine.num_tasks, session.fallbacks),
+        summary_of(journal.whole, journal.own, session.runtime.stats(), session.engine.num_tasks, session.fallbacks, session.dataset.findings),
     )

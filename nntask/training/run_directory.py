@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +16,7 @@ from tiles.kernels import kernel_versions
 
 from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
 from ..config.resolution import RUNS
+from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
@@ -107,7 +108,9 @@ def _installed(*packages: str) -> dict[str, str]:
     return found
 
 
-def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int]) -> dict[str, Any]:
+def summary_of(
+    whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int], findings: Sequence[Finding] = ()
+) -> dict[str, Any]:
     """The content of summary.json.
 
     Args:
@@ -116,6 +119,7 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_s
         stats: counters of the runtime of this process.
         tasks_per_step: each counted, also those that run as one.
         fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
+        findings: what the data left out, cut or replaced.
     """
     outside, tasks = around(own, stats), tasks_per_step * own.steps
     return {
@@ -138,6 +142,7 @@ def summary_of(whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_s
         "tasks_per_step": tasks_per_step,
         "task_overhead_us": own.idle_seconds / tasks * 1e6 if tasks else 0.0,
         "fallbacks": dict(fallbacks),
+        "data": counts(findings),
         "workers": sorted(stats["busy_seconds"]),
         "versions": versions(),
     }

@@ -209,6 +209,8 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
     run, stats, say = session.run, session.runtime.stats(), session.printer.say
     for line in about():
         say(line)
+    for finding in session.dataset.findings:
+        say(finding.sentence)
     budgets = ", ".join(f"{node} {format_size(nbytes)}" for node, nbytes in stats["budget_bytes"].items())
     say(f"workers: {', '.join(in_ranges(list(stats['busy_seconds'])))}; policy {stats['policy']}; budgets: {budgets}")
     if session.fallbacks:

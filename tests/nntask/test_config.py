@@ -89,7 +89,7 @@ BROKEN = {
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false"]),
         ({"mlp_bias": None}, ["mlp_bias", "true or false", "null"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "JSON object", "a string"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type in rope_scaling", "default, linear, dynamic, llama3", '"yarn"']),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_type in rope_scaling", "linear, dynamic, llama3, yarn", '"longrope"']),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type in rope_scaling", '"longrope"']),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "lacks factor", "rope_type linear"]),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor in rope_scaling", "at least 1", "got 0.5"]),

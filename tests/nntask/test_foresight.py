@@ -79,7 +79,11 @@ def train(asked: TrainSettings, *, trace: Path | None = None) -> tuple[dict[str,
 )
 def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned as the run was, with what it has measured: peaks within 1.0 to 1.1 of its own (RAM below two devices from 0.97 on), bytes within a
-    tenth."""
+    fifth.
+
+    Which copies a run on real threads makes depends on how long tasks and copies take: on a loaded machine two runs of one plan differ by a tenth.
+    The test of measured seconds holds bytes to a tenth, in virtual time.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     third = f"{needed() // 3}B"
     flags: dict[str, dict[str, Any]] = {
@@ -96,7 +100,7 @@ def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: 
         least = 1.0 if computes else 0.97  # below two devices it matters which of them is ahead
         assert node == "disk" or least <= plan["peak_bytes"][node] / peak <= 1.1, node
     assert foreseen.keys() == moved.keys()
-    assert sum(foreseen.values()) == pytest.approx(sum(moved.values()), rel=0.1)
+    assert sum(foreseen.values()) == pytest.approx(sum(moved.values()), rel=0.2)
 
 
 class Restless:
@@ -129,9 +133,9 @@ class Restless:
         return seconds
 
 
-@pytest.mark.parametrize("ram", ["unlimited", pytest.param("a third", marks=pytest.mark.long)])
+@pytest.mark.parametrize("ram", ["unlimited", "a third"])
 def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a quarter, knowing nothing but what a run has left in the store."""
+    """Seconds within a quarter and bytes within a tenth, knowing nothing but what a run has left in the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = settings(ncpu=2, **({} if ram == "unlimited" else {"ram": f"{needed() // 3}B", "disk": str(tmp_path / "tier")}))
     run = resolve(asked, CONFIG)

@@ -61,7 +61,11 @@ def oracle(family, seed):
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    [("gpt2", 1), ("llama", 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (("gpt2", 0), ("llama", 0), ("llama", 1), ("llama", 2)))],
+    [
+        ("gpt2", 1),
+        ("llama", 3),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("gpt2", 0), ("llama", 0), ("llama", 1), ("llama", 2), ("llama", 4))),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(family, seed):
     """64 tokens, prompts of unequal length side by side, with and without the cache; grouped queries and every rotary scaling."""

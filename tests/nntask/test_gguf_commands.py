@@ -16,7 +16,8 @@ from support.transformers_oracle import hf_model
 from nntask.checkpoints import find_checkpoint
 from nntask.data.chat import ChatTemplate
 from nntask.data.tokenizer import load_tokenizer
-from nntask.gguf.vocabulary import files_from, keys_of
+from nntask.gguf.vocabulary import files_from
+from nntask.gguf.vocabulary_keys import keys_of
 from nntask.models.gpt2 import GPT2Config
 from wrappers.cli import main
 
@@ -96,14 +97,14 @@ def test_a_tokenizer_and_its_template(here: Path) -> None:
 def test_a_tokenizer_comes_back(here: Path) -> None:
     """Through the keys of a file: as it was with its tokenizer.json, and with the same ids without it."""
     files = {"tokenizer.json": Path("model/tokenizer.json").read_text(), "tokenizer_config.json": json.dumps({"chat_template": "hello"})}
-    keys = keys_of(files, 300, begin=0, ends=(0,))
-    back = files_from(keys | {"tokenizer.ggml.token_type": np.array(keys["tokenizer.ggml.token_type"])}, 16)
+    keys, _ = keys_of(files, 300, begin=0, ends=(0,))
+    back = files_from(keys | {"tokenizer.ggml.token_type": np.array(keys["tokenizer.ggml.token_type"])}, 16, 300)
     assert back["tokenizer.json"] == files["tokenizer.json"]
     assert json.loads(back["tokenizer_config.json"])["chat_template"] == "hello"
     del keys["tokenizer.huggingface.json"]
     keys["tokenizer.ggml.token_type"] = np.array(keys["tokenizer.ggml.token_type"])
     (here / "again").mkdir()
-    for name, text in files_from(keys, 16).items():
+    for name, text in files_from(keys, 16, 300).items():
         (here / "again" / name).write_text(text)
     one, two = load_tokenizer(here / "model"), load_tokenizer(here / "again")
     assert one.encode([TEXT])[0].tolist() == two.encode([TEXT])[0].tolist()

@@ -246,7 +246,7 @@ def test_wrong_pairs_of_sizes(name: str, factors: np.ndarray[Any, Any] | None) -
             changed = {f"{name}.{one}": first, f"{name}.{other}": second}
             metadata = {key: value for key, value in {**plain, **changed}.items() if value is not None}
             with contextlib.suppress(NntaskError):
-                config_from_dict(config_from(metadata, shapes, "a.gguf", rotary_factors=factors, ties=False))
+                config_from_dict(config_from(metadata, shapes, "a.gguf", rotary_factors=factors, ties=False)[0])
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

@@ -111,9 +111,3 @@ def test_names_are_those_of_the_package() -> None:
             assert theirs.get_name(f"{ours.blocks}1.{module}") == f"blk.1.{short}"
 
 
-def test_one_of_several_files(tmp_path: Path) -> None:
-    """One sentence that says how to join them."""
-    theirs = hf_model(CONFIGS["gpt2"])
-    path = write_gguf(tmp_path / "model-00001-of-00002.gguf", theirs, more={"split.count": 2})
-    with pytest.raises(DataError, match="is one of 2 files of a model; join them"):
-        ModelSource.open(path)

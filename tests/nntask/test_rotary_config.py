@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import transformers
 from support.llama_oracle import frequencies
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nntask.errors import UsageError
 from nntask.models.llama import LlamaConfig
@@ -28,6 +30,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_f
         (None, None),
         ({"rope_type": "default"}, None),
         ({"type": "linear", "factor": 2}, RopeScaling(rope_type="linear", factor=2.0)),
+        ({"type": "yarn", "factor": 4.0}, RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=131072)),
+        (
+            {"type": "yarn", "original_max_position_embeddings": 32768},
+            RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768),
+        ),
         ({"type": "dynamic", "factor": 4.0}, RopeScaling(rope_type="dynamic", factor=4.0)),
         (LLAMA3, RopeScaling(**LLAMA3)),
         (
@@ -52,7 +59,7 @@ def test_scaling_made_in_python_obeys_the_same_rules():
     with pytest.raises(UsageError, match="lacks low_freq_factor"):
         LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", factor=2.0))
     with pytest.raises(UsageError, match="rope_type"):
-        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="yarn", factor=2.0))
+        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="longrope", factor=2.0))
 
 
 @pytest.mark.parametrize(
@@ -81,3 +88,49 @@ def test_scaling_made_in_python_is_as_if_read():
     made = LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", **given))
     assert made == LlamaConfig.from_dict({**SMALL, "rope_scaling": {"rope_type": "llama3", **given}})
     assert frequencies(made).shape == (32,)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"factor": 1.0},
+        {"factor": 40},
+        {"attention_factor": 0.83},
+        {"beta_fast": 16, "beta_slow": 2},
+        {"truncate": False},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"mscale": 0.707},
+        {"original_max_position_embeddings": 3},
+        {"original_max_position_embeddings": 2**31 - 1},
+    ],
+)
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+def test_yarn_is_that_of_transformers(more, theta):
+    """Frequencies to the last bits of a power in fp32, in which libraries differ, and the same factor of cosines and sines, for every key."""
+    values = {**SMALL, "rope_parameters": {**YARN, **more, "rope_theta": theta}}
+    ours = LlamaConfig.from_dict(json.loads(json.dumps(values)))
+    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(**values))
+    np.testing.assert_array_max_ulp(frequencies(ours), theirs.numpy(), 4)
+    assert ours.rope_scaling.angle_factor == factor
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"factor": 0.5}, "factor in rope_scaling in x.json must be at least 1, got 0.5"),
+        ({"attention_factor": -1.0}, "attention_factor in rope_scaling in x.json must be positive and finite"),
+        ({"beta_fast": 1, "beta_slow": 2}, "beta_slow in rope_scaling in x.json must be below beta_fast, got 2.0 and 1.0"),
+        ({"beta_slow": 40}, "beta_slow in rope_scaling in x.json must be below beta_fast, got 40.0 and 32.0"),
+        ({"truncate": "no"}, "truncate in rope_scaling in x.json must be true or false"),
+        ({"original_max_position_embeddings": 1.5}, "original_max_position_embeddings in rope_scaling in x.json must be a whole number"),
+    ],
+)
+def test_wrong_keys_of_yarn_are_refused(more, words):
+    """A sentence with the key and the value."""
+    with pytest.raises(UsageError) as error:
+        LlamaConfig.from_dict({**SMALL, "rope_scaling": {**YARN, **more}}, "x.json")
+    assert words in str(error.value)

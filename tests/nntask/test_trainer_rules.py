@@ -22,6 +22,7 @@ TABLE = table_of(TrainSettings)
 class Shape:
     positions_key: str = "n_positions"
     n_positions: int = 64
+    longest: int | None = 64
     vocab_size: int = 100
 
 

@@ -15,6 +15,7 @@ SCALINGS = [
     None,
     RopeScaling(rope_type="linear", factor=3.0),
     RopeScaling(rope_type="dynamic", factor=4.0),
+    RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.2),
     RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8),
 ]
 """The last one has short, long and blended wavelengths among heads of at least 6 features."""

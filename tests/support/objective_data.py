@@ -30,6 +30,7 @@ class Learner:
     positions_key: str = "n_positions"
     vocab_size: int = 600
     n_positions: int = 64
+    longest: int | None = 64
     num_parameters: int = 0
     num_labels: int = 2
     id2label: Mapping[int, str] = field(default_factory=dict)

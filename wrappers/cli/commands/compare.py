@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..options.help import parse
+from ..options.models import open_source
 
 if TYPE_CHECKING:
     from nntask.config import ResourceSettings, RunConfig, TrainSettings
@@ -116,7 +117,6 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, resolve
     from nntask.gguf import is_gguf
     from nntask.hardware import devices_of, with_budgets
-    from nntask.inference import ModelSource
     from scheduler.storage import memory_budgets
 
     from ..options.sources import model_config
@@ -127,7 +127,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
     elif path.is_file() and not is_gguf(path):
         settings = TrainSettings(model=ModelSettings(config_path=word))
     elif path.exists():
-        source = ModelSource.open(path)
+        source = open_source(path)
         settings = replace(source.settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
     else:
         raise UsageError(

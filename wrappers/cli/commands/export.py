@@ -85,6 +85,8 @@ def _gguf(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer
     kind = "" if settings.dtype == "auto" else settings.dtype.replace("fp", "f")
     done = write_gguf(model, target, Conversion(kind), force=settings.force)
     print(f"wrote {done.num_weights / 1e6:.1f} M weights of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
+    for note in done.notes:
+        print(f"note: {note}")
     return 0
 
 

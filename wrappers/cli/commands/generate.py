@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from nntask.config import MachineSettings
 
 from ..options.help import parse
+from ..options.models import open_source
 from ..options.runtime_flags import machine_from, runtime_of
 
 if TYPE_CHECKING:
@@ -82,11 +83,11 @@ def run(argv: Sequence[str]) -> int:
     check(settings.text)
     machine = machine_from(settings.machine)
     prompts = prompts_of(settings.text)
-    from nntask.inference import Generator, ModelSource, check_memory, check_writes
+    from nntask.inference import Generator, check_memory, check_writes
     from nntask.tiling import generation_tiling
 
     asked = settings.text
-    source = ModelSource.open(words[0])
+    source = open_source(words[0])
     if source.config.objective == "masked":
         _check_filled(asked, words[0])
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from nntask.config import MachineSettings
 
 from ..options.help import parse
+from ..options.models import open_source
 from ..options.runtime_flags import machine_from, runtime_of
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from nntask import UsageError
     from nntask.config import checked_length
-    from nntask.inference import ModelSource, check_scoring
+    from nntask.inference import check_scoring
     from nntask.inference import perplexity as score
 
-    source = ModelSource.open(words[0])
+    source = open_source(words[0])
     if source.config.objective != "causal":
         raise UsageError(f"perplexity is of models that predict the next token, and {words[0]} is a {source.config.model_type}; use one of those")
     length = checked_length(asked.seq_len, source.config, source.context)

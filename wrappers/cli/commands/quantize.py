@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..options.help import parse
+from ..options.models import open_source
 
 if TYPE_CHECKING:
     from nntask.export import Converted
@@ -42,14 +43,13 @@ def run(argv: Sequence[str]) -> int:
     from nntask import UsageError
     from nntask.config import format_size, parse_size
     from nntask.export import Conversion, Convertible, write_gguf, write_quantised
-    from nntask.inference import ModelSource
 
     keep = tuple(each.strip() for each in settings.keep.split(",") if each.strip())
     for flag, value in {"--embeddings": settings.embeddings, "--head": settings.head}.items():
         if value and not settings.type.startswith("q"):
             raise UsageError(f"{flag} is about --type q8_0 and q4_0, and {settings.type} is for all matrices; drop it")
     nbytes = parse_size(settings.ram, "--ram") if settings.ram else None
-    source, target = ModelSource.open(words[0]), Path(words[1])
+    source, target = open_source(words[0]), Path(words[1])
     has_tokenizer = source.has_tokenizer or bool(settings.tokenizer_path)
     tokenizer = source.tokenizer(settings.tokenizer_path) if has_tokenizer else None
     model = Convertible.of(source.path, source.config, source.checkpoint, tokenizer)
@@ -73,3 +73,5 @@ def _print_stayed(done: Converted) -> None:
     for reason, names in done.stayed.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         print(f"stayed as it was: {', '.join(names[:_SHOWN])}{more} ({reason})")
+    for note in done.notes:
+        print(f"note: {note}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from nntask.config import MachineSettings
 
 from ..options.help import parse
+from ..options.models import open_source
 from ..options.runtime_flags import machine_from, runtime_of
 
 if TYPE_CHECKING:
@@ -79,10 +80,10 @@ def run(argv: Sequence[str]) -> int:
     asked = settings.server
     check(asked)
     machine = machine_from(settings.machine)
-    from nntask.inference import BatchShape, ModelSource, fitted
+    from nntask.inference import BatchShape, fitted
     from nntask.tiling import generation_tiling
 
-    source = ModelSource.open(words[0])
+    source = open_source(words[0])
     ids = source.text_ids(source.tokenizer(asked.tokenizer_path))
     tiling, context = generation_tiling(source.config, is_quantised=source.is_quantised), _context(asked, source)
     wanted = BatchShape.of(asked.slots, context)

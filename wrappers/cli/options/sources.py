@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ..output import complain
 from .flags import Flag, Table, build, from_toml, merge, scan, table_of
 
 if TYPE_CHECKING:
@@ -192,18 +193,21 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
 
     from nntask import PRESETS, UsageError
     from nntask.config import TINY, with_head
-    from nntask.models import config_from_json
+    from nntask.models import config_values
 
     model = settings.model
     config: ModelConfig
     if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
     elif settings.checkpoints.init_from:
-        from nntask.hf import read_config
+        from nntask.gguf import file_notes
+        from nntask.hf import read_values
 
-        config = read_config(Path(settings.checkpoints.init_from))
+        config = _named(*read_values(Path(settings.checkpoints.init_from)))
+        for sentence in file_notes(settings.checkpoints.init_from):
+            complain(sentence)
     elif model.config_path is not None:
-        config = config_from_json(model.config_path)
+        config = _named(*config_values(model.config_path))
     else:
         name = TINY if model.model is None else model.model
         if name not in PRESETS:
@@ -217,4 +221,18 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
         config = with_head(settings, config)
     if model.dropout is not None:
         config = config.with_dropout(model.dropout)
+    return config
+
+
+def _named(values: Mapping[str, Any], source: str) -> ModelConfig:
+    """The config that a file has, after what is to be said about it.
+
+    Raises:
+        UsageError: the config breaks a rule.
+    """
+    from nntask.models import config_from_dict, config_notes
+
+    config = config_from_dict(values, source)
+    for sentence in config_notes(values, source):
+        complain(sentence)
     return config

@@ -1,0 +1,61 @@
+"""Findings about data: what a run leaves out, cuts or replaces, counted once where it happens.
+
+Encoding counts them, and encoded data stay in the cache, so the findings are kept in a file beside the encoded data: a run that finds its data in the
+cache reports them too. A dataset collects the findings of its splits; the header of a run prints the sentences, and summary.json has the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import DataError
+from ..io.atomic_write import written_aside
+
+FINDINGS: Final = "findings.json"
+"""Name of the file in a directory of the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One kind of data that a run learns otherwise than its files hold it.
+
+    Args:
+        key: name in summary.json, for example "rows_left_out".
+        number: how many rows, bytes or files are concerned.
+        total: how many of them there are; 0 if a total means nothing.
+        sentence: what happens to them, with both numbers and the remedy.
+    """
+
+    key: str
+    number: int
+    total: int
+    sentence: str
+
+
+def write_findings(path: Path, findings: Iterable[Finding]) -> None:
+    """Write a file of findings, whole or not at all."""
+    with written_aside(path) as new:
+        new.write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n", encoding="utf-8")
+
+
+def read_findings(path: Path) -> tuple[Finding, ...]:
+    """Return the findings of a file that `write_findings` wrote; none if there is no file.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    try:
+        return tuple(Finding(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return ()
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} is not a file of findings ({error}); remove {path.parent} to have it made again") from None
+
+
+def counts(findings: Iterable[Finding]) -> dict[str, Any]:
+    """Return the findings as summary.json has them: the number and the total of each key."""
+    return {finding.key: {"number": finding.number, "total": finding.total} for finding in findings}

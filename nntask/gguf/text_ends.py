@@ -1,0 +1,104 @@
+"""Ids around texts as the metadata of GGUF files, in both directions.
+
+A file has one id that begins a text and three that end one: of a text, of a turn, and of a message. llama.cpp also takes tokens for ends by their
+words, so a file of others has those as well. All ends, in order, are in a list of ids that ollama has too; where a file has it, it is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+PREFIX: Final = "tokenizer.ggml."
+_ALL_ENDS: Final = f"{PREFIX}eos_token_ids"
+_ENDS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+_OF_MESSAGES: Final = "<|eom_id|>"
+_OF_TURNS: Final = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>")
+_WORDS: Final = (
+    *_OF_TURNS,
+    *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", _OF_MESSAGES, "[EOS]", "<eos>", "[e~["),
+    *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>"),
+)
+"""Tokens that end a text for llama.cpp, whatever the keys say; its tokens for the middle of files are no ends here."""
+_TURNED_OFF: Final = (("<|end|>", ("<|return|>", "<|call|>")), ("<|end|>", ("<|calls|>", "<|flush|>")), ("</s>", ("<|tool_response>",)))
+"""(word, words that are there too where it is no end)."""
+
+
+def id_of(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id of a special token; None if there is none."""
+    value = metadata.get(PREFIX + name)
+    return value if type(value) is int else None
+
+
+def words_of(metadata: Mapping[str, Any]) -> list[str]:
+    """The words of the vocabulary; empty if there is none."""
+    tokens = metadata.get(f"{PREFIX}tokens")
+    return tokens if isinstance(tokens, list) else []
+
+
+def ends_by_word(tokens: Sequence[str]) -> list[int]:
+    """Ids of the tokens that end a text by their words."""
+    known = set(_WORDS)
+    found = {token: index for index, token in enumerate(tokens) if token in known}
+    for word, others in _TURNED_OFF:
+        if all(other in found for other in others):
+            found.pop(word, None)
+    return sorted(found.values())
+
+
+def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The ids around texts, as configs have them; ends of turns and of messages are ends of texts too.
+
+    Args:
+        metadata: of the file.
+        vocab_size: V of the model; larger ids cannot come.
+    """
+    tokens, given = words_of(metadata), metadata.get(_ALL_ENDS)
+    ends: list[int | None]
+    if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
+        ends = [int(each) for each in given]
+    else:
+        ends = [*(id_of(metadata, name) for name in _ENDS), *ends_by_word(tokens)]
+    begin = id_of(metadata, "bos_token_id")
+    if begin is None and metadata.get(f"{PREFIX}model") == "llama" and tokens[1:2] == ["<s>"]:
+        begin = 1  # the default of llama.cpp
+    kept = list(dict.fromkeys(end for end in ends if end is not None and 0 <= end < vocab_size))
+    return {
+        "bos_token_id": begin if begin is not None and 0 <= begin < vocab_size else None,
+        "eos_token_id": kept if len(kept) > 1 else kept[0] if kept else None,
+    }
+
+
+def id_keys(begin: int | None, ends: Sequence[int], tokens: Sequence[str]) -> dict[str, Any]:
+    """Key -> value of the ids around texts.
+
+    Args:
+        begin: id that begins a text; None for none.
+        ends: ids that end a text.
+        tokens: words of the vocabulary; empty without one.
+    """
+    rest = list(ends[1:])
+    turn, message = _chosen(rest, tokens, _OF_TURNS), _chosen(rest, tokens, (_OF_MESSAGES,))
+    turn, message = (rest.pop(0) if each is None and rest else each for each in (turn, message))
+    named = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "eot_token_id": turn, "eom_token_id": message}
+    found: dict[str, Any] = {PREFIX + name: index for name, index in named.items() if index is not None}
+    read = ids_from({**found, f"{PREFIX}tokens": list(tokens)}, max((*ends, len(tokens))) + 1)["eos_token_id"]
+    if list(ends) != (read if isinstance(read, list) else [read]):
+        found[_ALL_ENDS] = list(ends)
+    return found
+
+
+def _chosen(rest: list[int], tokens: Sequence[str], words: Sequence[str]) -> int | None:
+    """The first id of `rest` with one of the words, which is taken out; None if there is none."""
+    index = next((each for each in rest if each < len(tokens) and tokens[each] in words), None)
+    if index is not None:
+        rest.remove(index)
+    return index
+
+
+def unknown_ends(ends: Sequence[int], keys: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
+    """Ends that only readers of the list of all ends know, so that llama.cpp generates on behind them."""
+    told = {keys.get(PREFIX + name) for name in _ENDS} | set(ends_by_word(tokens))
+    return [end for end in ends if end not in told]

@@ -1,0 +1,224 @@
+"""Tokenizers as the metadata of GGUF files: the other direction of `vocabulary`.
+
+A tokenizer that llama.cpp would read as another one is not said in its keys: the file is one without a vocabulary for llama.cpp, and readers of the
+tokenizer.json in it have the whole. Where only rare texts differ, the keys are written. Either way the difference is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from .pre_tokenizers import Rule, is_composed, rule_of
+from .text_ends import PREFIX, id_keys, unknown_ends
+from .vocabulary import (
+    BYTE,
+    CHAT_TEMPLATE,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    WHOLE,
+    ids_of,
+    merges_of,
+)
+
+_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTES: Final = 256
+_NONE: Final = {f"{PREFIX}model": "none"}
+_SHOWN: Final = 3
+
+
+def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, ends: Sequence[int]) -> tuple[dict[str, Any], list[str]]:
+    """Key -> value that a tokenizer has in a file, and sentences about what llama.cpp would do otherwise.
+
+    Args:
+        files: its tokenizer.json, tokenizer_config.json and chat template, as far as it has them.
+        vocab_size: V of the model; ids beyond the tokenizer's are padding.
+        begin, ends: ids around texts.
+    """
+    content = json.loads(files[TOKENIZER])
+    tokens, kinds = _tokens(content, vocab_size)
+    found: dict[str, Any] = dict(_NONE)
+    notes = list[str]()
+    reason = _unlike(content)
+    if reason is None:
+        known = {token: index for token, index in ids_of(content).items() if index < vocab_size}
+        found = _pieces(content, known, kinds) if content["model"].get("byte_fallback") else _bytes(content, known)
+        found |= {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": kinds, **_around(content, begin, ends)}
+        notes += _differences(content, tokens, found, begin, ends)
+    else:
+        notes.append(
+            f"llama.cpp has no tokenizer like that of this model, which {reason}; the file has none for llama.cpp, and its tokenizer.json for nntask"
+        )
+    template = files.get(CHAT_TEMPLATE) or json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
+    if isinstance(template, str):
+        found[TEMPLATE] = template
+    found |= id_keys(begin, ends, tokens)
+    if lost := unknown_ends(ends, found, tokens):
+        words = ", ".join(f"{end} ({tokens[end]})" if end < len(tokens) else str(end) for end in lost)
+        notes.append(
+            f"llama.cpp does not stop at {words}, which end a text too, as a file has three ends; nntask reads all from tokenizer.ggml.eos_token_ids"
+        )
+    return {**found, WHOLE: files[TOKENIZER]}, notes
+
+
+def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+    """The words of all ids of the model, and their types; ids without one have a word of their own."""
+    known = ids_of(content)
+    count = max([vocab_size, *(index + 1 for index in known.values())])
+    tokens, kinds = [""] * count, [UNUSED] * count
+    for token, index in known.items():
+        tokens[index], kinds[index] = token, NORMAL
+    for token in content.get("added_tokens", []):
+        kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+    for index, kind in enumerate(kinds):
+        if kind == UNUSED:
+            tokens[index] = next(word for word in _padding(index) if word not in known)
+    return tokens[:vocab_size], kinds[:vocab_size]
+
+
+def _padding(index: int) -> Iterator[str]:
+    """Words for an id without a token."""
+    word = f"[PAD{index}]"
+    while True:
+        yield word
+        word += "_"
+
+
+def _unlike(content: Mapping[str, Any]) -> str | None:
+    """What makes llama.cpp's tokens other ones than those of a tokenizer.json, completing "which ..."; None if they are its own."""
+    model = content["model"]
+    if model["type"] != "BPE":
+        return f"is a {model['type']}"
+    if extra := [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]:
+        return f"has {' and '.join(extra)}"
+    return _unlike_pieces(content) if model.get("byte_fallback") else _unlike_bytes(content)
+
+
+def _unlike_bytes(content: Mapping[str, Any]) -> str | None:
+    """The same of a byte-level BPE."""
+    if rule_of(content) is None:
+        step = content.get("pre_tokenizer")
+        known = step if isinstance(step, Mapping) and step.get("type") == "ByteLevel" else {}
+        keys = [f"{key} {str(value).lower()}" for key, value in known.items() if (key, value) in (("add_prefix_space", True), ("use_regex", False))]
+        return "cuts texts by a rule without a name in llama.cpp" + (f" ({', '.join(keys)})" if keys else "")
+    if content.get("normalizer") is not None and not is_composed(content):
+        return f"changes texts by a {content['normalizer'].get('type')} before it cuts them"
+    added = {token["content"] for token in content.get("added_tokens", [])}
+    if not content["model"]["merges"] and any(len(token) > 1 and token not in added for token in content["model"]["vocab"]):
+        return "has no merges"
+    return None if content["model"]["merges"] else "has no merges, without which llama.cpp opens no vocabulary"
+
+
+def _unlike_pieces(content: Mapping[str, Any]) -> str | None:
+    """The same of SentencePiece's BPE."""
+    if _puts_space(content) is None:
+        return "changes or cuts texts otherwise than SentencePiece"
+    known = content["model"]["vocab"]
+    missing = [token for token in (f"<0x{byte:02X}>" for byte in range(_BYTES)) if token not in known]
+    return f"lacks {len(missing)} of the {_BYTES} tokens of bytes" if missing else None
+
+
+def _puts_space(content: Mapping[str, Any]) -> bool | None:
+    """Whether SentencePiece's BPE puts a space before a text; None if it does more than that and its usual steps."""
+    steps = [*_flat(content.get("normalizer"), "normalizers"), *_flat(content.get("pre_tokenizer"), "pretokenizers")]
+    puts = False
+    for step in steps:
+        kind, pattern = step.get("type"), step.get("pattern")
+        if kind == "Prepend" and step.get("prepend") == SPACE:
+            puts = True
+        elif kind == "Metaspace" and step.get("replacement") == SPACE and not step.get("split", True):
+            puts = puts or step.get("prepend_scheme", "always") != "never"
+        elif not (
+            (kind == "Replace" and pattern == {"String": " "} and step.get("content") == SPACE)
+            or (kind == "Split" and pattern == {"String": " "} and str(step.get("behavior")).lower() == "mergedwithprevious")
+        ):
+            return None
+    return puts if any(step.get("type") in ("Replace", "Metaspace") for step in steps) else None
+
+
+def _flat(step: Any, key: str) -> list[Mapping[str, Any]]:
+    if not isinstance(step, Mapping):
+        return []
+    return [inner for each in step.get(key, []) for inner in _flat(each, key)] if step.get("type") == "Sequence" else [step]
+
+
+def _bytes(content: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, Any]:
+    """The keys of a byte-level BPE."""
+    rule = rule_of(content)
+    assert isinstance(rule, Rule)  # or it has no keys
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
+    merges = [pair for pair in merges if pair.replace(" ", "", 1) in known]
+    return {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": rule.name, f"{PREFIX}merges": merges}
+
+
+def _pieces(content: Mapping[str, Any], known: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
+    """The keys of SentencePiece's BPE; marks bytes and the unknown token among `kinds`. A token is worth its first merge, earlier ones more, and one
+    without a merge less than all."""
+    scores = dict[int, float]()
+    for rank, pair in enumerate(content["model"]["merges"]):
+        index = known.get((pair if isinstance(pair, str) else " ".join(pair)).replace(" ", "", 1))
+        if index is not None:
+            scores.setdefault(index, -float(rank + 1))
+    least = -float(len(content["model"]["merges"]) + 1)
+    found: dict[str, Any] = {f"{PREFIX}model": "llama", f"{PREFIX}scores": [scores.get(index, least) for index in range(len(kinds))]}
+    for token, index in known.items():
+        if _BYTE_TOKEN.fullmatch(token):
+            kinds[index] = BYTE
+    unknown = known.get(content["model"].get("unk_token") or "")
+    if unknown is not None:
+        kinds[unknown] = UNKNOWN
+        found[f"{PREFIX}unknown_token_id"] = unknown
+    return {**found, f"{PREFIX}add_space_prefix": bool(_puts_space(content))}
+
+
+def _around(content: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
+    """The keys of what is put before and behind a text."""
+    single = _single(content.get("post_processor"))
+    found = {f"{PREFIX}add_bos_token": begin is not None and single[:1] == [begin]}
+    return {**found, f"{PREFIX}add_eos_token": True} if ends and len(single) > 1 and single[-1] == ends[0] else found
+
+
+def _single(processor: Any) -> list[int | None]:
+    """The ids that a post-processor of a tokenizer.json makes of a text, with None for the text."""
+    if not isinstance(processor, Mapping):
+        return [None]
+    if processor.get("type") == "Sequence":
+        return next((ids for each in processor.get("processors", []) if (ids := _single(each)) != [None]), [None])
+    named = processor.get("special_tokens", {})
+    if processor.get("type") in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][1], None, processor["sep"][1]]
+    steps = processor.get("single") or []
+    found: list[int | None] = []
+    for step in steps:
+        found += named.get(step["SpecialToken"]["id"], {}).get("ids", []) if "SpecialToken" in step else [None]
+    return found or [None]
+
+
+def _differences(content: Mapping[str, Any], tokens: Sequence[str], keys: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> Iterator[str]:
+    """Sentences about texts of which llama.cpp's tokens are other ones."""
+    wide = [token["content"] for token in content.get("added_tokens", []) if any(token.get(key) for key in ("lstrip", "rstrip", "single_word"))]
+    if wide:
+        more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
+        yield f"llama.cpp keeps the spaces beside {', '.join(wide[:_SHOWN])}{more}, which this tokenizer takes in, and finds them inside words"
+    written = [*([begin] if keys[f"{PREFIX}add_bos_token"] else []), None, *(ends[:1] if keys.get(f"{PREFIX}add_eos_token") else [])]
+    if (single := _single(content.get("post_processor"))) != written:
+        words = " ".join("TEXT" if each is None else tokens[each] if each < len(tokens) else str(each) for each in single)
+        yield f"llama.cpp puts other tokens around a text than this tokenizer, which makes {words}"
+    if keys[f"{PREFIX}model"] == "llama":
+        known = ids_of(content)
+        wanted = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in content["model"]["merges"]]
+        if wanted != list(merges_of(tokens, np.array(keys[f"{PREFIX}scores"]), known)):
+            yield "llama.cpp merges tokens by their scores, from which other merges follow than this tokenizer has: ids of rare words may differ"
+    elif is_composed(content) and not getattr(rule_of(content), "is_composed", False):
+        yield "llama.cpp does not bring texts to the form NFC, as this tokenizer does: ids of letters with separate accents differ"

@@ -1,0 +1,78 @@
+"""Keys of generation_config.json, each with a rule as those of config.json have (`models.foreign_keys`).
+
+Ids of ends are read; how texts are drawn is for flags to say; what else changes a text in transformers, and is not done here, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ..models.foreign_keys import Only, Rules, Used, check_foreign, ignored
+
+_ADVICE: Final = "that is not done here; remove the key to write texts without it"
+
+GENERATION_KEYS: Final[Rules] = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), Used("inference.pretrained")),
+    **ignored("the config says it", "pad_token_id decoder_start_token_id"),
+    **ignored(
+        "flags say it",
+        "max_length max_new_tokens max_time do_sample early_stopping num_beams temperature top_k top_p length_penalty num_return_sequences seed "
+        "repetition_penalty no_repeat_ngram_size",
+    ),
+    **ignored(
+        "how transformers computes or returns the same texts",
+        "use_cache cache_implementation cache_config max_cache_len output_attentions output_hidden_states output_scores output_logits "
+        "return_dict_in_generate is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+        "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+        "speculation_type use_mtp compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size renormalize_logits "
+        "remove_invalid_values",
+    ),
+    **ignored(
+        "a record of the software that wrote the file", "_from_model_config transformers_version generation_kwargs trust_remote_code chat_format"
+    ),
+    **{key: Only((None, 0), _ADVICE) for key in ("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size")},
+    **{key: Only((None, 1.0, 1), _ADVICE) for key in ("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "top_h")},
+    **{key: Only((None, 0.0, 0), _ADVICE) for key in ("diversity_penalty", "penalty_alpha", "min_p", "epsilon_cutoff", "eta_cutoff")},
+    **{
+        key: Only((None, []), _ADVICE)
+        for key in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings", "constraints", "force_words_ids", "sequence_bias")
+    },
+    **{
+        key: Only((None, False), _ADVICE)
+        for key in (
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "exponential_decay_length_penalty",
+            "token_healing",
+            "watermarking_config",
+            "dola_layers",
+        )
+    },
+}
+"""Those of transformers' ``GenerationConfig``."""
+
+_FLAGS: Final = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Keys with a flag that change even the most probable text -> the value that does not."""
+
+
+def check_generation(values: Mapping[str, Any], source: str) -> None:
+    """Check that texts are as in transformers but for what flags say.
+
+    Raises:
+        UsageError: a key changes texts otherwise.
+    """
+    check_foreign(GENERATION_KEYS, values, source)
+
+
+def generation_notes(values: Mapping[str, Any], source: str) -> list[str]:
+    """Sentences for the caller to print: values that flags have to repeat, and keys that nothing reads."""
+    notes = [
+        f"{source} has {key} {values[key]}, which is used where a flag says it: --{key.replace('_', '-')} {values[key]}"
+        for key, usual in _FLAGS.items()
+        if values.get(key) not in (None, usual)
+    ]
+    unread = [key for key, value in values.items() if value is not None and key not in GENERATION_KEYS]
+    if unread:
+        notes.append(f"{source} has keys that are ignored, here and in transformers: {', '.join(unread)}")
+    return notes
