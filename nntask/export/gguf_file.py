@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from ..hf.tokenizer_files import tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
 from ..models.registry import config_from_dict
+from ..models.same_model import differing_keys, is_same_model
 from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of
 
 _STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
@@ -101,12 +102,11 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
     try:
         values, _ = config_from(metadata, shapes, str(source.path), rotary_factors=_factors(config), ties=False)
         again: Any = config_from_dict(values)
-        again = replace(again, initializer_range=config.initializer_range)
     except (DataError, UsageError) as error:
         raise UsageError(f"{advice} this: {error}") from None
-    if again.with_dropout(0.0).description != config.with_dropout(0.0).description:
-        ours, theirs = config.to_dict(), again.to_dict()
-        keys = [key for key in ours if ours[key] != theirs.get(key) and "drop" not in key]
+    if not is_same_model(again, config):
+        ours = {field.name: getattr(config, field.name) for field in fields(config)} | config.to_dict()
+        keys = differing_keys(config, again) if type(config) is type(again) else ["model_type"]
         raise UsageError(f"{advice} {', '.join(f'{key} {ours[key]}' for key in keys)}; write a directory instead")
     return architecture, metadata
 

@@ -63,11 +63,11 @@ def classes(usual: int, default: Any = MISSING, *, or_zero: bool = False) -> Any
     return count(usual, default, LARGEST_CLASSES, or_zero=or_zero)
 
 
-def positive(usual: float, default: Any = MISSING) -> Any:
-    """A field of a number above 0, or null where that is its default."""
+def positive(usual: float, default: Any = MISSING, *, or_null: bool = False) -> Any:
+    """A field of a number above 0, or null where that is its default or allowed."""
 
     def check(key: str, value: Any, source: str) -> None:
-        if value is not None or default is not None:
+        if value is not None or not (or_null or default is None):
             check_positive(key, value, source, usual)
 
     return _field(check, default, convert=float)

@@ -1,7 +1,7 @@
-"""Gemma 3 (Gemma Team, 2025) for text, with the semantics of transformers' ``Gemma3ForCausalLM``.
+"""Gemma 2 and 3 (Gemma Team, 2024 and 2025) for text, with the semantics of transformers' ``Gemma2ForCausalLM`` and ``Gemma3ForCausalLM``.
 
-Norms stand around both layers and multiply by weight + 1, queries and keys are normed head by head, most blocks see a window and turn by frequencies
-of their own, and token embeddings are scaled by sqrt(C).
+Norms stand around both layers and multiply by weight + 1, some blocks see a window, and token embeddings are scaled by sqrt(C). In Gemma 2 scores of
+attention and of tokens are capped. In Gemma 3 queries and keys are normed head by head, and blocks with a window turn by frequencies of their own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,17 @@ from .rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(GatedConfig):
-    """Shape and hyperparameters of a Gemma 3; field names and meaning as in ``transformers.Gemma3TextConfig``.
+class GemmaConfig(GatedConfig):
+    """Base of the configs of Gemma 2 and 3.
 
     Args:
         hidden_activation: of the gate.
         head_dim: D.
         query_pre_attn_scalar: scores are divided by its square root.
         sliding_window: tokens that a token sees in blocks with a window, itself included.
-        layer_types: for each block "full_attention" or "sliding_attention"; None for every sixth block full.
-        rope_local_base_freq: base of the rotary frequencies in blocks with a window; `rope_theta` and `rope_scaling` are those of the others.
+        layer_types: for each block "full_attention" or "sliding_attention"; None for every `pattern`-th block full.
         attention_bias: whether the projections of attention have biases.
         final_logit_softcapping: scores of tokens are capped by it; None for as they are.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     num_key_value_heads: int | None = count(4, 4)
@@ -45,22 +41,17 @@ class Gemma3Config(GatedConfig):
     query_pre_attn_scalar: int = count(256, 256)
     sliding_window: int = count(512, 4096)
     layer_types: tuple[str, ...] | None = layer_kinds((FULL, SLIDING))
-    rope_theta: float = positive(1e6, 1e6)
-    rope_local_base_freq: float = positive(10000.0, 10000.0)
     attention_bias: bool = switch(False)
     final_logit_softcapping: float | None = positive(30.0, None)
     tie_word_embeddings: bool = switch(True)
 
+    pattern: ClassVar[int]
     kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
     foreign: ClassVar[Rules] = {
         "sliding_window_pattern": Used(),
         "_sliding_window_pattern": Used(),
-        "attn_logit_softcapping": Only((None,), "use the config of a Gemma 2, whose scores of attention are capped"),
-        **off("use a Gemma 3 of text, whose tokens see those before them", "use_bidirectional_attention"),
+        **off("use a Gemma of text, whose tokens see those before them", "use_bidirectional_attention"),
     }
-    model_type: ClassVar[str] = "gemma3_text"
-    title: ClassVar[str] = "Gemma 3"
-    architecture: ClassVar[str] = "Gemma3ForCausalLM"
     names: ClassVar[Names] = replace(
         NAMES,
         modules={
@@ -73,30 +64,24 @@ class Gemma3Config(GatedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """transformers 5 has rotary parameters for each kind of block, older files a pattern in place of the list."""
-        both, taken = values.get("rope_parameters"), dict(values)
-        if isinstance(both, Mapping) and (FULL in both or SLIDING in both):
-            for kind in (FULL, SLIDING):
-                check_object(both.get(kind), f"{kind} of rope_parameters in {source}", "rope_theta")
-            if (scaling := both[SLIDING].get("rope_type", "default")) != "default":
-                raise UsageError(
-                    f"rope_type of {SLIDING} in {source} must be default, as blocks with a window turn unscaled, got {shown(scaling)}; write default"
-                )
-            taken["rope_parameters"] = both[FULL]
-            taken["rope_local_base_freq"] = both[SLIDING].get("rope_theta", 10000.0)
-        known = super().read(taken, source)
+        """Older files have a pattern in place of the list; ``hidden_act``, which some have besides, is read by no version."""
+        known = super().read({key: value for key, value in values.items() if key != "hidden_act"}, source)
         pattern, count = values.get("sliding_window_pattern", values.get("_sliding_window_pattern")), values.get("num_hidden_layers")
         if type(count) is int and count <= LARGEST_DEPTH:
             if known.get("layer_types") is None and type(pattern) is int and pattern > 0:
                 known["layer_types"] = _kinds(count, pattern)
-            if isinstance(kinds := known.get("layer_types"), list | tuple) and list(kinds) == _kinds(count):
+            if isinstance(kinds := known.get("layer_types"), list | tuple) and list(kinds) == _kinds(count, cls.pattern):
                 known["layer_types"] = None
         return known
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each block."""
+        return list(self.layer_types or _kinds(self.num_hidden_layers, self.pattern))
+
     def window(self, layer: int) -> int | None:
         """Tokens that a token sees in a block."""
-        kinds = self.layer_types or _kinds(self.num_hidden_layers)
-        return None if kinds[layer] == FULL else self.sliding_window
+        return None if self.kinds[layer] == FULL else self.sliding_window
 
     @property
     def norm(self) -> NormShape:
@@ -116,16 +101,8 @@ class Gemma3Config(GatedConfig):
 
     def attention(self, layer: int) -> AttentionShape:
         """The attention of one block."""
-        local = Rotary(size=self.head_size, theta=self.rope_local_base_freq)
-        found = super().attention(layer)
-        return replace(
-            found,
-            scale=self.query_pre_attn_scalar**-0.5,
-            has_bias=self.attention_bias,
-            has_out_bias=self.attention_bias,
-            head_norm=self.norm,
-            rotary=found.rotary if self.window(layer) is None else local,
-        )
+        has_bias = self.attention_bias
+        return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5, has_bias=has_bias, has_out_bias=has_bias)
 
     @property
     def activation(self) -> str:
@@ -133,19 +110,105 @@ class Gemma3Config(GatedConfig):
         return ACTIVATIONS[self.hidden_activation]
 
     def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object."""
+        values = super().to_dict()
+        del values["hidden_act"]
+        return {**values, "layer_types": self.kinds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma2Config(GemmaConfig):
+    """Shape and hyperparameters of a Gemma 2; field names and meaning as in ``transformers.Gemma2Config``.
+
+    Args:
+        layer_types: for each block "full_attention" or "sliding_attention"; None for every second block full.
+        final_logit_softcapping: scores of tokens are capped by it; None for as they are.
+        attn_logit_softcapping: scores of attention are capped by it; None for as they are.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    final_logit_softcapping: float | None = positive(30.0, 30.0, or_null=True)
+    attn_logit_softcapping: float | None = positive(50.0, 50.0, or_null=True)
+
+    pattern: ClassVar[int] = 2
+    model_type: ClassVar[str] = "gemma2"
+    title: ClassVar[str] = "Gemma 2"
+    architecture: ClassVar[str] = "Gemma2ForCausalLM"
+
+    def attention(self, layer: int) -> AttentionShape:
+        """The attention of one block."""
+        return replace(super().attention(layer), cap=self.attn_logit_softcapping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(GemmaConfig):
+    """Shape and hyperparameters of a Gemma 3; field names and meaning as in ``transformers.Gemma3TextConfig``.
+
+    Args:
+        layer_types: for each block "full_attention" or "sliding_attention"; None for every sixth block full.
+        rope_local_base_freq: base of the rotary frequencies in blocks with a window; `rope_theta` and `rope_scaling` are those of the others.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    rope_theta: float = positive(1e6, 1e6)
+    rope_local_base_freq: float = positive(10000.0, 10000.0)
+
+    pattern: ClassVar[int] = 6
+    foreign: ClassVar[Rules] = {"attn_logit_softcapping": Only((None,), "use the config of a Gemma 2, whose scores of attention are capped")}
+    model_type: ClassVar[str] = "gemma3_text"
+    title: ClassVar[str] = "Gemma 3"
+    architecture: ClassVar[str] = "Gemma3ForCausalLM"
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """transformers 5 has rotary parameters for each kind of block."""
+        both, taken = values.get("rope_parameters"), dict(values)
+        if isinstance(both, Mapping) and (FULL in both or SLIDING in both):
+            for kind in (FULL, SLIDING):
+                check_object(both.get(kind), f"{kind} of rope_parameters in {source}", "rope_theta")
+            if (scaling := both[SLIDING].get("rope_type", "default")) != "default":
+                raise UsageError(
+                    f"rope_type of {SLIDING} in {source} must be default, as blocks with a window turn unscaled, got {shown(scaling)}; write default"
+                )
+            taken["rope_parameters"] = both[FULL]
+            taken["rope_local_base_freq"] = both[SLIDING].get("rope_theta", 10000.0)
+        return super().read(taken, source)
+
+    def attention(self, layer: int) -> AttentionShape:
+        """The attention of one block."""
+        found, local = super().attention(layer), Rotary(size=self.head_size, theta=self.rope_local_base_freq)
+        return replace(found, head_norm=self.norm, rotary=found.rotary if self.window(layer) is None else local)
+
+    def to_dict(self) -> dict[str, Any]:
         """The config as Hugging Face's JSON object, with rotary parameters for each kind of block."""
         values = super().to_dict()
         scaling = values.pop("rope_scaling") or {"rope_type": "default"}
         local = {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
-        del values["hidden_act"], values["rope_theta"], values["rope_local_base_freq"]
-        kinds = self.layer_types or _kinds(self.num_hidden_layers)
-        return {**values, "layer_types": list(kinds), "rope_parameters": {FULL: {**scaling, "rope_theta": self.rope_theta}, SLIDING: local}}
+        del values["rope_theta"], values["rope_local_base_freq"]
+        return {**values, "rope_parameters": {FULL: {**scaling, "rope_theta": self.rope_theta}, SLIDING: local}}
 
 
-def _kinds(count: int, pattern: int = 6) -> list[str]:
+def _kinds(count: int, pattern: int) -> list[str]:
     """Kinds of `count` blocks, every one of `pattern` full."""
     return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(count)]
 
+
+PRESETS_2: Final[Mapping[str, Gemma2Config]] = {
+    "gemma2-2b": Gemma2Config(
+        vocab_size=256000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+    ),
+}
+"""Name -> config: Gemma 2 2B."""
 
 PRESETS: Final[Mapping[str, Gemma3Config]] = {
     "gemma3-270m": Gemma3Config(

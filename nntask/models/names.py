@@ -37,15 +37,17 @@ class Joined:
         whole: name of the layer in the files, in the same module.
         axis: along which the weights follow each other; biases always have one axis.
         by_head: whether the rows of each head follow each other, and not those of each layer; of heads with as many of queries as of keys.
+        by_groups: whether the members are projections to queries, keys and values, of as many rows as these have features.
     """
 
     members: tuple[str, ...]
     whole: str
     axis: int
     by_head: bool = False
+    by_groups: bool = False
 
     def whole_of(self, pieces: list[npt.NDArray[Any]], config: Any) -> npt.NDArray[Any]:
-        """The array of the files from those of our layers, of equal shapes."""
+        """The array of the files from those of our layers, of equal shapes unless they are `by_groups`."""
         shape = pieces[0].shape
         if not self.by_head:
             return np.concatenate(pieces, axis=self.axis if len(shape) > 1 else 0)
@@ -60,13 +62,14 @@ class Joined:
         """
         axis, count = self.axis if array.ndim > 1 else 0, len(self.members)
         divisor = count * config.n_head * config.head_size if self.by_head else count
-        if array.shape[axis] % divisor:
+        queries, keys = config.n_head * config.head_size, config.n_kv_head * config.head_size
+        wanted = f"{queries + 2 * keys}" if self.by_groups else f"a multiple of {divisor}"
+        if array.shape[axis] != queries + 2 * keys if self.by_groups else array.shape[axis] % divisor:
             raise DataError(
-                f"{name} must hold {', '.join(self.members)} along axis {axis}, a multiple of {divisor}, got shape {array.shape}; "
-                "use the config it was trained with"
+                f"{name} must hold {', '.join(self.members)} along axis {axis}, {wanted}, got shape {array.shape}; use the config it was trained with"
             )
         if not self.by_head:
-            return np.split(array, count, axis=axis)
+            return np.split(array, [queries, queries + keys] if self.by_groups else count, axis=axis)
         rows = array.reshape((config.n_head, count, config.head_size, *array.shape[1:]))  # (3*H*D, ..) -> (H, 3, D, ..)
         return [rows[:, number] for number in range(count)]
 

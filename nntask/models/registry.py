@@ -14,7 +14,7 @@ from scheduler import TaskRuntime
 
 from ..errors import UsageError
 from ..tiling.model_tiling import ModelTiling
-from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, mlp_mixer, opt, phi, qwen, t5
+from . import bert, gemma, gpt2, gpt_neo, gpt_neox, llama, mistral, mlp_mixer, opt, phi, phi3, qwen, t5
 from .config_checks import check_object, config_values, shown
 from .gpt2 import GPT2, GPT2Config
 from .interface import ModelConfig
@@ -44,10 +44,12 @@ FAMILIES: Final[dict[str, Family]] = {
     mistral.MistralConfig.model_type: Family(mistral.MistralConfig, presets=mistral.PRESETS),
     qwen.Qwen2Config.model_type: Family(qwen.Qwen2Config, presets=qwen.PRESETS),
     qwen.Qwen3Config.model_type: Family(qwen.Qwen3Config, presets=qwen.PRESETS_3),
+    gemma.Gemma2Config.model_type: Family(gemma.Gemma2Config, presets=gemma.PRESETS_2),
     gemma.Gemma3Config.model_type: Family(gemma.Gemma3Config, presets=gemma.PRESETS),
     gpt_neo.GPTNeoConfig.model_type: Family(gpt_neo.GPTNeoConfig, presets=gpt_neo.PRESETS),
     gpt_neox.GPTNeoXConfig.model_type: Family(gpt_neox.GPTNeoXConfig, presets=gpt_neox.PRESETS),
     phi.PhiConfig.model_type: Family(phi.PhiConfig, presets=phi.PRESETS),
+    phi3.Phi3Config.model_type: Family(phi3.Phi3Config, presets=phi3.PRESETS),
     opt.OPTConfig.model_type: Family(opt.OPTConfig, presets=opt.PRESETS),
     bert.BertConfig.model_type: Family(bert.BertConfig, presets=bert.PRESETS),
     bert.RobertaConfig.model_type: Family(bert.RobertaConfig, presets=bert.PRESETS_ROBERTA),

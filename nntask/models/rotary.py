@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from .config_checks import check_choice, check_count, check_object, check_positive, check_switch, shown
+from .config_checks import check_count, check_object, check_positive, check_switch, shown
 
 _ORIGINAL: Final = "original_max_position_embeddings"
 _NEEDED: Final[dict[str, tuple[str, ...]]] = {
@@ -219,7 +219,10 @@ def scaling_of(values: object, longest: int, source: str) -> RopeScaling | None:
     check_object(values, where, "rope_type")
     assert isinstance(values, Mapping)
     kind = values.get("rope_type", values.get("type", "default"))
-    check_choice("rope_type", kind, ROPE_TYPES, where)
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise UsageError(
+            f"rope_type in {where} must be one of {', '.join(ROPE_TYPES)}, got {shown(kind)}; use a version of the model for shorter texts"
+        )
     if values.get("partial_rotary_factor") not in (None, 1):
         raise UsageError(f"partial_rotary_factor in {where} must be 1, got {shown(values['partial_rotary_factor'])}; use a config without it")
     return None if kind == "default" else _checked(kind, values, longest, where)

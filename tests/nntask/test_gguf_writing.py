@@ -250,6 +250,8 @@ OF_64: dict[str, Any] = {
     "gpt_neo": {"hidden_size": 64, "num_heads": 4},
     "gpt_neox": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
     "opt": {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4},
+    "gemma2": {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "phi3": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4},
 }
 

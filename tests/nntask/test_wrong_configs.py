@@ -12,7 +12,7 @@ from nntask.models.registry import FAMILIES, config_from_dict
 
 WRONG = ["x", "12", -1, 0, 10**30, 1.5, 1e308, [], {}, ["x"], {"0": 1}, True, None, float("nan"), [["x"], 1]]
 """Some of which are right for some keys."""
-ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_neox", "phi")
+ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_neox", "phi", "phi3")
 TODAY = (*ROTARY, "bert", "bert classifier", "roberta", "roberta classifier")
 """Families with today's usual keys."""
 

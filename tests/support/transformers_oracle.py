@@ -12,7 +12,7 @@ from support.gpt2_oracle import WIDE, gradients_of
 
 from nntask import no_grad
 from nntask.models.bert import BertConfig, RobertaConfig
-from nntask.models.gemma import Gemma3Config
+from nntask.models.gemma import Gemma2Config, Gemma3Config
 from nntask.models.gpt2 import GPT2Config
 from nntask.models.gpt_neo import GPTNeoConfig
 from nntask.models.gpt_neox import GPTNeoXConfig
@@ -20,6 +20,7 @@ from nntask.models.llama import LlamaConfig
 from nntask.models.mistral import MistralConfig
 from nntask.models.opt import OPTConfig
 from nntask.models.phi import PhiConfig
+from nntask.models.phi3 import Phi3Config
 from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
 from nntask.models.registry import build
 from nntask.models.t5 import T5Config
@@ -45,12 +46,14 @@ CONFIGS: dict[str, Any] = {
     "mistral": MistralConfig(**_GROUPED, sliding_window=4),
     "qwen2": Qwen2Config(**{**_WHOLE_HEADS, "num_key_value_heads": 3}, use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "qwen3": Qwen3Config(**_GROUPED, tie_word_embeddings=True),
+    "gemma2": Gemma2Config(**_GROUPED, sliding_window=5, query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "gemma3": Gemma3Config(**_GROUPED, layer_types=(SLIDING, FULL, SLIDING), sliding_window=5, query_pre_attn_scalar=24),
     "gpt_neo": GPTNeoConfig(
         vocab_size=61, hidden_size=30, num_layers=3, num_heads=6, max_position_embeddings=13, window_size=4, initializer_range=0.2
     ),
     "gpt_neox": GPTNeoXConfig(**_WHOLE_HEADS, partial_rotary_factor=0.5),
     "phi": PhiConfig(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.5),
+    "phi3": Phi3Config(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.75, sliding_window=5),
     "opt": OPTConfig(
         vocab_size=61, hidden_size=30, ffn_dim=47, num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=13, init_std=0.2
     ).with_dropout(0.0),
