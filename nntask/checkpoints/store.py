@@ -7,7 +7,7 @@
 
 Guarantee: whenever the process dies, the newest directory named step-* is complete and its values are finite. The files are written under a temporary
 name in the same directory, forced to disk, and the directory gets the name step-* last. Then the link `latest` moves, then old checkpoints are
-removed. No file is a pickle. state.json holds the checksum of each safetensors file, and a file that changed since is refused.
+removed. No file is a pickle. state.json holds the checksum of every other file and one of itself, and a file that changed since is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from tiles import TileTensor
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
+from ..io.regular_file import read_text
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
+from ..io.sealed_json import sealed, unsealed
 from ..models.config_checks import check_num_weights
 from ..models.interface import ModelConfig
 from ..models.registry import config_from_dict, untiled_type
@@ -40,7 +42,9 @@ STATE: Final = "state.json"
 CONFIG: Final = "config.json"
 RUN_CONFIG: Final = "config.toml"
 """In a run directory: all settings of the run."""
-FORMAT: Final = 1
+FORMAT: Final = 2
+_UNSEALED: Final = 1
+"""Format of versions whose state.json had no checksum of itself, and none of small files; such checkpoints are still read."""
 _STEP_NAME: Final = re.compile(r"step-(\d{6,})")
 AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
 
@@ -105,6 +109,8 @@ class Checkpoint:
     def verify(self, *names: str) -> None:
         """Read files and compare their checksums with state.json; a checkpoint of a version without checksums passes.
 
+        Small files are compared by `find_checkpoint`.
+
         Args:
             names: file names in the checkpoint.
 
@@ -151,7 +157,9 @@ def save_checkpoint(
     """
     base = run / "checkpoints"
     final = base / f"step-{state['step']:06d}"
-    if not final.exists():
+    if final.exists():
+        _check_is_own(run, final, state["step"])
+    else:
         try:
             remove_stale(base)  # also of other steps
             with written_aside(final) as new:
@@ -161,7 +169,8 @@ def save_checkpoint(
                     tokenizer.save(new)
                 if config is not None:
                     _write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
-                _write_text(new / STATE, json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+                checksums |= {file.name: checksum_of(file) for file in sorted(new.iterdir()) if file.name not in checksums}
+                _write_text(new / STATE, sealed({"format": FORMAT, **state, "checksums": checksums}))
         except Diverged as error:
             raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
         except (OSError, StorageError) as error:
@@ -187,15 +196,22 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a directory, or the newest checkpoint of a run directory.
 
     Raises:
-        DataError: the directory holds no checkpoint, or the checkpoint's state.json is broken.
+        DataError: the directory holds no checkpoint or one of another run, or the checkpoint's state.json is broken.
     """
     directory = Path(path)
     if not (directory / STATE).is_file():
         steps = step_directories(directory)
         if not steps:
             raise DataError(f"{directory} {_why_none(directory)}")
+        if steps[-1].resolve().parent.parent != directory.resolve():
+            raise DataError(f"{steps[-1]} must be a directory of the run {directory}, and a link leads to {steps[-1].resolve()}; name that one")
         directory = steps[-1]
-    return Checkpoint(directory, _read_state(directory / STATE))
+    checkpoint = Checkpoint(directory, _read_state(directory / STATE))
+    name = _STEP_NAME.fullmatch(directory.resolve().name)
+    if name is not None and int(name[1]) != checkpoint.step:
+        raise DataError(f"{directory} holds the checkpoint of step {checkpoint.step}, not of the step in its name; move it away, or rename it")
+    checkpoint.verify(*(file for file in checkpoint.state["checksums"] if file not in (MODEL, OPTIMIZER)))
+    return checkpoint
 
 
 def _why_none(directory: Path) -> str:
@@ -215,26 +231,31 @@ def _read_state(file: Path) -> dict[str, Any]:
     """
     instead = _instead_of(file.parent)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         if not text:
             raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
-        state = json.loads(text)
+        state: Any = json.loads(text)
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}; {instead}") from None
     if not isinstance(state, dict) or "format" not in state:
         raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; {instead}")
-    if state["format"] != FORMAT:
-        raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
-    state.setdefault("settings", {})
-    state.setdefault("checksums", {})
+    if state["format"] == FORMAT:
+        try:
+            values = {"settings": {}, **unsealed(state)}
+        except ValueError as error:
+            raise DataError(f"{file} is corrupt: {error}; {instead}") from None
+    elif state["format"] == _UNSEALED:
+        values = {"settings": {}, "checksums": {}, **state}
+    else:
+        raise DataError(f"{file} has format {state['format']}, this version reads up to {FORMAT}; use the nntask that wrote it")
     for key, rule, holds in _STATE_RULES:
-        if key not in state:
+        if key not in values:
             raise DataError(f"{file} is not the state of a checkpoint: it lacks {key}, {rule}; {instead}")
-        if not holds(state[key]):
-            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(state[key])[:80]}; {instead}")
-    return state
+        if not holds(values[key]):
+            raise DataError(f"{key} in {file} must be {rule}, got {json.dumps(values[key])[:80]}; {instead}")
+    return values
 
 
 def _instead_of(directory: Path) -> str:
@@ -255,7 +276,11 @@ _STATE_RULES: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
     ("cursor", "two whole numbers", lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))),
     ("model", "an object", lambda value: isinstance(value, dict)),
     ("settings", "an object of objects", lambda value: isinstance(value, dict) and all(isinstance(group, dict) for group in value.values())),
-    ("checksums", "an object of whole numbers", lambda value: isinstance(value, dict) and all(map(_is_count, value.values()))),
+    (
+        "checksums",
+        "an object of whole numbers by names of files",
+        lambda value: isinstance(value, dict) and all(map(_is_count, value.values())) and all(Path(name).name == name for name in value),
+    ),
 )
 """Required keys of state.json: (key, rule in words, test of the value)."""
 
@@ -290,6 +315,18 @@ def _point_latest(run: Path, final: Path) -> None:
     link.symlink_to(final.relative_to(run), target_is_directory=True)
     os.replace(link, run / "latest")
     fsync(run)
+
+
+def _check_is_own(run: Path, final: Path, step: int) -> None:
+    """Check that a directory with the name of a step to save holds just that step.
+
+    Raises:
+        StorageError: it holds something else.
+    """
+    try:
+        find_checkpoint(final)
+    except DataError as error:
+        raise _cannot_save(run, step, StorageError(f"{final} is there and is not it ({str(error).partition(';')[0]})")) from error
 
 
 def _remove(directory: Path) -> None:

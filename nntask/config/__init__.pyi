@@ -2,6 +2,7 @@ from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
 from .objective import image_shape, with_head
+from .output_paths import OUTPUT_FLAGS, words_of
 from .resolution import TINY, model_spec, open_tiles, resolve, resolve_untiled, retiled, sized
 from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
@@ -21,6 +22,7 @@ from .validation import check_most, check_prompt, check_values, checked_length, 
 
 __all__ = [
     "LARGEST",
+    "OUTPUT_FLAGS",
     "TINY",
     "CheckpointSettings",
     "ClusterSettings",
@@ -62,4 +64,5 @@ __all__ = [
     "trace_range",
     "unknown_variables",
     "with_head",
+    "words_of",
 ]

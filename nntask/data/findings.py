@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from ..io.regular_file import read_text
 
 FINDINGS: Final = "findings.json"
 """Name of the file in a directory of the cache."""
@@ -49,7 +50,7 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
         DataError: the file holds something else.
     """
     try:
-        return tuple(Finding(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+        return tuple(Finding(**entry) for entry in json.loads(read_text(path)))
     except FileNotFoundError:
         return ()
     except (ValueError, TypeError) as error:

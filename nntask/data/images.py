@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from .image_file import MODES, SUFFIXES, read_image
 from .objectives import ImageShape, Objective
 
 IMAGES: Final = "images"
-_SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
-_MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
 _VALIDATION_SHARE: Final = 20
 _BROKEN: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 """What reading a NumPy file of wrong bytes raises: of no archive, of a damaged, encrypted or unknown member, of a header that claims too much."""
@@ -65,18 +64,8 @@ class ImageFolder(ImageSource):
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
         """(size, size, channels) in [-1, 1]."""
-        from PIL import Image
-
-        file = self._files[number]
-        try:
-            with Image.open(file) as image:
-                found = _in_bytes(image).convert(_MODES[shape.channels])
-                if found.size != (shape.size, shape.size):
-                    found = found.resize((shape.size, shape.size), Image.Resampling.BICUBIC)
-                values = np.asarray(found, np.float32)
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(f"{file} is no image that Pillow can read: {error}; remove it") from None
-        return (values.reshape(shape.size, shape.size, shape.channels) / np.float32(127.5) - np.float32(1)).astype(np.float32)
+        values = read_image(self._files[number], shape.size, shape.channels)
+        return (values / np.float32(127.5) - np.float32(1)).astype(np.float32)
 
     def digest(self) -> str:
         """A hash of names, sizes and labels of the files."""
@@ -84,15 +73,6 @@ class ImageFolder(ImageSource):
             f"{file.relative_to(self.path).as_posix()} {file.stat().st_size} {label}" for file, label in zip(self._files, self.labels, strict=True)
         ]
         return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _in_bytes(image: Any) -> Any:
-    """The image; one of 16 bits a pixel with its upper eight, since Pillow's own conversion makes all above 255 white."""
-    from PIL import Image
-
-    if not image.mode.startswith("I"):
-        return image
-    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
 
 
 class ImageArray(ImageSource):
@@ -209,7 +189,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
     if importlib.util.find_spec("PIL") is None:
         raise DataError(f"reading the images of {flag} {root} needs Pillow; pip install -e '.[images]', or give an .npz of arrays")
     channels = 0 if objective.image is None else objective.image.channels
-    if channels not in _MODES:
+    if channels not in MODES:
         raise DataError(
             f"files of images are read with 1, 3 or 4 channels, and the config's num_channels is {channels}; give an .npz of arrays as {flag}"
         )
@@ -224,7 +204,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
     files: list[Path] = []
     labels: list[int] = []
     for number, folder in enumerate(folders):
-        found = sorted(each for each in folder.rglob("*") if each.suffix.lower() in _SUFFIXES and not each.name.startswith("."))
+        found = sorted(each for each in folder.rglob("*") if each.suffix.lower() in SUFFIXES and not each.name.startswith("."))
         files += found
         labels += [objective.labels.index(folder.name) if by_name else number] * len(found)
     if not files:

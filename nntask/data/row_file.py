@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from ..io.regular_file import open_regular
 from .packing import packed
 
 _VALUES, _ENDS, _BEGINS = "values.bin", "ends.bin", "begins.bin"
@@ -41,7 +42,7 @@ class RowFile:
         try:
             for name in (_VALUES, _ENDS, _BEGINS):
                 if name != _BEGINS or (path / name).exists():
-                    self._open[name] = os.open(path / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                    self._open[name] = open_regular(path / name)
             size = os.fstat(self._open[_ENDS]).st_size // _END.itemsize - 1
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}; remove it to have it made again") from None

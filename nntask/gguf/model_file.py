@@ -19,6 +19,7 @@ import numpy as np
 from tiles import BlockFormat
 
 from ..io.gguf_file import MAGIC, SUFFIX
+from ..io.regular_file import open_regular
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
 from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
@@ -44,7 +45,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
     if file.suffix == SUFFIX:
         return True
     try:
-        with file.open("rb") as opened:
+        with os.fdopen(open_regular(file), "rb") as opened:
             return opened.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -85,7 +85,7 @@ def names_of(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[s
         config: the model's configuration.
         shapes: our name -> shape, for all weights of the model.
     """
-    nowhere, bytewise = OpenFile(Path(os.devnull)), np.dtype(np.uint8)
+    nowhere, bytewise = OpenFile(Path(os.devnull), fd=os.open(os.devnull, os.O_RDONLY)), np.dtype(np.uint8)
     theirs = shapes_of(config.names.to_hf(blanks(shapes), config))
     layout = FileLayout({name: FileRange(nowhere, bytewise, 0, shape, strides_of(shape, bytewise)) for name, shape in theirs.items()})
     return {ours: layout.name_of(array) for ours, array in config.names.from_hf(layout.arrays(), config).items()}

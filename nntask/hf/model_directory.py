@@ -24,6 +24,7 @@ from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..io.block_ranges import BlockRange, formats_in, turned
 from ..io.json_file import read_object
+from ..io.regular_file import read_text
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, windows
 from ..io.tile_sources import Stored, TileSource
@@ -94,7 +95,7 @@ def _conversion(directory: Path, suffix: str = ".bin") -> str:
 def _class_in(directory: Path) -> str:
     """transformers' class that the config of a directory names, if it has a head; that of causal language models otherwise."""
     try:
-        named = json.loads((directory / CONFIG).read_text())["architectures"][0]
+        named = json.loads(read_text(directory / CONFIG))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         named = None
     return named if isinstance(named, str) and named.isidentifier() and ("For" in named or "LM" in named) else "AutoModelForCausalLM"

@@ -1,8 +1,24 @@
 from .atomic_write import written_aside
 from .finite import first_not_finite
 from .json_file import read_object
+from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import checksum_of, load_tensors, save_tensors
+from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
 from .writable import check_writable
 
-__all__ = ["FileRange", "check_writable", "checksum_of", "first_not_finite", "load_tensors", "read_object", "save_tensors", "written_aside"]
+__all__ = [
+    "FileRange",
+    "check_writable",
+    "checksum_of",
+    "first_not_finite",
+    "load_tensors",
+    "open_text",
+    "read_bytes",
+    "read_object",
+    "read_text",
+    "save_tensors",
+    "sealed",
+    "unsealed",
+    "written_aside",
+]

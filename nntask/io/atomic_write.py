@@ -9,6 +9,7 @@ its name; if the process is killed in between, the next writer moves it back.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -28,10 +29,15 @@ _OLD: Final = "old"
 def written_aside(target: Path) -> Iterator[Path]:
     """Context whose value is a path for a new file or directory, which replaces `target` when the block succeeds and is removed when it fails.
 
+    A link at `target` is replaced, not followed.
+
     Raises:
-        OSError: the disk is full or failed. The old `target` is kept; if it could not be moved back, the message names its present path.
+        OSError: the disk is full or failed, or `target` is a device, a pipe or a socket. The old `target` is kept; if it could not be moved back, the
+            message names its present path.
     """
     target = target.absolute()
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and a file is to be written")
     if not target.parent.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):  # until the new directory is locked, another writer would take it for a stale one

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import DataError
+from .regular_file import LARGEST_NBYTES as LARGEST_NBYTES
+from .regular_file import read_text
 
-LARGEST_NBYTES: Final = 100 << 20
 _MOST_LEVELS: Final = 100
 """Of lists and objects in each other; whoever shows or compares such a value recurses as deep."""
 
@@ -25,9 +26,7 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
         DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or nested more than 100 levels deep.
     """
     try:
-        if file.stat().st_size > LARGEST_NBYTES:
-            raise ValueError("it is larger than 100 MiB")
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text(file))
         _check_levels(values)
         return values
     except OSError as error:

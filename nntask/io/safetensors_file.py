@@ -23,6 +23,7 @@ from tiles import TileTensor
 from ..errors import DataError, Diverged, StorageError, UsageError
 from .atomic_write import written_aside
 from .finite import first_not_finite
+from .regular_file import open_regular
 from .strided_ranges import FileRange, OpenFile, strides_of
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
@@ -49,6 +50,8 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
 }
 _LARGEST_HEADER: Final = 100 << 20
 _READ_AT_ONCE: Final = 1 << 20
+_MOST_DIGITS: Final = 19
+"""Of 2**63."""
 _SAMPLE: Final = 4096
 
 
@@ -146,7 +149,7 @@ def checksum_of(path: str | os.PathLike[str]) -> int:
     """
     checksum, piece = 0, bytearray(_READ_AT_ONCE)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
             while count := file.readinto(piece):
                 checksum = zlib.crc32(memoryview(piece)[:count], checksum)
     except OSError as error:
@@ -214,7 +217,7 @@ class TensorFile:
         self.path = Path(path)
         self._fd = -1
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fd = open_regular(self.path)
             nbytes = os.fstat(self._fd).st_size
             start = os.pread(self._fd, 9, 0)
         except OSError as error:
@@ -224,7 +227,7 @@ class TensorFile:
         if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
             raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
         try:
-            header = json.loads(os.pread(self._fd, length, 8))
+            header = _header_of(os.pread(self._fd, length, 8))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             if not all(isinstance(each, str) for each in self.metadata.values()):
                 raise TypeError("__metadata__ must be an object of texts")
@@ -314,8 +317,10 @@ class TensorFile:
                 f"{name} in {self.path} has element type {value['dtype']}, which is not read here; store it as F32, F16 or BF16, "
                 "of a quantised model the weights that it was made from"
             )
-        dtype, shape = _DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])
-        first, last = (int(n) for n in value["data_offsets"])
+        dtype, shape = _DTYPES[value["dtype"]], tuple(value["shape"])
+        first, last = value["data_offsets"]
+        if not all(type(number) is int for number in (*shape, first, last)):
+            raise TypeError(f"shape and data_offsets of {name} must be whole numbers")
         if not 0 <= first <= last <= available or last - first != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} of shape {shape} and type {value['dtype']} claims bytes {first} to {last} of {available}")
         return TensorEntry(dtype, shape, first, last)
@@ -336,6 +341,32 @@ class TensorFile:
 
     def _corrupt(self, how: str) -> DataError:
         return DataError(f"{self.path} is not a whole safetensors file: {how}; copy it again or use another checkpoint")
+
+
+def _header_of(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a header, read as strictly as safetensors itself reads it, so that two readers see one model.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, has a name twice, or a number of more digits than a file has bytes for.
+    """
+    header = json.loads(raw.decode("utf-8"), object_pairs_hook=_with_unique_names, parse_int=_whole_number)
+    if not isinstance(header, dict):
+        raise ValueError("it must be an object")
+    return header
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, and sizes have at most {_MOST_DIGITS}")
+    return int(digits)
 
 
 def _refuse_pickle(path: Path, start: bytes) -> None:

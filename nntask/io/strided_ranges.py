@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import StorageError
+from .regular_file import open_regular
 
 Array = npt.NDArray[Any]
 PASS_NBYTES: Final = 1 << 18
@@ -58,7 +59,7 @@ class OpenFile:
         self.fd = fd
         self.path = path
         if fd < 0:
-            self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0), 0o644)
+            self.fd = open_regular(path, flags)
         self._found = self._stamp()
 
     def read_at(self, out: memoryview, offset: int) -> int:

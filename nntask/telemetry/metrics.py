@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from ..checkpoints.store import how_to_go_on
 from ..config.units import format_count, format_duration
 from ..errors import StorageError
 from ..io.atomic_write import written_aside
+from ..io.regular_file import open_text
 from .step_record import StepRecord
 from .tensorboard import EventFile
 
@@ -124,6 +125,10 @@ def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_LONGEST_LINE: Final = 1 << 20
+"""Characters of a line of metrics.jsonl; one of a step on many nodes has some thousands."""
+
+
 class Journal:
     """metrics.jsonl of a run, one line per step, on disk as soon as written; only sums stay in memory.
 
@@ -205,11 +210,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics.jsonl one by one; a last one that a kill cut short, and what is no line of a step, are left out."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
+    with open_text(path, errors="replace") as file:
+        while text := file.readline(_LONGEST_LINE):
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict) and type(line.get("step")) is int:
                 yield line

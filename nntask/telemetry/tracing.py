@@ -27,6 +27,7 @@ from scheduler.machine import StepPlan
 
 from ..config.run_config import LanguageRun
 from ..errors import StorageError
+from ..io.atomic_write import written_aside
 from ..training.run_directory import TRACE
 
 if TYPE_CHECKING:
@@ -78,9 +79,11 @@ class Tracer:
         about: dict[str, Any] = {"unix_ns": time.time_ns() - time.perf_counter_ns()}
         about |= facts_of(ran, placed, step.plan, self._runtime)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             names, nodes = dict(enumerate(self._runtime.stats()["busy_seconds"])), self._runtime.node_names
-            trace.write(self.path, names, nodes, steps=[at and at[0] for at in placed], about=about)
+            with written_aside(self.path) as new:
+                written = new.with_suffix(self.path.suffix)  # which says whether it is compressed
+                trace.write(written, names, nodes, steps=[at and at[0] for at in placed], about=about)
+                written.rename(new)
         except OSError as error:
             raise StorageError(f"cannot write the trace {self.path}: {error.strerror}; choose another place with --trace") from error
 

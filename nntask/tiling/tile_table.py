@@ -30,6 +30,7 @@ from typing import Any, Final, NamedTuple
 
 from ..checkpoints.store import write_atomically
 from ..errors import DataError, StorageError
+from ..io.regular_file import read_text
 from ..models.interface import ModelConfig
 from .model_tiling import ModelTiling
 
@@ -61,7 +62,7 @@ def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
         DataError: it cannot be read or is no tile table.
     """
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{FLAG} {path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured") from None

@@ -28,6 +28,7 @@ from ..hardware.gpu_attention import AttentionSeconds, time_attention, why_not_c
 from ..hardware.gpus import GpuPlan
 from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import with_cudnn
+from ..io.regular_file import read_text
 from ..planning.memory_fit import capture, no_collections, order_on
 from .run_directory import PLAN
 
@@ -76,8 +77,8 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
 
 def _recorded(directory: Path) -> dict[str, Any]:
     """What plan.json of a run says of its choice."""
-    with suppress(OSError, ValueError, AttributeError):  # the file is for people, and a run goes on without it
-        figures = json.loads((directory / PLAN).read_text(encoding="utf-8")).get(_KEY)
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file is for people, and a run goes on without it
+        figures = json.loads(read_text(directory / PLAN)).get(_KEY)
         return {_KEY: figures} if figures else {}
     return {}
 

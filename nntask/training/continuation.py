@@ -7,8 +7,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..checkpoints.store import step_directories
+from ..config.output_paths import output_paths, words_of
 from ..config.run_config import LanguageRun
-from ..config.settings import ClusterSettings
+from ..config.settings import TrainSettings
 
 
 def interrupted(run: LanguageRun, step: int | None) -> str:
@@ -41,10 +42,12 @@ def left_behind(run: Path) -> str:
 
 def _command(run: LanguageRun) -> str:
     """What continues a run."""
-    return f"nntask train --resume {shlex.quote(str(run.directory))}{_on(run.settings.cluster)}"
+    return f"nntask train --resume {shlex.quote(str(run.directory))}{_besides(run.settings)}"
 
 
-def _on(cluster: ClusterSettings) -> str:
-    """The flags that name the machines of a run, as the user gave them; a resumed run does not know them."""
-    found = ((f.name.replace("_", "-"), getattr(cluster, f.name)) for f in fields(cluster) if getattr(cluster, f.name) != f.default)
-    return "".join(f" --{name} {shlex.quote(str(value))}" for name, value in found)
+def _besides(settings: TrainSettings) -> str:
+    """Return the flags that name machines and paths to write to, as the user gave them; a resumed run does not know them."""
+    cluster = settings.cluster
+    machines = {f.name: getattr(cluster, f.name) for f in fields(cluster) if getattr(cluster, f.name) != f.default}
+    words = words_of({**machines, **output_paths(settings)})
+    return f" {words}" if words else ""

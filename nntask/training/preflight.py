@@ -19,7 +19,7 @@ from ..hardware.machine_spec import DiskSpec
 from ..io.safetensors_file import TensorFile
 from ..io.writable import check_writable
 from ..optim.lr_schedule import make_schedule
-from .run_directory import check_new_run
+from .run_directory import check_new_run, check_no_links
 from .run_lock import check_unlocked
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs")
@@ -86,6 +86,7 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
         raise UsageError(
             f"--steps must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}"
         )
+    check_no_links(run)
     check_writable(run, "--run-dir")
 
 

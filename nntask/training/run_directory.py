@@ -5,6 +5,7 @@ Nothing that is there already is overwritten: a new run wants a directory of its
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
+from ..telemetry.tensorboard import FOLDER
 from .run_lock import LOCK
 
 CONFIG: Final = RUN_CONFIG
@@ -50,6 +52,20 @@ def check_new_run(path: Path) -> None:
         what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
         raise UsageError(f"--run-dir {path} {what}; remove it, or give a new directory")
     check_writable(path, "--run-dir")
+
+
+def check_no_links(path: Path) -> None:
+    """Make sure that the directories inside a run are no links, since what is written into them would land elsewhere.
+
+    Raises:
+        UsageError: one of them is a link.
+    """
+    directories = [path / "checkpoints", path / FOLDER, path / NODES, *(path / NODES).glob("*")]
+    if links := [directory for directory in directories if directory.is_symlink()]:
+        raise UsageError(
+            f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}; put the directory in its place, or move "
+            "the whole run where it leads"
+        )
 
 
 def _never_began(path: Path) -> bool:

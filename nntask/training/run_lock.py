@@ -9,9 +9,12 @@ on without.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -46,7 +49,7 @@ class RunLock:
         path = self._run / LOCK
         try:
             self._run.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # writable, or NFS gives no lock; not inherited by what the process starts
+            self._fd = _opened(path, os.O_RDWR | os.O_CREAT)  # writable, or NFS gives no lock; not inherited by what the process starts
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
         _lock(self._fd, fcntl.LOCK_EX, self._run, self._flag)
@@ -73,21 +76,44 @@ def check_unlocked(run: Path, flag: str) -> None:
         UsageError: another process does.
     """
     with contextlib.suppress(OSError):  # no such file, or none of ours
-        fd = os.open(run / LOCK, os.O_RDONLY)
+        fd = _opened(run / LOCK, os.O_RDONLY)
         try:
             _lock(fd, fcntl.LOCK_SH, run, flag)
         finally:
             os.close(fd)
 
 
+def _opened(path: Path, flags: int) -> int:
+    """Open a lock file, which may come from somebody else: a link would lead elsewhere, and a pipe would never answer.
+
+    Raises:
+        UsageError: the path is a link, or no regular file.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_a_lock(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_a_lock(path)
+    return fd
+
+
+def _not_a_lock(path: Path) -> UsageError:
+    return UsageError(f"{path} must be a regular file, the lock of a run, and is a link or a special file; remove it, or give another --run-dir")
+
+
 def _lock(fd: int, kind: int, run: Path, flag: str) -> None:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        words = os.pread(fd, 300, 0).decode(errors="replace").split()
-        who, stop = (
-            (f"process {words[0]} on {words[1]}", f"stop it there with kill {words[0]}") if len(words) == 2 else ("another process", "stop it")
-        )
+        holder = re.fullmatch(r"(\d{1,10}) ([\w.-]{1,253})", os.pread(fd, 300, 0).decode("ascii", errors="replace").strip(), re.ASCII)
+        who, stop = ("another process", "stop it")
+        if holder is not None:
+            who, stop = f"process {holder[1]} on {holder[2]}", f"stop it there with kill {holder[1]}"
         raise UsageError(f"{flag} {run} is in use: {who} is training in it; wait for its end, {stop}, or give another --run-dir") from None
     except OSError:
         pass  # no locks on this file system

@@ -1,7 +1,9 @@
 """Checkpoints: round trips, refusals, and what a kill or a full disk leaves behind."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +15,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.checkpoints import RUNTIME, save_step, tensor
+from support.commands import rewrite_state
 from support.deadline import DEADLINE
 
 from nntask.checkpoints.store import find_checkpoint, save_checkpoint, step_directories
-from nntask.errors import DataError, Diverged, UsageError
+from nntask.data.tokenizer import train_bpe
+from nntask.errors import DataError, Diverged, StorageError, UsageError
 from nntask.io.safetensors_file import load_tensors, save_tensors
+from nntask.io.sealed_json import sealed
 from tiles import TileTensor
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -151,7 +156,7 @@ def test_a_broken_state_is_refused(tmp_path):
 def test_a_state_of_other_types_is_refused(tmp_path, change, words):
     """File and key are named."""
     file = save_step(tmp_path, 1) / "state.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    rewrite_state(file, lambda state: state.update(change))
     with pytest.raises(DataError) as error:
         find_checkpoint(tmp_path)
     assert words.format(file=file) in str(error.value)
@@ -160,9 +165,10 @@ def test_a_state_of_other_types_is_refused(tmp_path, change, words):
 def test_a_state_that_lacks_a_key_or_is_no_object_is_refused(tmp_path):
     """The key that is missing is named."""
     file = save_step(tmp_path, 1) / "state.json"
-    file.write_text('{"format": 1, "step": 1, "model": {}}')
-    with pytest.raises(DataError, match="lacks cursor"):
-        find_checkpoint(tmp_path)
+    for written in ('{"format": 1, "step": 1, "model": {}}', sealed({"format": 2, "step": 1, "model": {}})):
+        file.write_text(written)
+        with pytest.raises(DataError, match="lacks cursor"):
+            find_checkpoint(tmp_path)
     file.write_text("[1]")
     with pytest.raises(DataError, match="must be a JSON object"):
         find_checkpoint(tmp_path)
@@ -299,7 +305,8 @@ def test_state_keeps_what_it_is_given(tmp_path):
     path = save_step(tmp_path, 7)
     state = json.loads((path / "state.json").read_text())
     assert state.pop("checksums") == {name: zlib.crc32((path / name).read_bytes()) for name in FILES}
-    assert state == {"format": 1, "step": 7, "cursor": [0, 7], "model": {}}
+    assert type(state.pop("crc32")) is int
+    assert state == {"format": 2, "step": 7, "cursor": [0, 7], "model": {}}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +334,7 @@ def test_a_checkpoint_that_is_not_whole(tmp_path, monkeypatch, spoil, words):
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("position", [-1, -20])
 def test_a_file_that_changed_is_not_loaded(tmp_path, name, position):
-    """One flipped bit in any tensor is found and the file is named; what a checkpoint without checksums holds is loaded as it is."""
+    """One flipped bit in any tensor is found and the file is named; what a checkpoint of the first format holds is loaded as it is."""
     path = save_step(tmp_path, 7)
     content = bytearray((path / name).read_bytes())
     content[position] ^= 1
@@ -340,9 +347,32 @@ def test_a_file_that_changed_is_not_loaded(tmp_path, name, position):
     if name == "optimizer.safetensors":
         find_checkpoint(tmp_path).load(tensors[0])
     state = json.loads((path / "state.json").read_text())
-    del state["checksums"]
-    (path / "state.json").write_text(json.dumps(state))
+    del state["checksums"], state["crc32"]
+    (path / "state.json").write_text(json.dumps({**state, "format": 1}))
     find_checkpoint(tmp_path).load(*tensors)
+
+
+@pytest.mark.parametrize("name", ["state.json", "tokenizer.json"])
+def test_no_bit_of_a_small_file_may_change(tmp_path, name):
+    """Whichever bit of the state or of the tokenizer is flipped, the checkpoint is refused, or is the same."""
+    state = {"step": 1, "cursor": [0, 7], "model": {"n_layer": 6}, "settings": {"optimizer": {"lr": 0.5}}}
+    file = save_checkpoint(tmp_path, state, {}, {}, tokenizer=train_bpe(["some text and some more of it"], 260)) / name
+    whole, before = file.read_bytes(), find_checkpoint(tmp_path).state
+    flips = [(place, bit) for place in range(0, len(whole), max(1, len(whole) // 300)) for bit in range(8)]
+    for place, bit in flips:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << bit)]) + whole[place + 1 :])
+        with contextlib.suppress(DataError):
+            assert find_checkpoint(tmp_path).state == before
+            assert name == "state.json"  # the space between its words has no meaning
+
+
+def test_a_directory_of_another_step_is_never_taken_for_one(tmp_path):
+    """A copy of step 6 with the name of step 8 is refused by name; a run that comes to step 8 says so and saves nothing over it."""
+    shutil.copytree(save_step(tmp_path, 6), tmp_path / "checkpoints" / "step-000008")
+    with pytest.raises(DataError, match="step-000008 holds the checkpoint of step 6, not of the step in its name"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(StorageError, match=r"could not save the checkpoint of step 8: .*step-000008 is there and is not it"):
+        save_step(tmp_path, 8)
 
 
 def test_a_length_that_begins_like_a_pickle_is_a_length(tmp_path):

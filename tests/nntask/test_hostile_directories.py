@@ -15,6 +15,7 @@ from support.model_directories import CONFIG, TEXT, saved, write_model
 from nntask.data.tokenizer import train_bpe
 from nntask.errors import DataError
 from nntask.hf.model_directory import ModelDirectory
+from nntask.io.sealed_json import sealed
 from nntask.models.gpt2 import GPT2
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
@@ -155,7 +156,7 @@ def test_hostile_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     checkpoint = saved(tmp_path / "model", GPT2(CONFIG, ModelTiling(), InlineRuntime(), seed=1), train_bpe([TEXT], 290))
     file = checkpoint.path / "state.json"
     for name in ("as many blocks as there may be", "the widest", "the widest inside", "the largest vocabulary", "all at once"):
-        file.write_text(json.dumps({**checkpoint.state, "model": {**checkpoint.state["model"], **CHANGES[name]}}))
+        file.write_text(sealed({**checkpoint.state, "model": {**checkpoint.state["model"], **CHANGES[name]}}))
         code = main([command, "model", *COMMANDS.get(command, ["out"])])
         err = capsys.readouterr().err
         assert (code, err.count("\n")) == (4, 1), (name, code, err)

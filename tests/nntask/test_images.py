@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.objective_data import ImageLearner, opened
 
 from nntask.config.settings import DataSettings
 from nntask.data import BatchStream, Dataset, in_order
+from nntask.data.image_file import read_image
 from nntask.data.images import ImageRows, patches
 from nntask.data.objectives import ImageShape
 from nntask.errors import DataError
@@ -164,3 +166,26 @@ def test_files_of_images_that_cannot_be_read_are_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(DataError, match="is no image that Pillow can read: Image size"):
         dataset_of(tmp_path, ImageLearner()).examples(0).arrays(np.arange(2), 0)
+
+
+@pytest.mark.timeout(120)
+def test_hostile_images_take_no_memory_and_start_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gigabytes of pixels in a small file none is decoded; a file of another format is refused whatever its name, and so is a pipe."""
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\necho $@ >> {tmp_path}/started\n")
+    (tmp_path / "bin" / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    image.new("I;16", (9000, 9000)).save(tmp_path / "large.png", compress_level=1)
+    (tmp_path / "postscript.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    for name, words in (
+        ("large", "9000 x 9000 pixels, and at most 64 Mi"),
+        ("postscript", "cannot identify"),
+        ("pipe", "a pipe"),
+        ("endless", "a pipe"),
+    ):
+        with pytest.raises(DataError, match=words):
+            read_image(tmp_path / f"{name}.png", 8, 3)
+    assert not (tmp_path / "started").exists(), (tmp_path / "started").read_text()

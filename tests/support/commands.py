@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nntask.io.sealed_json import SEAL, sealed
 from wrappers.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,14 @@ def same_state(one: Path, other: Path) -> bool:
     cursors = [json.loads((p / "state.json").read_text())["cursor"] for p in (one, other)]
     files = ("model.safetensors", "optimizer.safetensors")
     return cursors[0] == cursors[1] and all((one / f).read_bytes() == (other / f).read_bytes() for f in files)
+
+
+def rewrite_state(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the content of a state.json or session.json, and give it the checksum of the new content."""
+    state = json.loads(file.read_text())
+    del state[SEAL]
+    change(state)
+    file.write_text(sealed(state))
 
 
 def numbers(run: Path) -> list[tuple[int, float, float, float]]:

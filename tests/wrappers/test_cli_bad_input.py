@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.commands import refuse
+from support.commands import refuse, rewrite_state
 from support.deadline import DEADLINE
 
 from nntask.training.preflight import file_system_of
@@ -322,9 +322,7 @@ def test_checkpoints_whose_state_has_other_types(here, capsys, change, words):
     assert main([*BASE, "--run-dir=run", "--tokenizer=bytes"]) == 0
     capsys.readouterr()
     file = here / "run" / "checkpoints" / "step-000002" / "state.json"
-    state = json.loads(file.read_text())
-    change(state)
-    file.write_text(json.dumps(state))
+    rewrite_state(file, change)
     for argv in (["train", "--resume=run", "--steps=4"], ["generate", "run"]):
         code, err = refuse(capsys, argv)
         assert code == 4

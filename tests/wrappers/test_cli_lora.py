@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from support.commands import refuse
+from support.commands import refuse, rewrite_state
 from support.model_directories import CONFIG, TEXT, losses
 
 from nntask import no_grad
@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(here: Path, start: list[str]) -> None:
     more = [*start, *tokenizer, "--lora-dropout=0.2", "--recompute=block", "--grad-clip=0.5", "--redux"]
     assert main([*TRAIN, *more, "--steps=4", "--run-dir=a"]) == 0
     assert main([*TRAIN, *more, "--steps=2", "--run-dir=b", "--ram=150KiB", "--disk=tier", "--order=layers"]) == 0
-    assert main(["train", "--resume=b", "--steps=4", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
+    assert main(["train", "--resume=b", "--steps=4", "--disk=tier", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
     assert losses(here / "a") == losses(here / "b")
     for name in ("model", "optimizer"):
         a, b = (load_file(here / run / "latest" / f"{name}.safetensors") for run in "ab")
@@ -235,9 +235,7 @@ def test_a_broken_state_says_so(here: Path, capsys, change, words: str) -> None:
     if not (here / "run").exists():
         assert main([*TRAIN, "--init-from=gpt2", "--steps=1", "--run-dir=run"]) == 0
     file = here / "run" / "checkpoints" / "step-000001" / "state.json"
-    state = json.loads(file.read_text())
-    change(state)
-    file.write_text(json.dumps(state))
+    rewrite_state(file, change)
     for argv in (["train", "--resume=run", "--steps=2"], ["generate", "run"]):
         code, err = refuse(capsys, argv)
         assert code == 4

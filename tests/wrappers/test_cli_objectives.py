@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.commands import refuse
+from support.commands import refuse, rewrite_state
 from support.objective_data import CHATML, TEXTS, lines_in
 
 from wrappers.cli import main
@@ -35,10 +35,9 @@ def test_a_model_learns_from_json_lines(here: Path, capsys: pytest.CaptureFixtur
     assert "bits/byte" in out
     assert 'objective = "causal"' in (here / "run" / "config.toml").read_text()
     path = next((here / "run" / "checkpoints").glob("*/state.json"))
-    state = json.loads(path.read_text())
-    assert state["settings"]["data"]["objective"] == "causal"
-    del state["settings"]["data"]["objective"], state["settings"]["data"]["mask_probability"]  # as before there were objectives
-    path.write_text(json.dumps(state))
+    assert json.loads(path.read_text())["settings"]["data"]["objective"] == "causal"
+    for key in ("objective", "mask_probability"):  # as before there were objectives
+        rewrite_state(path, lambda state, key=key: state["settings"]["data"].pop(key))
     assert main(["train", "--resume=run", "--steps=3"]) == 0
     code, message = refuse(capsys, ["train", "--resume=run", "--steps=4", "--document-boundaries"])
     assert code == 2

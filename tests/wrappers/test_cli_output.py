@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from wrappers.cli.output import complain
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("", "--help", "plan --help", "devices --json", "models")
 SENTENCE = "nntask: cannot write to standard output: No space left on device; what was saved is whole\n"
@@ -65,3 +67,12 @@ def test_a_reader_that_has_ended(tmp_path: Path) -> None:
     """A broken pipe is no error."""
     done = shell("plan --help", "| true", tmp_path)
     assert done.stderr == ""
+
+
+def test_errors_show_names_of_files_without_what_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Escape codes of a name become text, letters stay letters, and megabytes are left out."""
+    complain("\x1b]0;owned\x07größer\x9b31m\u202e\nall is well is not a name; choose another")
+    complain("x" * 10_000)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "nntask: \\x1b]0;owned\\x07größer\\x9b31m\\u202e\\nall is well is not a name; choose another"
+    assert second == f"nntask: {'x' * 4000}... (6,000 more characters)"

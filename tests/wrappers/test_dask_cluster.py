@@ -23,20 +23,20 @@ import dask
 import numpy as np
 import psutil
 import pytest
-from distributed import Client, Future, LocalCluster
+from distributed import Client, Future, LocalCluster, rpc
 from support.commands import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
 from support.dask_command import CONFIG, TRAIN, read
 from support.deadline import DEADLINE
 
 from nntask.config.cluster import ClusterSpec, cluster_of
 from nntask.config.resolution import resolve
-from nntask.config.settings import ClusterSettings
+from nntask.config.settings import ClusterSettings, ResourceSettings, TrainSettings
 from nntask.data import Batch, open_dataset
 from nntask.engine.interface import NodesChanged
 from nntask.errors import ClusterError, DataError, UsageError
 from nntask.hardware import gpus
 from nntask.hardware.gpus import Cards
-from nntask.training.continuation import _on
+from nntask.training.continuation import _besides
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import Nccl
 from scheduler.testing.nccl import FakeNccl, FakeNetwork
@@ -48,7 +48,7 @@ from wrappers.dask.training import cluster_engine as cluster_nodes
 from wrappers.dask.training import exchange
 from wrappers.dask.training import node as node_module
 from wrappers.dask.training import team as cluster_team
-from wrappers.dask.training.cluster import Connection
+from wrappers.dask.training.cluster import Connection, local_cluster
 from wrappers.dask.training.cluster_engine import DaskCluster, check_cards
 from wrappers.dask.training.failures import blamed
 from wrappers.dask.training.team import Team
@@ -167,8 +167,9 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
 
 def test_how_to_continue_names_the_transport() -> None:
     """A resumed run asks anew on which machines it is."""
-    assert _on(ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl")) == " --dask tcp://a:1 --nodes 2 --transport nccl"
-    assert _on(ClusterSettings()) == ""
+    settings = TrainSettings(cluster=ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl"), resources=ResourceSettings(disk="a tier"))
+    assert _besides(settings) == " --dask tcp://a:1 --nodes 2 --transport nccl --disk 'a tier'"
+    assert _besides(TrainSettings()) == ""
 
 
 @pytest.mark.long
@@ -184,6 +185,37 @@ def test_a_signal_to_the_process_group_saves(here: Path, number: signal.Signals)
     assert errors == ""
     assert "lost worker" not in said
     assert re.search(r"interrupted after step \d+; continue with: nntask train --resume run --dask local:2", said)
+
+
+def test_other_users_cannot_enter_a_local_cluster() -> None:
+    """Its processes listen on loopback alone, speak TLS with certificates of their own, and their HTTP servers answer nothing."""
+    with local_cluster(1) as cluster, Client(cluster) as client:
+        assert client.submit(os.getpid).result() != os.getpid()
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        listening = [socket.laddr for process in processes for socket in process.net_connections("tcp") if socket.status == psutil.CONN_LISTEN]
+        assert {address.ip for address in listening} == {"127.0.0.1"}
+        for address in listening:
+            answer = asked_in_plain_text(address.port)
+            assert answer.startswith(b"HTTP/1.1 404") or not answer, (address, answer)
+        for scheme in ("tcp", "tls"):
+            with pytest.raises((OSError, TypeError)):
+                client.sync(identity_of, f"{scheme}://{cluster.scheduler_address.partition('://')[2]}")
+
+
+def asked_in_plain_text(port: int) -> bytes:
+    """What a port of this machine answers to an HTTP request, as far as one line."""
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as connection:
+        try:
+            connection.sendall(b"GET /json/identity.json HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            return connection.recv(100)
+        except ConnectionError:
+            return b""
+
+
+async def identity_of(address: str) -> Any:
+    """What a scheduler says of itself to a peer without certificates."""
+    async with rpc(address) as scheduler:
+        return await asyncio.wait_for(scheduler.identity(), DEADLINE)
 
 
 def test_a_signal_while_local_workers_start(here: Path) -> None:

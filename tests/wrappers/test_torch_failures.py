@@ -152,3 +152,35 @@ def test_a_step_in_flight_that_fails_is_over_before_the_session_goes_on_elsewher
         with pytest.raises(UsageError, match="failed"):
             failed.result()
         session.save(tmp_path / "later")
+
+
+def test_a_batch_that_eager_pytorch_refuses_is_named_by_verify_and_changes_nothing() -> None:
+    """The step that `verify=` takes by eager PyTorch first fails: the error says so, buffers are as before, and the session goes on."""
+    torch.manual_seed(0)
+    with Session(_Net(), "sgd", lr=0.1, objective=lambda module, batch: module(**batch), minibatches=2, ram="16MB", workers=1, verify=1) as session:
+        session.step(**batch(0))
+        before = session.state_dict()
+        with pytest.raises(UsageError, match=r"step 2 by eager PyTorch first, which raised (RuntimeError|IndexError): .*mend the batch"):
+            session.step(**batch(1, bad=True))
+        after = session.state_dict()
+        assert session.num_steps == 1
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        session.step(**batch(2))
+
+
+class _TakesNoHooks(nn.Linear):
+    """A layer that refuses the hook by which a session guards its values."""
+
+    def _register_load_state_dict_pre_hook(self, *arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("this layer takes no hooks")
+
+
+def test_a_session_that_fails_to_open_gives_the_values_back() -> None:
+    """What fails after the values were taken leaves the module as it was."""
+    module = nn.Sequential(nn.Linear(4, 4), _TakesNoHooks(4, 4))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match="takes no hooks"):
+        Session(module, "sgd", lr=0.1, loss=lambda y, _: y.sum(), ram="16MB", workers=1)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(type(value) is nn.Parameter for value in module.parameters())
+    module(torch.zeros(2, 4)).sum().backward()

@@ -13,7 +13,9 @@ whole run, one directory per node, named after the node, with the node's own fil
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Mapping
@@ -22,13 +24,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from nntask import DataError, UsageError
-from nntask.io import read_object
+from nntask.io import read_bytes, read_object, read_text
 from nntask.planning import cells, headline
 from nntask.telemetry import read_metrics
 from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE
 from scheduler import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
+_LARGEST_TRACE: Final = 256 << 20
+"""Bytes of a trace, unpacked."""
 _AGAIN: Final = "trace some steps anew, as in nntask train --trace-steps 10:11"
 
 Line = Mapping[str, Any]
@@ -183,7 +187,7 @@ def _trace_of(directory: Path) -> Path | None:
 
     named = ""
     try:
-        settings = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        settings = tomllib.loads(read_text(directory / CONFIG))
         named = str(settings.get("observe", {}).get("trace", ""))
     except (OSError, ValueError, AttributeError):  # a report needs no configuration, and does not check it
         pass
@@ -198,8 +202,7 @@ def read_trace(path: Path) -> TraceRecord:
         DataError: the file cannot be read, was cut short, or is of another format.
     """
     try:
-        data = path.read_bytes()
-        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        document = json.loads(_unpacked(path))
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError):
         raise DataError(f"the trace {path} is not whole; {_AGAIN}") from None
     except OSError as error:
@@ -215,6 +218,21 @@ def read_trace(path: Path) -> TraceRecord:
         return _parsed(path, document["traceEvents"], about)
     except (KeyError, TypeError, AttributeError, ValueError):
         raise DataError(f"the trace {path} has events that are none of nntask's; {_AGAIN}") from None
+
+
+def _unpacked(path: Path) -> bytes:
+    """Return the content of a trace, whether it is compressed or not.
+
+    Raises:
+        OSError: the file cannot be read, or holds more than `_LARGEST_TRACE`.
+    """
+    data = read_bytes(path, _LARGEST_TRACE)
+    if data[:2] == b"\x1f\x8b":
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            data = file.read(_LARGEST_TRACE + 1)
+    if len(data) > _LARGEST_TRACE:
+        raise OSError(errno.EFBIG, f"it holds more than {_LARGEST_TRACE >> 20} MiB, so trace fewer steps")
+    return data
 
 
 def _parsed(path: Path, events: list[dict[str, Any]], about: Mapping[str, Any]) -> TraceRecord:

@@ -100,6 +100,7 @@ class Application:
         async def answer(request: Request) -> Response:
             begin = time.monotonic()
             try:
+                _check_framing(request)
                 self._check_host(request)
                 if not is_open:
                     self._check_key(request)
@@ -221,6 +222,12 @@ class Application:
         tokens = min(256, max(1, self._engine.batch.shape.longest // 2))
         text, policy = page(self._service.name, is_chat=self._service.template is not None, has_key=bool(self._service.key), tokens=tokens)
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
+
+
+def _check_framing(request: Request) -> None:
+    """Refuse a request with two lengths: where a proxy believes the other one, a second request would hide in its body (RFC 9112, section 6.3)."""
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        raise ApiError(400, "a request has content-length or transfer-encoding, got both; send one of them", headers={"connection": "close"})
 
 
 class _EventStream(StreamingResponse):

@@ -14,58 +14,25 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nntask import UsageError
 
 from .app import Application
+from .connections import ACCEPTED_AT_ONCE, Connection, most_connections, sweep
 from .engine import TextEngine
 from .jobs import Desk
 
 _MARGIN_SECONDS: Final = 5
 """For clients to read what they are told at the end."""
+_BACKLOG: Final = 512
+"""Connections that wait to be accepted."""
 _LAST_SECONDS: Final = 1
 """The same, after the second signal."""
 _OF_CLIENTS_THAT_LEFT: Final = "socket.send() raised exception."
 """What asyncio warns of where a stream goes on for a moment to a client that has left; it says nothing to who runs a server."""
-
-
-class _Protocol(H11Protocol):
-    """uvicorn's, which closes connections whose request does not arrive.
-
-    Attributes:
-        head_seconds: in which the head of a request must arrive.
-    """
-
-    head_seconds = 30.0
-    _slow: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._forget()
-
-    def _watch(self) -> None:
-        """Give the head of a request its time, from its first byte or that of the connection."""
-        waits = self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE
-        if not waits:
-            self._forget()
-        elif self._slow is None:
-            self._slow = self.loop.call_later(self.head_seconds, self.transport.close)
-
-    def _forget(self) -> None:
-        if self._slow is not None:
-            self._slow.cancel()
-            self._slow = None
+_OF_BAD_REQUESTS: Final = ("Invalid HTTP request received.", "Unsupported upgrade request.")
+"""What uvicorn warns of once for each such request, so that anybody could fill the log."""
 
 
 class _Server(uvicorn.Server):
@@ -80,6 +47,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None], end: Callable[[], None], grace_seconds: float) -> None:
         super().__init__(config)
         self._first, self._end, self._grace = on_signal, end, grace_seconds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with a queue of the kernel that is longer than what the loop accepts at once."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -117,7 +90,7 @@ def listening(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=512)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"--host {host} --port {port} cannot be listened to: {why}; choose another, or port 0 for any that is free") from None
@@ -151,7 +124,8 @@ async def _served(
 ) -> None:
     config = uvicorn.Config(
         application.asgi,
-        http=type("Protocol", (_Protocol,), {"head_seconds": receive_seconds}),
+        http=type("Protocol", (Connection,), {"seconds": receive_seconds, "most": most_connections()}),
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -166,10 +140,15 @@ async def _served(
         application.is_ending = True
 
     logging.getLogger("asyncio").addFilter(lambda record: record.getMessage() != _OF_CLIENTS_THAT_LEFT)
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() not in _OF_BAD_REQUESTS)
     server = _Server(config, begin_ending, application.end, grace_seconds)
     loop = asyncio.get_running_loop()
     desk.open(loop, lambda: _exit(server))
-    await server.serve(sockets=[listener])
+    sweeper = loop.create_task(sweep(server.server_state.connections, receive_seconds))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        sweeper.cancel()
 
 
 def _exit(server: Any) -> None:

@@ -39,7 +39,11 @@ def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -
         )
     lengths = {name: len(value) for name, value in batch.items() if _is_cut(value)}
     if not lengths:
-        raise UsageError("a batch must have a tensor with a first axis, got none; pass the module's arguments by name")
+        kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in batch.items()) or "nothing"
+        raise UsageError(
+            f"a batch must have a torch.Tensor with a first axis, got {kinds}; convert arrays and lists with torch.as_tensor(), and pass the "
+            "module's arguments by name"
+        )
     if count > 1 and (len(set(lengths.values())) > 1 or next(iter(lengths.values())) % count):
         raise UsageError(
             f"a batch of {count} minibatches must have tensors whose first axis has one length, a multiple of {count}, got {lengths}; pad the "

@@ -18,13 +18,15 @@ from typing import Any, Final
 import torch
 
 from nntask import DataError, StorageError, UsageError
-from nntask.io import checksum_of, load_tensors, save_tensors, written_aside
+from nntask.io import checksum_of, load_tensors, read_text, save_tensors, sealed, unsealed, written_aside
 from tiles import TileTensor
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "session.json"
-FORMAT: Final = 1
+_UNSEALED: Final = 1
+"""Format of sessions whose session.json had no checksum of itself; such sessions are still read."""
+FORMAT: Final = 2
 _FIRST: Final[Mapping[str, Any]] = {"kind of device": "cpu", "threads": 1, "compiled": False, "rows_of_tiles": {}}
 """Numerics of sessions that were saved without them."""
 _ARGUMENTS: Final = {"kind of device": "ngpu", "rows_of_tiles": "largest_tile"}
@@ -62,7 +64,7 @@ def write_session(
     """Write the files of a session to a directory, which may exist; arguments and errors as of `save_session`."""
     checksums = {MODEL: write_model(directory, model, module), OPTIMIZER: save_tensors(directory / OPTIMIZER, optimizer, finite=True)}
     with storage_errors(directory):
-        (directory / STATE).write_text(json.dumps({"format": FORMAT, **state, "checksums": checksums}, indent=1))
+        (directory / STATE).write_text(sealed({"format": FORMAT, **state, "checksums": checksums}))
 
 
 def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
@@ -107,8 +109,10 @@ def load_session(
     """
     file = directory / STATE
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
-        known = state["format"] == FORMAT and isinstance(state["step"], int) and isinstance(state["lr"], float)
+        state: dict[str, Any] = json.loads(read_text(file))
+        if state["format"] == FORMAT:
+            state = unsealed(state)
+        known = state["format"] in (_UNSEALED, FORMAT) and isinstance(state["step"], int) and isinstance(state["lr"], float)
         known = known and all(isinstance(group, dict) for group in state.get("groups", []))
         known = known and all(isinstance(count, int) for count in state.get("skipped", {}).values())
         state["numerics"] = {**_FIRST, **state.get("numerics", {})}
@@ -116,7 +120,7 @@ def load_session(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{directory} holds no whole session ({type(error).__name__} in {STATE}); give a directory that save() wrote") from None
     if not known:
-        raise DataError(f"{file} has format {state['format']}, this version reads {FORMAT}; use the nntask that wrote it")
+        raise DataError(f"{file} has format {state['format']}, this version reads up to {FORMAT}; use the nntask that wrote it")
     for name, value in numerics.items():
         if state["numerics"].get(name, value) != value:
             raise DataError(

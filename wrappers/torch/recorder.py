@@ -148,6 +148,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         if mode is None:
             return tensor
         fake = mode.from_tensor(tensor)
+        fake.item_memo = None  # PyTorch 2.15 keeps the value of a scalar there, and item() would read it without a guard
         self._alive.append(fake)
         self._storages.setdefault(fake.untyped_storage()._cdata, storage)
         return fake

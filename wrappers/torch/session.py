@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -148,33 +148,34 @@ class Session:
         function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
         self._host = Host(module, on, threads, resources)
         self.runtime: Runtime = self._host.runtime
+        self.num_steps, self._half_done = 0, ""
         try:
-            with self.user_errors():
-                self._take(module, None if weights is None else Path(weights), limit, max_grad_norm)
+            with self.user_errors(), self._taken(module, None if weights is None else Path(weights), limit, max_grad_norm):
+                self._guards.enter_context(let_go(module))
+                self._guards.enter_context(guarded(self.optimizer))
+                terms = PassTerms(self.state.tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
+                self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
+                self._steps = StepRecorder(
+                    self._captures,
+                    self.state,
+                    self._key,
+                    self._optimizer.updates,
+                    self.optimizer,
+                    max_norm=max_grad_norm,
+                    machine=None if self._host.is_borrowed else self._host.machine,
+                    order=order,
+                    recompute=recompute,
+                )
+                self._module_values = SessionValues(module, self.state, self._captures.own)
+                self._verifier = Verifier(verify, self._captures, function, self._optimizer, self._module_values, max_grad_norm)
         except BaseException:
             self.close()
             raise
-        self._guards.enter_context(let_go(module))
-        self._guards.enter_context(guarded(self.optimizer))
-        terms = PassTerms(self.state.tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
-        self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
-        self._steps = StepRecorder(
-            self._captures,
-            self.state,
-            self._key,
-            self._optimizer.updates,
-            self.optimizer,
-            max_norm=max_grad_norm,
-            machine=None if self._host.is_borrowed else self._host.machine,
-            order=order,
-            recompute=recompute,
-        )
-        self.num_steps, self._half_done = 0, ""
-        self._module_values = SessionValues(module, self.state, self._captures.own)
-        self._verifier = Verifier(verify, self._captures, function, self._optimizer, self._module_values, max_grad_norm)
+        release_unused()
 
-    def _take(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> None:
-        """Make the state of the module and of its optimizer on the runtime, with the first values."""
+    @contextmanager
+    def _taken(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> Iterator[None]:
+        """Make the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
         self.state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
         values = first_values(module)
         if weights is not None:
@@ -186,7 +187,7 @@ class Session:
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()
-        release_unused()
+            yield
 
     @property
     def fallbacks(self) -> Mapping[str, int]:

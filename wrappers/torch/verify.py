@@ -83,10 +83,19 @@ class Verifier:
             minibatches: the arguments of each one by name.
             divisor: the gradient is that of the sum of losses divided by this.
             seed: seed and number of the step.
+
+        Raises:
+            UsageError: eager PyTorch refuses the step.
         """
         own, optimizer = self._captures.own, self._optimizer
         with set_back(self._captures.world):
-            found = eager_step(self._captures.module, self._objective, own, self._values.by_first_name(), minibatches, divisor, seed)
+            try:
+                found = eager_step(self._captures.module, self._objective, own, self._values.by_first_name(), minibatches, divisor, seed)
+            except Exception as error:
+                raise UsageError(
+                    f"verify= took step {seed[1]} by eager PyTorch first, which raised {type(error).__name__}: {error}; call module(**batch) by "
+                    "eager PyTorch to see where, and mend the batch or the module"
+                ) from error
         state = {name: torch.from_numpy(tensor.read()) for name, tensor in optimizer.tensors().items()}
         if any(name.startswith("master.") for name in state):  # masters have no twin in PyTorch: loss and buffers alone
             found.tensors = {name: value for name, value in found.tensors.items() if not isinstance(value, torch.nn.Parameter)}
@@ -290,16 +299,20 @@ def set_back(world: World) -> Iterator[None]:
     gradients = [(tensor, tensor.grad) for tensor, _ in before.tensors.values() if tensor.requires_grad and tensor.is_leaf]
     for tensor, _ in gradients:
         tensor.grad = None
+
+    def set_tensors_back() -> None:
+        with torch.no_grad():
+            for tensor, memory in kept:
+                whole(tensor).copy_(memory)
+
     with ExitStack() as after:
+        after.callback(set_tensors_back)
         for tensor, gradient in gradients:
             after.callback(setattr, tensor, "grad", gradient)
         after.callback(before.restore)
         after.callback(random.setstate, numbers[0])
         after.callback(np.random.set_state, numbers[1])
         yield
-    with torch.no_grad():
-        for tensor, memory in kept:
-            whole(tensor).copy_(memory)
     if left := before.differences(world.walked()):
         raise UsageError(
             f"verify= runs the module by eager PyTorch and by the session, and {left[0]} cannot be set back; leave verify= out, or "

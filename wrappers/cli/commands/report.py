@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     """
     from nntask import StorageError, UsageError
     from nntask.config import trace_range
-    from nntask.io import check_writable
+    from nntask.io import check_writable, written_aside
 
     settings, words = parse(ReportSettings, argv, "nntask report", words=("RUN",))
     steps = trace_range(settings.steps, "--steps")
@@ -56,7 +56,8 @@ def run(argv: Sequence[str]) -> int:
             what = f"steps {traced[0]} to {traced[-1]} were" if traced else "none was"
             raise UsageError(f"--steps must name steps that were traced, got {settings.steps}, and {what}; change or drop it")
     try:
-        target.write_text(page(found, steps), encoding="utf-8")
+        with written_aside(target) as new:
+            new.write_text(page(found, steps), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {target}: {error.strerror}; choose another file with --output") from None
     print(target)

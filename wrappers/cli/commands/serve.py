@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from wrappers.serve.template_process import TemplateProcess
 
 _KEY: Final = "NNTASK_API_KEY"
+_LONGEST_KEY: Final = 8192
 _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
 
@@ -187,16 +188,17 @@ def _key(file: str) -> str:
         UsageError: others may read the file, or the key cannot be sent.
     """
     from nntask import DataError, UsageError
+    from nntask.io import open_text
 
     if not file:
         found, where = os.environ.get(_KEY, ""), _KEY
     else:
         where = f"--api-key-file {file}"
         try:
-            with open(file, encoding="utf-8") as lines:
+            with open_text(file) as lines:
                 if os.fstat(lines.fileno()).st_mode & (stat.S_IRWXO):
                     raise UsageError(f"{where} may be read by everybody on this machine; chmod o= it")
-                found = lines.readline().strip()
+                found = lines.readline(_LONGEST_KEY).strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise DataError(f"{where} cannot be read: {why}; give a file with the key in its first line") from None

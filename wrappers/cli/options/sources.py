@@ -80,7 +80,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
-    from nntask.config import TrainSettings, check_values, flags_from, unknown_variables
+    from nntask.config import OUTPUT_FLAGS, TrainSettings, check_values, flags_from, unknown_variables
     from nntask.hardware import devices_of
 
     table = table_of(TrainSettings)
@@ -103,6 +103,8 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
     with naming(sources):
         resumed = _resumed(explicit)
         stored = _stored(resumed, table) if resumed else {}
+        outputs = {name: stored.pop(name) for name in OUTPUT_FLAGS if stored.get(name)}
+        _say_left_out({name: path for name, path in outputs.items() if name not in explicit})
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
             raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
@@ -180,6 +182,18 @@ def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
         if value is not None and flag.group not in _ASKED_ANEW and flag.name not in _OF_A_START:
             values[flag.name] = value
     return values
+
+
+def _say_left_out(outputs: Mapping[str, str]) -> None:
+    """Print the flags of a resumed run that name paths to write to, and are not taken from its files."""
+    from nntask.config import words_of
+
+    if outputs:
+        flags = words_of(outputs)
+        print(
+            f"nntask: a resumed run writes nowhere but in its directory unless the command line says so; to write where it did before, add: {flags}",
+            file=sys.stderr,
+        )
 
 
 def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> ModelConfig:

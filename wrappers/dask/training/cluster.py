@@ -274,6 +274,9 @@ def _silence() -> None:
 def local_cluster(number: int) -> Any:
     """A cluster of processes on this machine, which end with this process and divide its cores among them.
 
+    Whoever may connect to a Dask scheduler or worker runs code as its user, and other users of the machine reach its loopback addresses. So the
+    processes know each other by certificates made for this cluster, and their HTTP servers answer nothing.
+
     Dask's memory monitor of workers is off, since budgets replace it, and so is its profiler: with it, idle workers take a fifth of the processor
     time.
 
@@ -285,14 +288,23 @@ def local_cluster(number: int) -> Any:
 
     from scheduler import usable_cores
 
+    terms = {
+        "distributed.worker.profile.enabled": False,
+        "distributed.admin.tick.interval": "500ms",
+        "distributed.scheduler.http.routes": [],
+        "distributed.worker.http.routes": [],
+    }
     try:
-        with dask.config.set({"distributed.worker.profile.enabled": False, "distributed.admin.tick.interval": "500ms"}), signals_blocked():
+        with dask.config.set(terms), signals_blocked():
             return LocalCluster(
                 n_workers=number,
                 threads_per_worker=max(usable_cores() // number, 1),
                 memory_limit=0,
                 processes=True,
-                dashboard_address=":0",
+                host="127.0.0.1",
+                security=True,
+                dashboard_address="127.0.0.1:0",
+                scheduler_kwargs={"dashboard": False},
                 silence_logs=logging.CRITICAL,
             )
     except Exception as error:

@@ -1,0 +1,80 @@
+"""Opening files that come from somebody else.
+
+A path may lead to a pipe that never answers, or to a device without an end. Readers of files from outside open them here: a regular file, or an
+`OSError` with a sentence, which they report like any other failure to read. What is read as a whole has at most the caller's number of bytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Final, TextIO
+
+LARGEST_NBYTES: Final = 100 << 20
+"""Bytes of a file of text that is read as a whole, unless the caller has another limit."""
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """Open a regular file; return its descriptor, which programs that this process starts do not inherit.
+
+    Args:
+        path: the file.
+        flags: flags of `os.open`.
+
+    Raises:
+        OSError: the file cannot be opened, or is a directory, a pipe, a socket or a device.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0), 0o644)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and must be a regular file", str(path))
+    os.set_blocking(fd, True)
+    return fd
+
+
+def open_text(path: str | os.PathLike[str], errors: str = "strict") -> TextIO:
+    """Open a regular file of UTF-8 text for reading.
+
+    Args:
+        path: the file.
+        errors: what happens to bytes that are no text, as in `open`.
+
+    Raises:
+        OSError: see `open_regular`.
+    """
+    return os.fdopen(open_regular(path), encoding="utf-8", errors=errors)
+
+
+def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> bytes:
+    """Return the bytes of a regular file.
+
+    Args:
+        path: the file.
+        most: largest number of bytes.
+
+    Raises:
+        OSError: see `open_regular`; or the file has more bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return found
+
+
+def read_text(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> str:
+    """Return the text of a regular file of UTF-8.
+
+    Args:
+        path: the file.
+        most: largest number of bytes.
+
+    Raises:
+        OSError: see `read_bytes`.
+        UnicodeDecodeError: the bytes are no UTF-8.
+    """
+    return read_bytes(path, most).decode("utf-8")

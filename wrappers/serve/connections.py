@@ -1,0 +1,108 @@
+"""Connections of the server: each waits for its client for a limited time, and all together stay below the limit of open files.
+
+A connection waits for its client in four ways: for the head of a request, for the rest of a body whose request was answered already, for a reader of
+what was written, and for the end of what a closed connection still has to send. A sweep looks at all connections regularly and closes those that have
+waited too long. (The body of a request that is being answered has a limit of its own, in `app`.)
+
+When there are too many connections, the one that has been silent longest makes room; one whose answer is being computed never does. So clients that
+hold connections cannot keep others out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from typing import Any, Final, Literal
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+ACCEPTED_AT_ONCE: Final = 16
+"""Connections that the event loop accepts before any of them is counted."""
+_MOST: Final = 1000
+_SPARE: Final = 3 * ACCEPTED_AT_ONCE
+"""Open files that are left for those being accepted, those being closed, and the program."""
+_LEAST: Final = 8
+_LINGER_SECONDS: Final = 5.0
+"""For the rest of a body whose request was answered: a client that is still sending reads its answer afterwards."""
+
+Awaited = Literal["head", "rest", "reader", "end"]
+
+
+def most_connections() -> int:
+    """Return how many connections the limit of open files allows besides what is open now."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(_LEAST, min(_MOST, allowed - len(os.listdir("/proc/self/fd")) - _SPARE))
+
+
+class Connection(H11Protocol):
+    """A connection of uvicorn that knows what it waits for.
+
+    Attributes:
+        most: largest number of connections.
+        seconds: limit of each wait for the client; of the rest of a body at most `_LINGER_SECONDS`.
+    """
+
+    most = _MOST
+    seconds = 30.0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._heard_at = self.loop.time()
+        self._num_pauses = 0
+        self._wait: tuple[Awaited, int, int] | None = None
+        self._waits_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the connection, in place of the one that has been silent longest if there are too many."""
+        super().connection_made(transport)
+        open_now: set[Any] = self.connections
+        if len(open_now) > self.most:
+            others = [each for each in open_now if each is not self and not each.is_answering and not each.transport.is_closing()]
+            (min(others, key=lambda each: each._heard_at) if others else self).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Note when the client was heard."""
+        self._heard_at = self.loop.time()
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Note that the client reads more slowly than is written."""
+        self._num_pauses += 1
+        super().pause_writing()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether an answer is being computed for a request that has arrived whole, for a client that reads it."""
+        return self.conn.their_state is h11.DONE and self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY) and not self.flow.write_paused
+
+    def _awaited(self) -> Awaited | None:
+        """What the connection waits for the client to do; None while the client waits for it."""
+        ours, theirs = self.conn.our_state, self.conn.their_state
+        if self.transport.is_closing():
+            return "end"
+        if self.flow.write_paused:
+            return "reader"
+        if ours is h11.IDLE and theirs is h11.IDLE:
+            return "head"
+        if ours in (h11.DONE, h11.MUST_CLOSE) and theirs is h11.SEND_BODY:
+            return "rest"
+        return None
+
+    def sweep(self) -> None:
+        """Close the connection if it has waited for its client for too long."""
+        now, awaited = self.loop.time(), self._awaited()
+        wait = None if awaited is None else (awaited, id(self.cycle), self._num_pauses)
+        if wait != self._wait:
+            self._wait, self._waits_since = wait, now
+        elif awaited is not None and now - self._waits_since >= (min(self.seconds, _LINGER_SECONDS) if awaited == "rest" else self.seconds):
+            self.transport.abort() if awaited in ("reader", "end") else self.transport.close()
+
+
+async def sweep(connections: set[Any], seconds: float) -> None:
+    """Look at connections until cancelled, often enough for a limit of that many seconds."""
+    while True:
+        await asyncio.sleep(min(1.0, seconds / 4))
+        for connection in list(connections):
+            connection.sweep()
