@@ -201,7 +201,9 @@ class ModelDirectory:
         """
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         if set(missing) != {name for ours, name in names_of(self.config, shapes).items() if is_of_head(ours) and name in expected}:
-            return f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
+            return (
+                f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
+            )
         kind = self.config.to_dict()["architectures"][0]
         other = ", or train a classifier of it with --objective classify" if self.config.objective == "masked" else ""
         return f"{self.path} has no head: it ends where a {kind} would have {missing[0]}{more}; use the directory of a {kind}{other}"

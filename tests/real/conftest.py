@@ -17,7 +17,6 @@ import pytest
 from support.real_checkpoints import TEXT, Figure, Figures, command, reaction_tokenizer, stream
 
 
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the figures go."""
     parser.addoption("--real-json", default="", help="write what was compared, and how near it came, here as JSON")

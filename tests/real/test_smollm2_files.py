@@ -83,7 +83,9 @@ def test_a_written_file_is_read_back(
     figure(NAME, "a directory as GGUF in F32", "llama.cpp's logits of both", "same bits")
 
 
-def test_a_run_is_exported(smollm_file: Path, smollm_stream: Path, ids: list[int], tmp_path: Path, llama_cpp: Any, figure: Callable[..., None]) -> None:
+def test_a_run_is_exported(
+    smollm_file: Path, smollm_stream: Path, ids: list[int], tmp_path: Path, llama_cpp: Any, figure: Callable[..., None]
+) -> None:
     """A trained run as a directory for transformers and as a GGUF file for llama.cpp: both score the text as nntask does."""
     flags = ("--dataset=train.bin", "--seq-len=64", "--batch=2", "--lr=1e-4", "--warmup-steps=0", "--steps=1", "--sample-tokens=0")
     command("train", "--init-from", smollm_file, "--dataset-path", smollm_stream, *flags, "--run-dir", tmp_path / "run")

@@ -48,7 +48,14 @@ def test_losses_are_torchs(whole: tuple[Path, Ran], smollm_directory: Path, smol
     ids = sequences(smollm_stream, LENGTH)
     expected = torch_losses(model, ids, 5, RATE)
     apart = float(np.abs(np.array(losses(run)) - expected).max())
-    figure(NAME, "losses of 5 steps of all weights", "torch", f"{apart:.1e} of {expected[0]:.4f} to {expected[-1]:.4f}", memory=ran.memory, seconds=ran.seconds)
+    figure(
+        NAME,
+        "losses of 5 steps of all weights",
+        "torch",
+        f"{apart:.1e} of {expected[0]:.4f} to {expected[-1]:.4f}",
+        memory=ran.memory,
+        seconds=ran.seconds,
+    )
     assert apart < 2e-4
     exported = tmp_path / "exported"
     command("export", run, exported)
@@ -59,7 +66,9 @@ def test_losses_are_torchs(whole: tuple[Path, Ran], smollm_directory: Path, smol
     assert away < 2e-2
 
 
-def test_a_quarter_of_the_memory(whole: tuple[Path, Ran], smollm_file: Path, smollm_stream: Path, tmp_path: Path, figure: Callable[..., None]) -> None:
+def test_a_quarter_of_the_memory(
+    whole: tuple[Path, Ran], smollm_file: Path, smollm_stream: Path, tmp_path: Path, figure: Callable[..., None]
+) -> None:
     """With a disk below: every loss, weight and moment has the same bits."""
     run, _ = whole
     peak = json.loads((run / "summary.json").read_text())["peak_bytes"]["ram"]
@@ -105,7 +114,9 @@ def test_adapters_are_pefts(
         with torch.no_grad():
             merged = their_model(tmp_path / "merged")(ids[:, :-1]).logits
             away = float((merged - theirs(ids[:, :-1]).logits).abs().max())
-        figure(NAME, "logits of the merged adapters", "PEFT's model after the same steps", f"{away:.1e} of logits up to {float(merged.abs().max()):.0f}")
+        figure(
+            NAME, "logits of the merged adapters", "PEFT's model after the same steps", f"{away:.1e} of logits up to {float(merged.abs().max()):.0f}"
+        )
         assert away < 2e-2
 
 
