@@ -109,5 +109,3 @@ def test_names_are_those_of_the_package() -> None:
             assert theirs.get_name(module) == short
         for module, short in ours.inside.items():
             assert theirs.get_name(f"{ours.blocks}1.{module}") == f"blk.1.{short}"
-
-
