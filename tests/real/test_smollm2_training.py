@@ -94,7 +94,7 @@ def test_adapters_are_pefts(
     base, decoded = smollm_file, smollm_directory
     if kind == "q8_0":
         base, decoded = tmp_path / "q8", tmp_path / "decoded"
-        command("quantize", smollm_file, base, "--type", "q8_0")
+        command("quantize", smollm_directory, base, "--type", "q8_0")
         command("quantize", base, tmp_path / "decoded.gguf", "--type", "f32")
         _save_decoded(tmp_path / "decoded.gguf", decoded)
     given = ("--init-from", base, "--dataset-path", smollm_stream, *FLAGS, "--train=lora:8", "--lora-alpha=16")
@@ -118,6 +118,46 @@ def test_adapters_are_pefts(
             NAME, "logits of the merged adapters", "PEFT's model after the same steps", f"{away:.1e} of logits up to {float(merged.abs().max()):.0f}"
         )
         assert away < 2e-2
+
+
+TALKS = [
+    [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."}],
+    [
+        {"role": "system", "content": "You are a lighthouse keeper."},
+        {"role": "user", "content": "Is there a storm?"},
+        {"role": "assistant", "content": "Yes, from the south-west. Keep away from the reef!"},
+    ],
+]
+
+
+def test_conversations_are_learnt_by_the_files_own_template(
+    smollm_file: Path, smollm_directory: Path, tmp_path: Path, figure: Callable[..., None]
+) -> None:
+    """The first loss of a run on two conversations is that of transformers' model over the tokens of the answers and their ends, in the template
+    that the file brings along."""
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
+    data = ("--dataset=jsonl", "--dataset-path", tmp_path / "talks.jsonl", "--val-path", tmp_path / "talks.jsonl", "--seq-len=96", "--batch=2")
+    how = ("--train=lora:4", "--steps=1", "--lr=0", "--warmup-steps=0", "--sample-tokens=0")
+    ran = command("train", "--init-from", smollm_file, *data, *how, "--run-dir", tmp_path / "run")
+    model, tokenizer = their_model(smollm_directory), transformers.AutoTokenizer.from_pretrained(smollm_directory)
+    scores = []
+    for talk in TALKS:
+        first = len(tokenizer.apply_chat_template(talk[:-1], add_generation_prompt=True)["input_ids"])
+        ids = torch.tensor(tokenizer.apply_chat_template(talk)["input_ids"])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0]
+        scores.append(torch.nn.functional.cross_entropy(logits[first - 1 : -1], ids[first:], reduction="none"))
+    expected = float(torch.cat(scores).mean())
+    (ours,) = losses(tmp_path / "run")
+    figure(
+        NAME,
+        "loss of the answers of 2 conversations",
+        "transformers",
+        f"{abs(ours - expected):.1e} of {expected:.4f}",
+        memory=ran.memory,
+        seconds=ran.seconds,
+    )
+    assert ours == pytest.approx(expected, rel=1e-4)
 
 
 def _save_decoded(file: Path, path: Path) -> None:
