@@ -3,6 +3,8 @@
 #              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
 # make lint    the first three of those
 # make test-long   the tests that take long, which make test leaves out, and random searches with all their examples
+#              (those of published checkpoints, tests/real, are skipped unless the packages of `make test-real` are there)
+# make test-real   published checkpoints beside transformers, torch, PEFT and llama.cpp: downloads 270 MB of packages into .venv, runs half an hour
 # make test-pages   the commands of the README and of the site's pages, as printed (CI runs make test and this)
 # make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
 # make test-torch-releases   the tests of wrappers/torch with each supported release of PyTorch, in environments of their own below build/;
@@ -36,7 +38,7 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-pages test-avx2 test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench sweep docs clean
+.PHONY: train test test-long test-real test-pages test-avx2 test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench sweep docs clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed-train
@@ -48,6 +50,14 @@ test: style types contracts suite
 test-long: MARK := -m "long or search" --hypothesis-profile=many
 test-long: PROCESSES := 0
 test-long: suite
+
+test-real: export OPENBLAS_NUM_THREADS = 1
+test-real: export OMP_NUM_THREADS = 1
+test-real: export MKL_NUM_THREADS = 1
+test-real: export TOKENIZERS_PARALLELISM = false
+test-real: export HF_HUB_OFFLINE = 1
+test-real: $(VENV)/installed-real
+	$(BIN)/python benchmarks/real_checkpoints.py $(ARGS)
 
 test-pages: MARK := -m "pages and not long"
 test-pages: suite
@@ -141,6 +151,10 @@ $(VENV)/installed-train: $(VENV)/created pyproject.toml
 $(VENV)/installed-dev: $(VENV)/created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "torch==$(TORCH)"
 	@touch $@ $(VENV)/installed-train
+
+$(VENV)/installed-real: $(VENV)/installed-dev tests/real/packages.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/real/packages.txt
+	@touch $@
 
 .PRECIOUS: build/torch-%/installed
 build/torch-%/installed: pyproject.toml

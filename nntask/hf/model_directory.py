@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -187,10 +187,7 @@ class ModelDirectory:
                 theirs[name] = theirs.pop(tied)
         new = self.new(shapes).values()
         if missing := [name for name in expected if name not in theirs and name not in new]:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise DataError(
-                f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
-            )
+            raise DataError(self._lacking(missing, expected, shapes))
         self._check_elements(shapes)
         for tied, name in ties.items():
             if tied in theirs and tied not in self.config.names.spare and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
@@ -198,6 +195,23 @@ class ModelDirectory:
                     f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
                     f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'
                 )
+
+    def _lacking(self, missing: Sequence[str], expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """The message for files that lack tensors: the whole head of a model that was saved without one, or something else.
+
+        Args:
+            missing: names in files.
+            expected: name in files -> shape.
+            shapes: our name -> shape, for all weights of the model.
+        """
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        if set(missing) != {name for ours, name in names_of(self.config, shapes).items() if is_of_head(ours) and name in expected}:
+            return (
+                f"{self.path} has no tensor {missing[0]} of shape {expected[missing[0]]}{more}, which its {CONFIG} asks for; copy it again as a whole"
+            )
+        kind = self.config.to_dict()["architectures"][0]
+        other = ", or train a classifier of it with --objective classify" if self.config.objective == "masked" else ""
+        return f"{self.path} has no head: it ends where a {kind} would have {missing[0]}{more}; use the directory of a {kind}{other}"
 
     def _check_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that every tensor belongs to the model, has elements, and has a floating-point type.

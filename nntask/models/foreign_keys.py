@@ -92,8 +92,8 @@ COMMON: Final[Rules] = {
     **ignored("the tokenizer's files say it", "cls_token_id sep_token_id mask_token_id unk_token_id decoder_start_token_id tokenizer_class"),
     **ignored(
         "a record of the software that wrote the file",
-        "_name_or_path name_or_path transformers_version _commit_hash finetuning_task auto_map unsloth_version unsloth_fixed custom_pipelines "
-        "transformers.js_config is_llama_config language license",
+        "_name_or_path name_or_path _model_name_or_path transformers_version _commit_hash finetuning_task auto_map unsloth_version unsloth_fixed "
+        "custom_pipelines transformers.js_config is_llama_config language license",
     ),
     **ignored("the weights in the files decide, and those of another head are refused", "architectures"),
     **ignored("files say the types of their weights, and --dtype that of the model", "dtype torch_dtype use_bfloat16"),

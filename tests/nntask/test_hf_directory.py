@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support import transformers_oracle
 from support.deadline import DEADLINE
 from support.gpt2_oracle import hf_model, random_config
 from support.model_directories import CUTS, weights
@@ -19,6 +20,8 @@ from nntask.hf.model_directory import ModelDirectory
 from nntask.io.finite import first_not_finite
 from nntask.io.safetensors_file import TensorFile
 from nntask.models.gpt2 import GPT2, NAMES
+from nntask.models.registry import build
+from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskError
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +253,31 @@ def test_tensors_that_do_not_belong(theirs, tmp_path, change, words):
     with pytest.raises(DataError) as told:
         weights(path)
     assert all(word in str(told.value) for word in words), told.value
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "first"),
+    [
+        ("bert", "BertForMaskedLM", "cls.predictions.transform.dense.weight"),
+        ("roberta", "RobertaForMaskedLM", "lm_head.dense.weight"),
+        ("mistral", "MistralForCausalLM", "lm_head.weight"),
+        ("phi", "PhiForCausalLM", "lm_head.weight"),
+    ],
+)
+def test_models_without_their_head(tmp_path, family, kind, first):
+    """BertModel, MistralModel and the like: nothing is missing of what they are, so copying again would not help. A classifier begins there."""
+    model = transformers_oracle.hf_model(transformers_oracle.CONFIGS[family])
+    model.base_model.save_pretrained(tmp_path)
+    directory = ModelDirectory.open(tmp_path)
+    shapes = {name: tensor.shape for name, tensor in build(directory.config, ModelTiling(), InlineRuntime()).tensors().items()}
+    with pytest.raises(DataError, match=f"has no head: it ends where a {kind} would have {first}.*; use the directory of a {kind}") as told:
+        directory.check(shapes)
+    assert ("--objective classify" in str(told.value)) == (directory.config.objective == "masked")
+    if directory.config.objective == "masked":
+        model.save_pretrained(tmp_path)
+        rewrite(tmp_path, tmp_path / "short", _drop(first))
+        with pytest.raises(DataError, match=f"has no tensor {first} of shape"):
+            ModelDirectory.open(tmp_path / "short").check(shapes)
 
 
 def test_whole_numbers_are_no_weights(theirs, tmp_path):

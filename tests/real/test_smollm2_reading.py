@@ -26,7 +26,7 @@ TEXTS = [
     "\u200b\ufeffhidden\u00a0spaces",
     TEXT,
 ]
-PROMPTS = ["The capital of France is", "Once upon a time, there was a", "def fibonacci(n):\n", "1, 2, 3, 5, 8,"]
+PROMPTS = ["The capital of France is", "Once upon a time, there was a", "def fibonacci(n):", "1, 2, 3, 5, 8,"]
 COUNT = 40
 DECODED = "llama.cpp, weights decoded"
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
+import transformers
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "tests" / "data" / "story.txt").read_text(encoding="utf-8")
@@ -102,6 +104,36 @@ def sequences(folder: Path, length: int) -> torch.Tensor:
     ids = np.fromfile(folder / "train.bin", np.uint16).astype(np.int64)
     starts = range(0, len(ids) - length, length)
     return torch.from_numpy(np.stack([ids[start : start + length + 1] for start in starts]))
+
+
+_SMILES = r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\||\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|\%[0-9]{2}|[0-9])"
+"""Tokens of chemical reactions, as rxnfp's own tokenizer cuts them."""
+
+
+def reaction_tokenizer(vocabulary: Path) -> Any:
+    """The tokenizer of rxnfp's models, as one of transformers."""
+    ids = {line: number for number, line in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, "[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_SMILES), "isolated")
+    ends = [(name, ids[name]) for name in ("[CLS]", "[SEP]")]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def classifier_losses(model: Any, tokenizer: Any, rows: Sequence[tuple[str, int]], length: int, steps: int, lr: float) -> list[float]:
+    """Losses of AdamW with nntask's defaults on all rows every time; `model`, a classifier in evaluation mode, learns."""
+    given = tokenizer([text for text, _ in rows], padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    labels = torch.tensor([label for _, label in rows])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    found = []
+    for _ in range(steps):
+        loss = torch.nn.functional.cross_entropy(model(**given).logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
 
 
 def torch_losses(model: Any, ids: torch.Tensor, steps: int, lr: float) -> list[float]:

@@ -154,7 +154,10 @@ def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Se
         text = ids.tokenizer.decode(filled)
         if asked.json:
             masks = [
-                [{"token": ids.tokenizer.decode([token]), "probability": p} for token, p in zip(mask.tokens, mask.probabilities, strict=True)]
+                [
+                    {"token": ids.tokenizer.decode([token]) or ids.word(token), "probability": p}
+                    for token, p in zip(mask.tokens, mask.probabilities, strict=True)
+                ]
                 for mask in found
             ]
             print(json_line({"number": number, "prompt": prompt, "text": text, "masks": masks}))
