@@ -48,6 +48,6 @@ def _command(run: LanguageRun) -> str:
 def _besides(settings: TrainSettings) -> str:
     """Return the flags that name machines and paths to write to, as the user gave them; a resumed run does not know them."""
     cluster = settings.cluster
-    machines = {f.name: getattr(cluster, f.name) for f in fields(cluster) if getattr(cluster, f.name) != f.default}
+    machines = {f.name.replace("_", "-"): getattr(cluster, f.name) for f in fields(cluster) if getattr(cluster, f.name) != f.default}
     words = words_of({**machines, **output_paths(settings)})
     return f" {words}" if words else ""

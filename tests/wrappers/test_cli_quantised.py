@@ -91,7 +91,7 @@ def test_adapters_on_a_quantised_base_are_those_on_the_decoded_one(here: Path, c
     assert losses(here / "a") == pytest.approx(losses(here / "floats"), abs=1e-5)
     assert losses(here / "a")[-1] < losses(here / "a")[0] - 0.05
     assert main([*TRAIN, "--init-from=small", "--steps=2", "--run-dir=b", "--ram=1100KiB", "--disk=tier", "--recompute=none"]) == 0
-    assert main(["train", "--resume=b", "--steps=4", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
+    assert main(["train", "--resume=b", "--steps=4", "--disk=tier", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
     assert losses(here / "a") == losses(here / "b")
     texts = [said(capsys, "generate", name, "--prompt=some words", "--max-new-tokens=8", "--temperature=0") for name in ("a", "floats")]
     assert texts[0] == texts[1]

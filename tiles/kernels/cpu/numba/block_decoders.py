@@ -125,8 +125,8 @@ def _looked_up(builder: Any, halves: Any) -> Any:
         shuffle = builder.module.declare_intrinsic("llvm.x86.ssse3.pshuf.b.128", (), ir.FunctionType(BYTES, [BYTES, BYTES]))
         return builder.call(shuffle, [table, halves])
     found = constant(BYTES, LEVELS[0])
-    for place, level in enumerate(LEVELS[1:], 1):
-        found = builder.select(builder.icmp_unsigned("==", halves, constant(BYTES, place)), constant(BYTES, level), found)
+    for index, level in enumerate(LEVELS[1:], 1):
+        found = builder.select(builder.icmp_unsigned("==", halves, constant(BYTES, index)), constant(BYTES, level), found)
     return found
 
 
@@ -180,8 +180,8 @@ def _masked(builder: Any, word: Any, shift: int, mask: int) -> Any:
 def _ints_of_words(builder: Any, words: Sequence[Any]) -> Any:
     """The 16 bytes of four words as integers of 32 bits."""
     vector = ir.Constant(_WORDS, ir.Undefined)
-    for place, word in enumerate(words):
-        vector = builder.insert_element(vector, word, constant(I32, place))
+    for index, word in enumerate(words):
+        vector = builder.insert_element(vector, word, constant(I32, index))
     return builder.zext(builder.bitcast(vector, BYTES), INTS)
 
 
@@ -207,7 +207,7 @@ def _of_pairs(builder: Any, address: Any, offset: int, fifth: Sequence[Any]) -> 
     """
     (scales, least), found = _six_bits(builder, address), []
     for pair in range(4):
-        halves = zip(*(_halves(builder, address, offset + 32 * pair + 16 * part) for part in (0, 1)), strict=True)
+        halves = zip(*(_halves(builder, address, offset + 32 * pair + 16 * half) for half in (0, 1)), strict=True)
         for group, whole in enumerate(halves, 2 * pair):
             if fifth:
                 whole = tuple(builder.or_(each, _bits(builder, bits, group, 1, 4)) for each, bits in zip(whole, fifth, strict=True))
@@ -220,19 +220,19 @@ def _q4_k(builder: Any, address: Any) -> list[ScaledGroup]:
 
 
 def _q5_k(builder: Any, address: Any) -> list[ScaledGroup]:
-    return _of_pairs(builder, address, 48, [_ints(builder, address, 16 + 16 * part) for part in (0, 1)])
+    return _of_pairs(builder, address, 48, [_ints(builder, address, 16 + 16 * half) for half in (0, 1)])
 
 
 def _q6_k(builder: Any, address: Any) -> list[ScaledGroup]:
     scales = builder.fmul(_scale(builder, address, 208), _signed(builder, load(builder, address, 192, BYTES)))
     found = []
     for half in range(2):
-        low = [_ints(builder, address, 64 * half + 16 * part) for part in range(4)]
-        high = [_ints(builder, address, 128 + 32 * half + 16 * part) for part in range(2)]
+        low = [_ints(builder, address, 64 * half + 16 * index) for index in range(4)]
+        high = [_ints(builder, address, 128 + 32 * half + 16 * index) for index in range(2)]
         for number in range(8):
-            quarter, part = divmod(number, 2)
-            nibble = _bits(builder, low[2 * (quarter % 2) + part], 4 * (quarter // 2), 4)
-            whole = builder.or_(nibble, _bits(builder, high[part], 2 * quarter, 2, 4))
+            quarter, index = divmod(number, 2)
+            nibble = _bits(builder, low[2 * (quarter % 2) + index], 4 * (quarter // 2), 4)
+            whole = builder.or_(nibble, _bits(builder, high[index], 2 * quarter, 2, 4))
             found.append(ScaledGroup(_lane(builder, scales, 8 * half + number), [_float(builder, whole, 32)]))
     return found
 
