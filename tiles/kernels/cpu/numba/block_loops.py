@@ -89,22 +89,23 @@ def _total(builder: Any, vector: Any) -> Any:
         count //= 2
         halves = (ir.Constant(ir.VectorType(_I32, count), list(range(first, first + count))) for first in (0, count))
         nothing = ir.Constant(vector.type, ir.Undefined)
-        low, high = (builder.shuffle_vector(vector, nothing, half) for half in halves)
-        vector = builder.fadd(low, high)
+        vector = builder.fadd(*(builder.shuffle_vector(vector, nothing, half) for half in halves))
     return builder.extract_element(vector, _constant(_I32, 0))
 
 
 def _fp16(builder: Any, bits: Any) -> Any:
-    """fp16 numbers, in integers of 32 bits, as fp32: exponent and mantissa moved in place, times 2^112; exact for denormals too."""
+    """fp16 numbers, in integers of 32 bits, as fp32: exponent and mantissa moved, times 2^112; exact for denormals too."""
     kind = bits.type
     size = builder.shl(builder.and_(bits, _constant(kind, 0x7FFF)), _constant(kind, 13))
     sign = builder.shl(builder.and_(bits, _constant(kind, 0x8000)), _constant(kind, 16))
-    whole = builder.or_(size, sign)
-    return builder.fmul(builder.bitcast(whole if kind == _INTS else _spread(builder, whole), _FLOATS), _constant(_FLOATS, 2.0**112))
+    whole = builder.or_(size, sign) if kind == _INTS else _spread(builder, builder.or_(size, sign))
+    return builder.fmul(builder.bitcast(whole, _FLOATS), _constant(_FLOATS, 2.0**112))
 
 
 def _scale(builder: Any, address: Any, offset: int = 0) -> Any:
-    """The fp16 number at an address as fp32, in all lanes."""
+    """The fp16 number at an address as fp32, in all lanes. Scales of q6_k and iq4_xs are often denormal, which slows the product of `_fp16` down."""
+    if _CONVERTS_FP16:
+        return _spread(builder, builder.fpext(_load(builder, address, offset, ir.HalfType()), _F32))
     return _fp16(builder, builder.zext(_load(builder, address, offset, _I16), _I32))
 
 
@@ -294,7 +295,6 @@ def _q6_k(builder: Any, address: Any) -> list[ScaledGroup]:
 
 
 def _f16(builder: Any, address: Any) -> list[ScaledGroup]:
-    """Weights can be denormal fp16, which slow the product of `_fp16` down, so that processors convert them where they can."""
     if _CONVERTS_FP16:
         return [ScaledGroup(None, [builder.fpext(_load(builder, address, at, _FP16), _FLOATS) for at in (0, 32)])]
     return [ScaledGroup(None, [_fp16(builder, _ints(builder, address, at, _SHORTS)) for at in (0, 32)])]
