@@ -11,7 +11,7 @@ from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 
 from ....block_numbers import LEVELS
-from .vectors import BYTES, FLOATS, I16, I32, INTS, LANES, constant, load, spread
+from .vectors import BYTES, F32, FLOATS, I16, I32, INTS, LANES, constant, load, spread
 
 
 class ScaledGroup(NamedTuple):
@@ -48,7 +48,9 @@ def _fp16(builder: Any, bits: Any) -> Any:
 
 
 def _scale(builder: Any, address: Any, offset: int = 0) -> Any:
-    """The fp16 number at an address as fp32, in all lanes."""
+    """The fp16 number at an address as fp32, in all lanes. Scales of q6_k and iq4_xs are often denormal, which slows the product of `_fp16` down."""
+    if _CONVERTS_FP16:
+        return spread(builder, builder.fpext(load(builder, address, offset, ir.HalfType()), F32))
     return _fp16(builder, builder.zext(load(builder, address, offset, I16), I32))
 
 

@@ -138,11 +138,11 @@ def _decode(context: Any, w: Any, row: Any, out: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, row, numbers, blocks = arguments
         with cgutils.for_range(builder, blocks) as loop:
-            place, offset = builder.add(numbers, builder.mul(loop.index, constant(I64, x_size))), 0
+            address, offset = builder.add(numbers, builder.mul(loop.index, constant(I64, x_size))), 0
             for group in decode(builder, builder.add(row, builder.mul(loop.index, constant(I64, size)))):
                 for vector in group.numbers:
                     value = vector if group.scale is None else builder.fmul(vector, group.scale)
-                    store(builder, value if group.least is None else builder.fadd(value, group.least), place, offset)
+                    store(builder, value if group.least is None else builder.fadd(value, group.least), address, offset)
                     offset += _VECTOR_BYTES
         return context.get_dummy_value()
 
