@@ -167,7 +167,8 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
 
 def test_how_to_continue_names_the_transport() -> None:
     """A resumed run asks anew on which machines it is."""
-    settings = TrainSettings(
+    cluster = ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl", link_bandwidth="1GB")
+    settings = TrainSettings(cluster=cluster, resources=ResourceSettings(disk="a tier"))
         cluster=ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl", link_bandwidth="1GB"), resources=ResourceSettings(disk="a tier")
     )
     assert _besides(settings) == " --dask tcp://a:1 --nodes 2 --link-bandwidth 1GB --transport nccl --disk 'a tier'"
