@@ -169,8 +169,6 @@ def test_how_to_continue_names_the_transport() -> None:
     """A resumed run asks anew on which machines it is."""
     cluster = ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl", link_bandwidth="1GB")
     settings = TrainSettings(cluster=cluster, resources=ResourceSettings(disk="a tier"))
-        cluster=ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl", link_bandwidth="1GB"), resources=ResourceSettings(disk="a tier")
-    )
     assert _besides(settings) == " --dask tcp://a:1 --nodes 2 --link-bandwidth 1GB --transport nccl --disk 'a tier'"
     assert _besides(TrainSettings()) == ""
 
