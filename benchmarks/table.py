@@ -146,7 +146,8 @@ def _index(results: Mapping[str, Result]) -> str:
     lines.append(f"| all | | {verdicts['met']} | {verdicts['not met']} | {verdicts['not resolved']} |")
     lines += [
         "",
-        "[GPUs](gpu.md) has the claims for a card, and what `make bench-gpu` has measured of them.",
+        "[GPUs](gpu.md) has the claims for a card, and what `make bench-gpu` has measured of them. [Situations](situations.md) lists public reports",
+        "that were set up as tests.",
         "",
         "## How to read the tables",
         "",
@@ -163,7 +164,7 @@ def _index(results: Mapping[str, Result]) -> str:
         "",
         "To measure on your machine: `make bench` for the usual ones, or the command under a table. `benchmarks/README.md` lists them all.",
     ]
-    lines += ["", ":::{toctree}", ":hidden:", "", *(page["name"] for page in PAGES), "gpu", ":::"]
+    lines += ["", ":::{toctree}", ":hidden:", "", *(page["name"] for page in PAGES), "gpu", "situations", ":::"]
     return "\n".join(lines) + "\n"
 
 

@@ -281,3 +281,18 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "--gpu-memory" in (site / "reference" / "command-line.html").read_text()
     assert "NNTASK_ONEDNN" in (site / "reference" / "environment.html").read_text()
     assert "TileTensor" in (site / "reference" / "api" / "tiles.html").read_text()
+
+
+def test_the_page_of_situations_names_tests() -> None:
+    """Every row has four cells, and each test in the last one is a function of the suite."""
+    functions = {name for file in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)}
+    rows = [
+        line for line in (DOCS / "results" / "situations.md").read_text().splitlines() if line.startswith("| ") and "situation | reported" not in line
+    ]
+    assert len(rows) >= 120
+    for row in rows:
+        cells = re.split(r"(?<!\\) \| ", row.strip("| "))
+        assert len(cells) == 4, row
+        named = set(re.findall(r"test_\w+", cells[3]))
+        assert named, row
+        assert named <= functions, named - functions
