@@ -15,6 +15,7 @@ from typing import Any, Final
 from ..errors import DataError
 from ..gguf.model_file import GgufModel, is_gguf, open_gguf
 from ..io.json_file import LARGEST_NBYTES
+from ..io.regular_file import read_bytes
 from .added_tokens import add_tokens
 from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, companions
 from .tokenizer_keys import check_keys
@@ -100,12 +101,14 @@ def _read(file: Path, opened: GgufModel | None) -> Any:
     inside = None if opened is None else opened.files[TOKENIZER_FILE]
     if inside is None and (size := file.stat().st_size) > LARGEST_NBYTES:
         raise DataError(f"{file} has {size:,} bytes, and a tokenizer file at most {LARGEST_NBYTES:,}; copy it again, or use another tokenizer")
-    if inside is None:
-        with file.open("rb") as begin:
-            if begin.read(len(_POINTER)) == _POINTER:
-                raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
     try:
-        return tokenizers.Tokenizer.from_file(str(file)) if inside is None else tokenizers.Tokenizer.from_str(inside)
+        text = read_bytes(file, LARGEST_NBYTES) if inside is None else inside.encode()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}; copy it again") from None
+    if text.startswith(_POINTER):
+        raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
+    try:
+        return tokenizers.Tokenizer.from_buffer(text)  # the package opens no path whose name is not UTF-8
     except Exception as error:  # the package raises bare Exception for any broken file
         if opened is not None and (flaw := opened.flaw()):
             raise DataError(f"the tokenizer in {file} {flaw}; name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
@@ -119,7 +122,7 @@ def stored_tokenizer(path: Path) -> bytes:
     if is_gguf(path):
         return open_gguf(path).files[TOKENIZER_FILE].encode()
     file = path / TOKENIZER_FILE if path.is_dir() else path
-    return file.read_bytes() if file.is_file() else b"".join(each.read_bytes() for each in vocabulary_of(path))
+    return read_bytes(file) if file.is_file() else b"".join(read_bytes(each) for each in vocabulary_of(path))
 
 
 def other_way(path: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..io.json_file import LARGEST_NBYTES, read_object
+from ..io.regular_file import read_text
 from .added_tokens import ADDED_TOKENS
 
 END_OF_TEXT: Final = "<|endoftext|>"
@@ -131,7 +132,7 @@ def _text(file: Path) -> str:
     try:
         if file.stat().st_size > LARGEST_NBYTES:
             raise DataError(f"{file} has {file.stat().st_size:,} bytes, and a file beside a tokenizer at most {LARGEST_NBYTES:,}; copy it again")
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}; copy it again") from None
 

@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from ..io.regular_file import open_regular, read_text
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
 _CHUNK_NBYTES: Final = 4 << 20
+_LARGEST_SIDECAR: Final = 1 << 16
 _LLM_C: Final = {20240520: "uint16", 20240801: "uint32"}
 """First number of llm.c's header -> element type of the ids behind it."""
 _LLM_C_NBYTES: Final = 1024
@@ -58,7 +60,7 @@ class TokenFile:
         given = _dtype_of(self.path)
         self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
-            self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fd = open_regular(self.path)
             nbytes = os.fstat(self._fd).st_size
         except OSError as error:
             raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
@@ -186,7 +188,7 @@ def _dtype_of(path: Path) -> np.dtype[Any] | None:
     """Element type of `path`, from its sidecar; None if it has none."""
     sidecar = path.with_name(path.name + ".json")
     try:
-        text = sidecar.read_text(encoding="utf-8")
+        text = read_text(sidecar, _LARGEST_SIDECAR)
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -194,7 +196,7 @@ def _dtype_of(path: Path) -> np.dtype[Any] | None:
     try:
         name = json.loads(text)["dtype"]
         return DTYPES[name]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}; write one of them') from None
 
 

@@ -199,7 +199,7 @@ class BpeTokenizer:
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and its companion files to `directory`."""
-        self.inner.save(str(directory / TOKENIZER_FILE), pretty=False)
+        (directory / TOKENIZER_FILE).write_text(self.inner.to_str(pretty=False), encoding="utf-8")  # save() takes no path that is not UTF-8
         _save_files(self.special, directory)
 
 

@@ -14,7 +14,11 @@ from safetensors.numpy import save_file
 
 from nntask.checkpoints.store import find_checkpoint
 from nntask.data.findings import read_findings
+from nntask.data.json_lines import JsonLines
 from nntask.data.row_file import RowFile
+from nntask.data.texts import Text
+from nntask.data.token_file import TokenFile
+from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, NntaskError
 from nntask.gguf.model_file import is_gguf
 from nntask.io.json_file import read_json
@@ -33,6 +37,11 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "state": ("state.json", lambda place: find_checkpoint(place.parent)),
     "rows": ("values.bin", lambda place: RowFile(place.parent, 2)),
     "findings": ("findings.json", read_findings),
+    "token ids": ("train.bin", lambda place: TokenFile(place, vocab_size=300)),
+    "sidecar": ("train.bin.json", lambda place: TokenFile(place.with_suffix(""), vocab_size=300)),
+    "tokenizer": ("tokenizer.json", load_tokenizer),
+    "text file": ("notes.txt", lambda place: next(Text("notes", place).pieces())),
+    "JSON lines": ("rows.jsonl", lambda place: next(iter(JsonLines((place,))))),
     "trace": ("trace.json", read_trace),
     "text": ("text.txt", read_text),
 }

@@ -138,3 +138,15 @@ def test_what_is_no_file_is_never_replaced(folder: Path) -> None:
     assert stat.S_ISFIFO((folder / "pipe").stat().st_mode)
     assert (folder / "device").is_symlink()
     assert sorted(path.name for path in folder.iterdir()) == ["device", "pipe"]
+
+
+@pytest.mark.parametrize("name", [b"run-\xff\xfe", "run-größer".encode()])
+def test_a_run_may_have_any_name_that_the_file_system_allows(name: bytes, folder: Path, text: Path) -> None:
+    """A directory whose name is not UTF-8 is trained in, saved to, continued and reported."""
+    (folder / "small.json").write_text(json.dumps({**CONFIG, "vocab_size": 300}))
+    run = os.fsdecode(name)
+    assert main([each for each in TRAIN if "tokenizer" not in each and "run-dir" not in each] + [f"--run-dir={run}"]) == 0
+    assert main(["train", f"--resume={run}", "--steps=3"]) == 0
+    assert main(["generate", run, "--prompt=line", "--max-new-tokens=2"]) == 0
+    assert main(["report", run]) == 0
+    assert sorted(path.name for path in Path(run, "checkpoints").iterdir()) == ["step-000001", "step-000002", "step-000003"]

@@ -41,12 +41,13 @@ def page(run: RunRecord, steps: tuple[int, int] | None = None) -> str:
         run: the run.
         steps: first and last traced step to draw; None for a default choice.
     """
-    text = ""
+    encoded = b""
     for divisor in (1, 4, 16, 64):
         text = _document(run, PageLimits(steps, figures.MOST_POINTS // divisor, figures.MOST_BARS // divisor))
-        if len(text.encode()) <= MOST_BYTES:
+        encoded = text.encode(errors="backslashreplace")  # a name of the file system may be no UTF-8
+        if len(encoded) <= MOST_BYTES:
             break
-    return text
+    return encoded.decode()
 
 
 def _document(run: RunRecord, limits: PageLimits) -> str:
