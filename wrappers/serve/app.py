@@ -30,11 +30,11 @@ from .answers import Form
 from .engine import TextEngine
 from .errors import ApiError, TemplateUnavailable
 from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, full_queue, job_of
+from .loopback import is_loopback
 from .metrics import Metrics
 from .page import page
 
 Handler = Callable[[Request], Awaitable[Response]]
-_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _SSE: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 IGNORED: Final = "x-ignored-fields"
 """Header of answers to requests with fields that nobody knows."""
@@ -126,8 +126,10 @@ class Application:
         """A page of another site may make a browser send requests to this machine under a name of its own (DNS rebinding)."""
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if self._service.is_local and name.lower() not in _HOSTS:
-            raise ApiError(403, f"this server answers to {', '.join(sorted(_HOSTS))}, got the host {host[:80]!r}; start it with --host for others")
+        if self._service.is_local and not is_loopback(name):
+            raise ApiError(
+                403, f"this server answers to localhost and addresses of loopback, got the host {host[:80]!r}; start it with --host for others"
+            )
 
     def _check_key(self, request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

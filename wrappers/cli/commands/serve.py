@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _KEY: Final = "NNTASK_API_KEY"
 _LONGEST_KEY: Final = 8192
-_LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
 
 
@@ -205,9 +204,10 @@ def _service(asked: ServerSettings, ids: TextIds, template: TemplateProcess | No
 
     from nntask.config import parse_size
     from wrappers.serve.app import Service
+    from wrappers.serve.loopback import listens_locally
 
     name, key = asked.name or Path(model).resolve().name, _key(asked.api_key_file)
-    is_local = asked.host in _LOCAL
+    is_local = listens_locally(asked.host)
     if not is_local and not key:
         print(f"nntask: whoever reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
     limits = (parse_size(asked.max_body, "--max-body"), asked.receive_seconds)
