@@ -37,8 +37,7 @@ from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
-_FORMAT: Final = "2"  # raise when the meaning of cached rows changes; fingerprints of runs contain it
-_ROWS_FORMAT: Final = "rows 1"  # of rows; fingerprints of runs do not contain it
+_FORMAT: Final = "3"  # raise when the meaning of cached rows changes
 _TEXT_FORMAT: Final = "3"  # raise when the meaning of cached texts changes
 
 
@@ -295,7 +294,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         terms = f"{_FORMAT} {replace(objective, template='', mask_probability=0.0)} {tokenizer_key(spec)} {_template_key(spec)}"
         digests = [split.digest() if split else "" for split in lines]
         fingerprint = hashlib.sha256(f"{terms} {digests[0]}".encode()).hexdigest()
-        key = hashlib.sha256(f"{_ROWS_FORMAT} {terms} {digests}".encode()).hexdigest()
+        key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = tokenizer_of(spec, corpus, directory, report)
         tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer

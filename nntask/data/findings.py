@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from ..io.printable import printable
 from ..io.regular_file import read_text
 
 FINDINGS: Final = "findings.json"
@@ -36,6 +37,11 @@ class Finding:
     total: int
     sentence: str
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.key, str) and isinstance(self.sentence, str) and type(self.number) is int and type(self.total) is int):
+            raise TypeError("a finding has a key, two whole numbers and a sentence")
+        object.__setattr__(self, "sentence", printable(self.sentence))  # names in it come from files
+
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:
     """Write a file of findings, whole or not at all."""
@@ -54,9 +60,16 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
     except FileNotFoundError:
         return ()
     except (ValueError, TypeError) as error:
-        raise DataError(f"{path} is not a file of findings ({error}); remove {path.parent} to have it made again") from None
+        raise DataError(f"{path} is not a file of findings ({error}); remove it") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; remove it") from None
 
 
 def counts(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Return the findings as summary.json has them: the number and the total of each key."""
-    return {finding.key: {"number": finding.number, "total": finding.total} for finding in findings}
+    """Return the findings as summary.json has them: the number and the total of each key, summed over splits and paths that share it."""
+    found: dict[str, dict[str, int]] = {}
+    for finding in findings:
+        entry = found.setdefault(finding.key, {"number": 0, "total": 0})
+        entry["number"] += finding.number
+        entry["total"] += finding.total
+    return found

@@ -23,6 +23,8 @@ from .splits import Listing, Splits, base_name, named, named_splits, splits_in, 
 INFOS: Final = "dataset_infos.json"
 HEAD: Final = "refs/main"
 _SHARD: Final = re.compile(r"data/(\w[\w.]*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_SNAPSHOT: Final = re.compile(r"^snapshots/[^/]+/")
+"""Beginning of the names of files in the Hub's cache."""
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", INFOS, DICT})
 """Files that describe a dataset wherever they are."""
 _ABOUT: Final = re.compile(
@@ -35,7 +37,7 @@ _ABOUT: Final = re.compile(
 
 def is_document(name: str) -> bool:
     """Whether `splits_of` reads the content of a file."""
-    return name in (CARD, INFOS, HEAD) or base_name(name) in (DICT, STATE)
+    return name == HEAD or _SNAPSHOT.sub("", name) in (CARD, INFOS) or base_name(name) in (DICT, STATE)
 
 
 def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callable[[str], bool]) -> Splits:

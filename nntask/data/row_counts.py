@@ -62,6 +62,7 @@ class RowCounts:
 
 _SENTENCES: Final = {
     "rows_left_out": "{number} of {total} {split} conversations have no answer to learn within --seq-len {length} and are left out; raise --seq-len",
+    "rows_without_answers": "{number} of {total} {split} conversations have no answer that is learnt (weight 0, or none at all) and are left out",
     "rows_cut": "{number} of {total} {split} rows are longer than --seq-len {length} and are cut; raise --seq-len",
     "inputs_cut": "{number} of {total} {split} inputs are longer than --seq-len {length} and are cut; raise --seq-len",
     "outputs_cut": "{number} of {total} {split} outputs are longer than --target-len {target_length} and are cut; raise --target-len",

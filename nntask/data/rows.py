@@ -132,7 +132,7 @@ def _conversations(
             counts.add("rows_cut", len(ids) > limit)
             yield line, (ids[:limit], is_answer[:limit].astype(np.int32))
         else:
-            counts.add("rows_left_out")
+            counts.add("rows_left_out" if is_answer.any() else "rows_without_answers")
 
 
 def label_of(line: Record, objective: Objective) -> int:

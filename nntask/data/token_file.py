@@ -201,6 +201,5 @@ def _dtype_of(path: Path) -> np.dtype[Any] | None:
 
 
 def write_sidecar(path: Path, dtype: np.dtype[Any]) -> None:
-    """Write the sidecar that declares the element type of `path`, unless the type is uint16."""
-    if dtype != DTYPES["uint16"]:
-        path.with_name(path.name + ".json").write_text(json.dumps({"dtype": dtype.name}), encoding="utf-8")
+    """Write the sidecar that declares the element type of `path`, so that its content is never taken for that of another program."""
+    path.with_name(path.name + ".json").write_text(json.dumps({"dtype": dtype.name}), encoding="utf-8")

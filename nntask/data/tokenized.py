@@ -163,8 +163,8 @@ def _replacement(replaced: Replaced, split: str) -> Finding:
         "validation_bytes_replaced" if split == "val" else "bytes_replaced",
         replaced.nbytes,
         replaced.total,
-        f"{replaced.nbytes:,} of the {replaced.total:,} bytes of the {what} are not UTF-8 and are replaced by U+FFFD, in {replaced.files[0]}{more}; "
-        "convert them, for example with iconv -f WINDOWS-1252 -t UTF-8",
+        f"{replaced.nbytes:,} of the {replaced.total:,} bytes of the {what} are not UTF-8 and are replaced by U+FFFD, in "
+        f"{replaced.files[0].name}{more}; convert them, for example with iconv -f WINDOWS-1252 -t UTF-8",
     )
 
 

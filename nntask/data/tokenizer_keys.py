@@ -14,9 +14,6 @@ from typing import Any, Final
 from ..errors import DataError
 from .added_tokens import ROLES
 
-_NOTHING: Final[tuple[Any, ...]] = (None, False, [], {})
-"""Values of switches and lists that change nothing."""
-_NEUTRAL: Final = (("guidance_scale", 1),)
 USED: Final = frozenset(
     {
         *ROLES,
@@ -47,29 +44,6 @@ _REASONS: Final[Mapping[str, str]] = {
 }
 IGNORED: Final[Mapping[str, str]] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 """Key of tokenizer_config.json -> why it is not read."""
-GENERATION_USED: Final = frozenset({"bos_token_id", "eos_token_id"})
-"""Keys of generation_config.json that are read."""
-_GENERATION_REASONS: Final[Mapping[str, str]] = {
-    "flags of generate and fields of requests say how tokens are chosen, and how many": (
-        "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
-        "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups diversity_penalty "
-        "early_stopping penalty_alpha max_length "
-        "min_length max_new_tokens min_new_tokens max_time stop_strings num_return_sequences renormalize_logits remove_invalid_values low_memory"
-    ),
-    "a role of a token that other files declare": "pad_token_id decoder_start_token_id",
-    "how transformers computes or returns the same tokens": (
-        "use_cache cache_implementation cache_config return_legacy_cache output_attentions output_hidden_states output_scores output_logits "
-        "return_dict_in_generate compile_config disable_compile use_mtp prompt_lookup_num_tokens max_matching_ngram_size is_assistant "
-        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
-        "assistant_early_exit assistant_lookbehind target_lookbehind prefill_chunk_size "
-        "continuous_batching_config token_healing"
-    ),
-    "a record of the software that wrote the file": (
-        "transformers_version _from_model_config generation_kwargs _commit_hash trust_remote_code custom_generate"
-    ),
-}
-GENERATION_IGNORED: Final[Mapping[str, str]] = {key: reason for reason, keys in _GENERATION_REASONS.items() for key in keys.split()}
-"""Key of generation_config.json -> why it is not read; keys in neither table forbid or force tokens, or are not known."""
 
 
 def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, ...]:
@@ -98,7 +72,7 @@ def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str)
             f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words; load and save "
             "the tokenizer with transformers, and remove the key"
         )
-    return (*_around(inner, config), *_unknown(objects), *_unfollowed(objects.get("generation_config.json", {})))
+    return (*_around(inner, config), *_unknown(objects))
 
 
 def steps(component: Any, key: str) -> list[dict[str, Any]]:
@@ -150,14 +124,6 @@ def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
                 f"add_{key} in tokenizer_config.json is {str(value).lower()} and is not followed: tokenizer.json puts "
                 f"{word if is_put else f'no {word}'} {side} a text"
             )
-
-
-def _unfollowed(config: Mapping[str, Any]) -> Iterator[str]:
-    """A note about the keys of generation_config.json that forbid or force tokens in transformers, or are not known."""
-    known = GENERATION_USED | set(GENERATION_IGNORED)
-    keys = [key for key, value in config.items() if key not in known and value not in _NOTHING and (key, value) not in _NEUTRAL]
-    if keys:
-        yield f"generation_config.json has {', '.join(keys)}, which {'is' if len(keys) == 1 else 'are'} not followed"
 
 
 def _unknown(objects: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 from .atomic_write import written_aside
 from .finite import first_not_finite
 from .json_file import read_object
+from .printable import printable
 from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
@@ -14,6 +15,7 @@ __all__ = [
     "first_not_finite",
     "load_tensors",
     "open_text",
+    "printable",
     "read_bytes",
     "read_object",
     "read_text",

@@ -175,6 +175,7 @@ class Journal:
                 for line in iter_metrics(path) if keep_steps and path.is_file() else ():
                     if line["step"] <= keep_steps:
                         self.whole.add(line)
+                        self._last, self._last_at = line, file.tell()
                         file.write(to_json(line) + "\n")
             self._file: TextIO = path.open("r+", encoding="utf-8", buffering=1)
             self._file.seek(0, os.SEEK_END)

@@ -92,6 +92,8 @@ def own_directory(directory: Path, model: str) -> Iterator[Path]:
             directory.mkdir(parents=True)
             break
         except FileExistsError:
+            if not os.path.lexists(directory):  # what is there is its parent, and no directory
+                break
             directory = default_run_dir(model)
         except OSError:  # which the check of the directory reports
             break

@@ -88,9 +88,10 @@ def test_rows_without_an_answer_to_learn_are_counted(rows_of: Callable[..., Data
     dataset = rows_of("chat", rows, 150)
     assert dataset.train.num_rows == 2
     sentences = [finding.sentence for finding in dataset.findings]
-    assert "2 of 4 training conversations have no answer to learn within --seq-len 150 and are left out; raise --seq-len" in sentences
+    assert "1 of 4 training conversations have no answer to learn within --seq-len 150 and are left out; raise --seq-len" in sentences
+    assert "1 of 4 training conversations have no answer that is learnt (weight 0, or none at all) and are left out" in sentences
     assert "1 of 4 training rows are longer than --seq-len 150 and are cut; raise --seq-len" in sentences
-    expected = {"rows_left_out": {"number": 2, "total": 4}, "rows_cut": {"number": 1, "total": 4}}
+    expected = {key: {"number": 1, "total": 4} for key in ("rows_left_out", "rows_without_answers", "rows_cut")}
     expected |= {f"validation_{key}": value for key, value in expected.items()}
     assert counts_of(dataset.findings) == expected
     said: list[str] = []

@@ -185,18 +185,6 @@ def test_keys_that_transformers_writes_are_all_known(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path / "saved" / name).notes == ()
 
 
-def test_keys_of_generation_that_transformers_has_are_all_known(tmp_path: Path) -> None:
-    """None of its defaults has a note; keys that force or forbid tokens have one, and so has an unknown one."""
-    values = transformers.GenerationConfig().to_dict()
-    sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.05, "eos_token_id": [2, 1], "guidance_scale": 1.0}
-    directory = written(tmp_path / "m", generation_config__json={**values, **sampled})
-    assert load_tokenizer(directory).notes == ()
-    forced = {"suppress_tokens": [5], "forced_bos_token_id": 1, "bad_words_ids": None, "sparkle": 3}
-    (directory / "generation_config.json").write_text(json.dumps({**values, **forced}))
-    words = "generation_config.json has suppress_tokens, forced_bos_token_id, sparkle, which are not followed"
-    assert [set(note.replace(",", "").split()) for note in load_tokenizer(directory).notes] == [set(words.replace(",", "").split())]
-
-
 REAL = {
     "Qwen 2.5": "add_bos_token add_prefix_space added_tokens_decoder additional_special_tokens bos_token chat_template clean_up_tokenization_spaces "
     "eos_token errors model_max_length pad_token split_special_tokens tokenizer_class unk_token",

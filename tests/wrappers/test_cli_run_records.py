@@ -178,3 +178,22 @@ def test_a_standard_output_of_any_encoding(here: Path, encoding: str) -> None:
     shown = plain.stdout.decode(encoding)
     assert shown.startswith(prompt.encode(encoding, "replace").decode(encoding))
     assert json.loads(structured.stdout.decode(encoding))["prompt"] == prompt
+
+
+def test_a_run_whose_steps_are_done_is_continued_by_its_last_validation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was killed in its last validation has nothing else to do: the result joins the line of the last step."""
+    assert main(["train", *FLAGS, "--nepochs=1", "--val-path=text/3.txt", "--dataset-select=2", "--eval-every=500", "--run-dir=run"]) == 0
+    last = read_metrics(here / "run" / "metrics.jsonl")[-1]
+    capsys.readouterr()
+    assert main(["train", "--resume=run"]) == 0
+    again = read_metrics(here / "run" / "metrics.jsonl")[-1]
+    assert printed(capsys.readouterr().out).keys() == {last["step"]}
+    assert again == last
+    assert "validation_loss" in again
+
+
+def test_a_link_to_nothing_in_place_of_the_runs_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unmounted disk: one sentence, and no wait."""
+    (here / "runs").symlink_to("/no such disk/runs")
+    assert main(["train", *FLAGS, "--steps=1"]) in (2, 6)
+    assert capsys.readouterr().err.count("\n") == 1

@@ -10,10 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, Final, TextIO
-
-_LONGEST: Final = 4000
-"""Characters of an error that are shown."""
+from typing import Any, TextIO
 
 
 def open_missing() -> None:
@@ -82,13 +79,7 @@ def json_line(value: Any) -> str:
 
 def complain(sentence: str) -> None:
     """Print a sentence on stderr, if that can be written; the exit code says what happened in any case."""
+    from nntask.io import printable
+
     with contextlib.suppress(OSError):
-        print(f"nntask: {shown(sentence)}", file=sys.stderr)
-
-
-def shown(sentence: str) -> str:
-    """Return a sentence as a terminal may see it: names in it come from files, so control characters are escaped, and its end is left out if it is
-    longer than `_LONGEST`."""
-    whole = "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in sentence[:_LONGEST])
-    left = len(sentence) - _LONGEST
-    return f"{whole}... ({left:,} more characters)" if left > 0 else whole
+        print(f"nntask: {printable(sentence)}", file=sys.stderr)
