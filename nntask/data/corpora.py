@@ -75,11 +75,12 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
         validation, sentences, findings = scored.train, sentences + scored.sentences, findings + scored.findings
     elif found.validation:
         held, empty = _filled(found.validation, f"--dataset-path {path}")
-        validation, findings = _texts(found, held), findings + empty
+        validation = _texts(found, held)
+        findings += empty + _empty_rows(validation)
     else:
         return _held_out(found, files, select, Corpus(name, (), (), sentences, findings))
     train = _texts(found, files)
-    return Corpus(name, _first(train, select), validation, sentences, findings + _empty_rows(train, validation))
+    return Corpus(name, _first(train, select), validation, sentences, findings + _empty_rows(train))
 
 
 def scored_corpus(path: str) -> Corpus:
@@ -90,7 +91,9 @@ def scored_corpus(path: str) -> Corpus:
     """
     found = scored_files(path, "--val-path", _is_any, _has_rows)
     files, empty = _filled(found.train, f"--val-path {path}")
-    return Corpus(Path(path).name, _texts(found, files), (), (found.sentence,) if found.sentence else (), (*found.findings, *empty))
+    texts = _texts(found, files)
+    findings = (*found.findings, *empty, *_empty_rows(texts))
+    return Corpus(Path(path).name, texts, (), (found.sentence,) if found.sentence else (), findings)
 
 
 def _held_out(found: DataFiles, files: Sequence[Path], select: int, corpus: Corpus) -> Corpus:
