@@ -113,10 +113,6 @@ class Keys:
         """The error of a value that its key may not have here."""
         return DataError(f"{self.name}.{key} in {self._source} must be {rule}, got {str(value)[:60]}; use another file")
 
-    def has(self, key: str) -> bool:
-        """Whether the file has the key."""
-        return f"{self.name}.{key}" in self.metadata
-
     def text(self, key: str) -> str:
         """A text; "" if it is missing."""
         return str(self._get(key, ""))

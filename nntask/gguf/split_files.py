@@ -57,7 +57,7 @@ def open_shards(path: Path) -> Shards:
     """
     named = GgufFile(path)
     count = named.metadata.get(_COUNT, 1)
-    if count == 1:
+    if count == 1 or (count == 0 and shard_paths(path) == [path]):  # 0 after shards were joined
         return Shards(path, (named,), {name: (named.file, each) for name, each in named.tensors.items()})
     paths = shard_paths(path)
     if len(paths) != count:

@@ -93,7 +93,7 @@ def id_keys(begin: int | None, ends: Sequence[int], tokens: Sequence[str]) -> di
     named = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "eot_token_id": turn, "eom_token_id": message}
     found: dict[str, Any] = {PREFIX + name: index for name, index in named.items() if index is not None}
     read = ids_from({**found, f"{PREFIX}tokens": list(tokens)}, max((*ends, len(tokens))) + 1)["eos_token_id"]
-    if list(ends) != (read if isinstance(read, list) else [read]):
+    if list(ends) != (read if isinstance(read, list) else [] if read is None else [read]):
         found[_ALL_ENDS] = list(ends)
     return found
 

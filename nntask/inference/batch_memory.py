@@ -1,8 +1,8 @@
 """Whether a machine has the memory for a running batch, and how many pages its cache may have: ``nntask serve`` refuses at once what would end later.
 
-What counts are the steps with all pages in use: a token of every text, and a piece of a prompt whose probabilities are told, and the scores that the
-steps of fewer texts keep. With a disk tier the
-cache may be larger than host memory; without one it has as many pages as fit, and texts wait until some are free.
+The steps that count have all pages in use: a token of every text, a piece of a prompt whose probabilities are told, and the scores that the steps of
+fewer texts keep. With a disk tier the cache may be larger than host memory; without one it has as many pages as fit, and texts wait until some are
+free.
 """
 
 from __future__ import annotations

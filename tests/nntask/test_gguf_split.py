@@ -130,3 +130,16 @@ def test_a_shard_is_not_written_over(tmp_path: Path, whole: Path, capsys: pytest
     assert shards[1].read_bytes() == before
     assert main(["quantize", str(shards[2]), str(tmp_path / "one.gguf"), "--type=f32"]) == 0
     assert greedy(tmp_path / "one.gguf", [3, 1, 4]) == greedy(whole, [3, 1, 4])
+
+
+def test_joined_shards_are_one_file(tmp_path: Path, whole: Path) -> None:
+    """llama-gguf-split leaves a count of 0 in what it joins, under a name that is no shard's."""
+    (joined,) = split(whole, tmp_path / "joined", count=1)
+    for count in (0, 1):
+        target = tmp_path / f"joined-{count}.gguf"
+        raw = joined.read_bytes()
+        key = b"split.count"
+        place = raw.index(key) + len(key) + 4  # behind the number of the value's type
+        target.write_bytes(raw[:place] + count.to_bytes(2, "little") + raw[place + 2 :])
+        found, expected = read(target, ModelTiling()), read(whole, ModelTiling())
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)

@@ -155,3 +155,18 @@ def test_many_connections_keep_nobody_out(kind: str, model: Path, key_file: str)
         alone.close()
         code, err = server.end()
         assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
+def test_an_answer_to_a_client_that_asks_once_is_not_cut(version: str, model: Path, key_file: str) -> None:
+    """A proxy's connection, which closes behind its answer, is silent while the answer is computed, and makes room for nobody."""
+    body = b'{"model": "small", "prompt": "a", "temperature": 0, "max_tokens": 150}'
+    head = f"POST /v1/completions {version}\r\nhost: 127.0.0.1\r\n{JSON}{AUTHORIZED}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    with served(model, key_file, "--receive-seconds", "3600", script=LIMIT) as server, connected(server) as asking, ExitStack() as held:
+        asking.sendall(head.encode() + body)
+        server.until("nntask_serve_texts_running", 1)
+        for _ in range(150):
+            held.enter_context(connected(server))
+        answer = until_closed(asking)
+    assert b" 200 " in answer[:20]
+    assert b'"finish_reason":"length"' in answer

@@ -301,4 +301,4 @@ async def _as_error(request: Request, error: Exception) -> Response:
 
 async def _as_bug(request: Request, error: Exception) -> Response:
     """What nobody expected; its traceback is written to stderr."""
-    return JSONResponse(ApiError(500, "the server has made a mistake, which stands in its log; tell who runs it").body(), 500)
+    return JSONResponse(ApiError(500, "internal server error; see the server log").body(), 500)

@@ -74,8 +74,12 @@ class ClientConnection(H11Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is being computed for a request that has arrived whole, for a client that reads it."""
-        return self.conn.their_state is h11.DONE and self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY) and not self.flow.write_paused
+        """Whether an answer is computed for a request that has arrived whole (MUST_CLOSE: from a client that asks once), and the client reads it."""
+        return (
+            self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+            and self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
+            and not self.flow.write_paused
+        )
 
     def _awaited(self) -> Awaited | None:
         """What the connection waits for the client to do; None while the client waits for it."""

@@ -72,6 +72,9 @@ def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_
         return
     from .numba.block_loops import ELEMENTS, multiply
 
+    assert x.flags.c_contiguous
+    assert w.flags.c_contiguous
+    assert y.flags.c_contiguous  # the loop knows no strides
     multiply(x, w.view(ELEMENTS[block_format]), y, accumulate)
 
 

@@ -1,5 +1,5 @@
 """Decoders of blocks of weights (`tiles.block_format`) in LLVM's words, for the loops of `block_loops`: 16 numbers at a time are widened in registers
-from bytes or bits. A scale is made of its bits, exactly, and must be finite. After a change here `__pycache__` has to go, as for `compiled`.
+from bytes or bits. A scale is made of its bits, exactly, and must be finite.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 
 from ....block_numbers import LEVELS
-from .vectors import BYTES, F32, FLOATS, I16, I32, INTS, LANES, constant, load, spread
+from .vectors import BYTES, F32, FEATURES, FLOATS, I16, I32, INTS, LANES, constant, load, spread
 
 
 class ScaledGroup(NamedTuple):
@@ -29,7 +28,7 @@ _MAGIC: Final = 0x4B000000
 """Bits of 2^23."""
 _SHORTS, _FP16 = (ir.VectorType(kind, LANES) for kind in (I16, ir.HalfType()))
 _WORDS: Final = ir.VectorType(I32, 4)
-_CONVERTS_FP16: Final = bool(get_host_cpu_features().get("f16c"))
+_CONVERTS_FP16: Final = "+f16c" in FEATURES
 _COUNT: Final = tuple(range(LANES))
 
 
@@ -123,7 +122,7 @@ def _levels(builder: Any, address: Any, offset: int) -> list[Any]:
 def _looked_up(builder: Any, halves: Any) -> Any:
     """`LEVELS` at the places that 16 bytes name: one instruction of x86, and a chain of choices elsewhere."""
     table = constant(BYTES, list(LEVELS))
-    if builder.module.triple.startswith("x86_64"):
+    if "+ssse3" in FEATURES:
         shuffle = builder.module.declare_intrinsic("llvm.x86.ssse3.pshuf.b.128", (), ir.FunctionType(BYTES, [BYTES, BYTES]))
         return builder.call(shuffle, [table, halves])
     found = constant(BYTES, LEVELS[0])

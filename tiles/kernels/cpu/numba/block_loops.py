@@ -3,9 +3,7 @@
 The body of a loop is written in LLVM's vector types, because Numba makes 14 GB/s of scalar code here: 16 numbers at a time are widened in registers
 from bytes or bits, so nothing decoded is ever stored. LLVM splits the vectors where the processor's are shorter; the order of sums is written
 down, so bits are the same with AVX2 and AVX-512. A scale is made of its bits, exactly, and must be finite. The element type of the blocks names
-their format, and Numba compiles a loop for each. Numba notices a change of this file alone: after one in `block_decoders` or `vectors`,
-`__pycache__` has to go.
-
+their format, and Numba compiles a loop for each.
 Ladder, q4_0 in GB of blocks a second, from the cache / from memory: with conversions of integers and one sum 18.2 / 17.9, with bits of floats and two
 sums 20.5 / 20.1. Four rows of weights side by side: no quicker. `cpu.quantised` has the times of all formats.
 """

@@ -1,21 +1,20 @@
 """How loops over fp32 arrays are compiled: by Numba, at their first call, for this machine's vector width, and kept on disk.
 
-Beside `compiler_memory` and `block_loops` the only module that imports Numba. `loops` and `exp_loops` import it, and kernels import those when they
-first run, so commands that run no kernel never pay for it (0.5 s). What was compiled lies beside the source (`__pycache__`, or Numba's cache of the
-user where that cannot be written), so a machine compiles once. Loops release the GIL, allocate nothing, and give the same bits for the same shapes:
-no threads, no order but their own.
+Only modules of this folder import Numba, and kernels import them when they first run, so commands that run no kernel never pay for it (0.5 s). What
+was compiled lies beside the source (`__pycache__`, or Numba's cache of the user where that cannot be written), so a machine compiles once. Numba by
+itself notices a change of the file of a loop alone, so `compiled` lets the cache depend on the content of all files of this folder. Loops release the
+GIL, allocate nothing, and give the same bits for the same shapes: no threads, no order but their own.
 
-What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common name,
-and of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the losses of the
-run that compiled them).
-
-Numba notices a changed source file, not a change here or in another file that a loop calls: what loops share therefore stands in their own file, and
-after a change here `__pycache__` has to go.
+What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common
+name, and of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the
+losses of the run that compiled them).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numba
@@ -65,13 +64,31 @@ def inlined(fastmath: set[str]) -> Callable[[F], F]:
     return enter
 
 
+def _content() -> int:
+    """Return a checksum of the sources of this folder."""
+    checksum = 0
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        checksum = zlib.crc32(file.read_bytes(), checksum)
+    return checksum
+
+
+_CONTENT: Final = _content()
+
+
+def _watching_all(dispatcher: Any) -> Any:
+    """Let the cache of a compiled function be of this content of the folder, besides of its own file."""
+    index = dispatcher._cache._cache_file  # of Numba's class IndexDataCacheFile, which compares its stamp with that of the file on disk
+    index._source_stamp = (index._source_stamp, _CONTENT)
+    return dispatcher
+
+
 def compiled(fastmath: set[str]) -> Callable[[F], F]:
     """Compile at the first call and keep on disk; in memory only where no directory can be written."""
 
     def enter(function: F) -> F:
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
         try:
-            return cast(F, numba.njit(cache=True, **options)(function))
+            return cast(F, _watching_all(numba.njit(cache=True, **options)(function)))
         except RuntimeError:  # Numba found no place for its cache
             return cast(F, numba.njit(**options)(function))
 

@@ -1,5 +1,4 @@
-"""Vectors of 16 numbers in LLVM's words, for loops that are written in them. After a change here `__pycache__` has to go, as
-for `compiled`."""
+"""Vectors of 16 numbers in LLVM's words, for loops that are written in them."""
 
 from __future__ import annotations
 
@@ -14,10 +13,12 @@ from numba.core import cgutils, config
 LANES: Final = 16
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 BYTES, INTS, FLOATS = (ir.VectorType(kind, LANES) for kind in (I8, I32, F32))
-_FEATURES: Final = cast(Any, config).CPU_FEATURES or cast(Any, llvmlite.binding.get_host_cpu_features()).flatten()
-IS_WIDE: Final = "+avx512f" in _FEATURES
+_ASKED: Final = cast(Any, config).CPU_FEATURES
+FEATURES: Final[str] = cast(Any, llvmlite.binding.get_host_cpu_features()).flatten() if _ASKED is None else _ASKED
+"""Features of the processor that Numba compiles for, such as "+avx2,+f16c"."""
+IS_WIDE: Final = "+avx512f" in FEATURES
 """Whether the processor has 32 registers of 16 floats; else it is taken to have 16 of 8."""
-_HAS_FUSED: Final = "+fma" in _FEATURES or "+neon" in _FEATURES
+_HAS_FUSED: Final = "+fma" in FEATURES or "+neon" in FEATURES
 
 
 def constant(kind: Any, value: Any) -> Any:
