@@ -281,9 +281,14 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
     minibatch, length = cut.minibatch, known(settings.model.seq_len)
     rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
     row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
-    if rank_of(settings) is not None and settings.checkpoints.init_from:
-        row = row.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
-    return row.resolve(config, minibatch, length)
+    return _in_blocks(settings, row, config).resolve(config, minibatch, length)
+
+
+def _in_blocks(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> ModelTiling:
+    """A tiling of whole blocks of the weights that adapters learn beside, if it is to be chosen."""
+    if rank_of(settings) is None or not settings.checkpoints.init_from or not open_tiles(settings):
+        return tiling
+    return tiling.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
 
 
 def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
@@ -305,7 +310,7 @@ def retiled(run: RunConfig, tiling: ModelTiling) -> RunConfig:
     given = run.tiles.given
     flags: dict[str, Any] = {name: given.get(name) for name in TILE_FLAGS}
     asked = replace(run.settings, tiling=replace(run.settings.tiling, **flags))
-    settings, tiling = in_tiles(asked, tiling, run.model.config)
+    settings, tiling = in_tiles(asked, _in_blocks(asked, tiling, run.model.config), run.model.config)
     return replace(run, settings=settings, model=replace(run.model, tiling=tiling))
 
 

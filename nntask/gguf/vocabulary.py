@@ -200,8 +200,8 @@ def wrong_merge(metadata: Mapping[str, Any]) -> str:
     """A merge that the tokenizers package refuses, completing "the tokenizer ..."; "" if there is none. Only asked for when it has refused one."""
     known, merges = set(words_of(metadata)), metadata.get(f"{PREFIX}merges", [])
     for text in merges if isinstance(merges, list) else []:
-        first, _, second = text.partition(" ")
-        if not {first, second, first + second} <= known:
+        first, space, second = text.partition(" ")
+        if not space or not {first, second, first + second} <= known:
             return f"has the merge {_shown(text)} in tokenizer.ggml.merges, and a merge is two tokens that make a third one"
     return ""
 

@@ -82,7 +82,7 @@ def test_peaks_and_bytes_of_a_plan_are_those_of_the_run(machine: str, tmp_path: 
     fifth.
 
     Which copies a run on real threads makes depends on how long tasks and copies take: on a loaded machine two runs of one plan differ by a tenth.
-    The test of measured seconds holds bytes to a tenth, in virtual time.
+    The test of measured seconds holds the bytes of an unlimited machine to a tenth, in virtual time.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     third = f"{needed() // 3}B"
@@ -133,7 +133,7 @@ class Restless:
         return seconds
 
 
-@pytest.mark.parametrize("ram", ["unlimited", "a third"])
+@pytest.mark.parametrize("ram", ["unlimited", pytest.param("a third", marks=pytest.mark.long)])
 def test_seconds_of_a_plan_are_those_of_the_machine_that_was_measured(ram: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds within a quarter and bytes within a tenth, knowing nothing but what a run has left in the store."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

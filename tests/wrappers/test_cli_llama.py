@@ -125,7 +125,7 @@ def test_tiles_are_found_by_trial(here: Path, capsys: pytest.CaptureFixture[str]
         ({}, ["--seq-len=17"], 2, "--seq-len must be at most max_position_embeddings = 16, got 17"),
         ({"num_key_value_heads": 4}, [], 2, "num_attention_heads in small.json must be divisible by num_key_value_heads"),
         ({"hidden_act": "gelu"}, [], 2, "hidden_act in small.json must be one of silu, swish"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, [], 2, "rope_type in rope_scaling in small.json must be one of default, linear"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, [], 2, "rope_type in rope_scaling in small.json must be one of default, linear"),
         ({"model_type": "mamba"}, [], 2, "model_type in small.json must be one of gpt2, llama"),
         ({"hidden_size": None}, [], 2, "hidden_size in small.json must be a whole number"),
     ],
@@ -148,6 +148,6 @@ def test_a_checkpoint_of_another_family_is_refused(here: Path, capsys: pytest.Ca
     code, err = refuse(capsys, [*base, "--steps=2", "--run-dir=b", "--load-checkpoint=w.safetensors"])
     assert code == 4
     assert "w.safetensors" in err
-    code, err = refuse(capsys, ["train", "--resume=a", "--steps=4", "--config-path=small.json"])
+    code, err = refuse(capsys, ["train", "--resume=a", "--steps=4", "--config-path=small.json", "--save-checkpoint=w.safetensors"])
     assert code == 2
     assert "model_type (was llama, is gpt2)" in err

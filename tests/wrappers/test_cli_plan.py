@@ -549,7 +549,10 @@ def test_sizes_beyond_any_machine_are_refused_at_once(folder: Path, capsys, conf
     """Before a tile is made: of a width, of a table that is longer than any sequence, and of patches."""
     sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     mixer = {"tokens_mlp_dim": 8, "channels_mlp_dim": 8} if config["model_type"] == "mlp_mixer" else {}
-    (folder / "large.json").write_text(json.dumps({**sizes, **mixer, "max_position_embeddings": 64, **config}))
+    if mixer:
+        sizes = {key: value for key, value in sizes.items() if key in ("hidden_size", "num_hidden_layers")}
+    longest = {} if mixer else {"max_position_embeddings": 64}
+    (folder / "large.json").write_text(json.dumps({**sizes, **mixer, **longest, **config}))
     data = ["--dataset=images"] if mixer else ["--seq-len=32"]
     code, err = refuse(capsys, ["plan", "--config-path=large.json", "--batch=2", "--minibatch=2", *data])
     assert (code, words in err) == (2, True), err

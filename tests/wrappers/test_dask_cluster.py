@@ -190,10 +190,10 @@ def test_a_signal_to_the_process_group_saves(here: Path, number: signal.Signals)
 
 def test_other_users_cannot_enter_a_local_cluster() -> None:
     """Its processes listen on loopback alone, speak TLS with certificates of their own, and their HTTP servers answer nothing."""
+    before = listening_addresses()  # clusters of other tests may be open
     with local_cluster(1) as cluster, Client(cluster) as client:
         assert client.submit(os.getpid).result() != os.getpid()
-        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        listening = [socket.laddr for process in processes for socket in process.net_connections("tcp") if socket.status == psutil.CONN_LISTEN]
+        listening = listening_addresses() - before
         assert {address.ip for address in listening} == {"127.0.0.1"}
         for address in listening:
             answer = asked_in_plain_text(address.port)
@@ -201,6 +201,12 @@ def test_other_users_cannot_enter_a_local_cluster() -> None:
         for scheme in ("tcp", "tls"):
             with pytest.raises((OSError, TypeError)):
                 client.sync(identity_of, f"{scheme}://{cluster.scheduler_address.partition('://')[2]}")
+
+
+def listening_addresses() -> set[Any]:
+    """Addresses at which this process and its children listen."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return {each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
 
 
 def asked_in_plain_text(port: int) -> bytes:
