@@ -219,7 +219,7 @@ def _why_none(directory: Path) -> str:
     if not directory.exists():
         return "does not exist; give a run directory, or one of its checkpoints"
     if (directory / RUN_CONFIG).is_file():
-        return "holds a run that saved no checkpoint, so there is nothing to go on from; remove it and begin anew"
+        return "holds a run that saved no checkpoint, so there is nothing to go on from; wait for one if it is training, or remove it and begin anew"
     return "holds no checkpoint; give a run directory with checkpoints/step-*, or one of those"
 
 

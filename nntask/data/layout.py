@@ -22,7 +22,7 @@ from .splits import Listing, Splits, base_name, named, named_splits, splits_in, 
 
 INFOS: Final = "dataset_infos.json"
 HEAD: Final = "refs/main"
-_SHARD: Final = re.compile(r"data/(\w[\w.]*)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_SHARD: Final = re.compile(r"data/(\w[\w.]*)-(?P<number>\d{5})-of-(?P<count>\d{5})[^/]*\.[^/]*")
 _SNAPSHOT: Final = re.compile(r"^snapshots/[^/]+/")
 """Beginning of the names of files in the Hub's cache."""
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", INFOS, DICT})
@@ -137,11 +137,23 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
 
 
 def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
-    """The splits of ``data/NAME-00000-of-00001.EXTENSION``; None without such a file."""
+    """The splits of ``data/NAME-00000-of-00001.EXTENSION``; None without such a file.
+
+    Raises:
+        DataError: a shard is missing.
+    """
     by_split: dict[str, list[str]] = {}
+    numbers: dict[tuple[str, int], set[int]] = {}
     for name in files:
         if shard := _SHARD.fullmatch(name):
             by_split.setdefault(shard.group(1), []).append(name)
+            numbers.setdefault((shard.group(1), int(shard["count"])), set()).add(int(shard["number"]))
+    for (split, count), there in numbers.items():
+        if len(there) < count:
+            raise DataError(
+                f"{listing.where} has {len(there)} of the {count} shards of {split}; copy the missing ones, or pass those that are there, as in "
+                f"{listing.flag} '{listing.root}/data/{split}-*'"
+            )
     if not by_split:
         return None
     found = named_splits(listing, "shards of the Hub", {name: tuple(names) for name, names in by_split.items()})

@@ -99,7 +99,7 @@ def test_prepared_data_trains_alike(tmp_path):
     spec = DataSpec("WikiText-103", str(path), vocab_size=280)
     done = tokenize_dataset(spec, tmp_path / "out")
     direct, prepared = open_dataset(spec), open_dataset(DataSpec("train.bin", "out", vocab_size=280))
-    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["tokenizer.json", "train.bin", "val.bin"]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["tokenizer.json", "train.bin", "train.bin.json", "val.bin", "val.bin.json"]
     for name in ("train", "validation"):
         ours, theirs = getattr(prepared, name), getattr(direct, name)
         assert np.array_equal(ours.window(0, ours.num_tokens), theirs.window(0, theirs.num_tokens))

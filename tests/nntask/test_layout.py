@@ -283,3 +283,9 @@ def test_patterns_of_a_card_match_as_paths_do(pattern: str, tmp_path: Path) -> N
         (tmp_path / name).touch()
     wanted = pattern.replace("**.txt", "*.txt").replace("a/**", "a/**/*") if pattern in ("**.txt", "a/**") else "**/*" if pattern == "**" else pattern
     assert sorted(matching(pattern, files)) == sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.glob(wanted) if path.is_file())
+
+
+def test_a_missing_shard_is_told() -> None:
+    """Shards say how many there are."""
+    with pytest.raises(DataError, match=r"has 1 of the 3 shards of train; copy the missing ones, or pass .* 'd/data/train-\*'"):
+        decided(["data/train-00001-of-00003.parquet", "data/test-00000-of-00001.parquet"])

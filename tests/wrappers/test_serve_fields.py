@@ -81,14 +81,14 @@ def test_what_asks_for_nothing_changes_nothing(name: str, server: Served, strict
 
 def test_unknown_fields_are_named(model: Path) -> None:
     """In a header of each answer, whole or a stream, and once in the log, however often they come; names that could do harm there are escaped."""
-    unknown = {"min_p": 0.1, "mirostat": 2, "a\r\nset-cookie: b": 1, "\ud800": 1, "c,d": 1}
+    unknown = {"typical_p": 0.1, "mirostat": 2, "a\r\nset-cookie: b": 1, "\ud800": 1, "c,d": 1}
     with served(model, "--ram", "256MiB") as server:
         with server.http() as http:
             for stream in (False, True, True):
                 content = json.dumps({**TEXT, **unknown, "stream": stream})
                 found = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
                 assert found.status_code == 200
-                assert found.headers[IGNORED].split(", ") == ["min_p", "mirostat", "a\\r\\nset-cookie: b", "\\ud800", "c\\x2cd"]
+                assert found.headers[IGNORED].split(", ") == ["typical_p", "mirostat", "a\\r\\nset-cookie: b", "\\ud800", "c\\x2cd"]
                 assert "set-cookie" not in found.headers
             said = http.post("/v1/chat/completions", json={**CHAT, "messages": [{**TALK[0], "reasoning_content": "hm"}]})
             assert said.headers[IGNORED] == "messages[].reasoning_content"
@@ -97,7 +97,7 @@ def test_unknown_fields_are_named(model: Path) -> None:
         code, log = server.end()
     assert code == 0
     lines = [line for line in log.splitlines() if "is ignored" in line]
-    assert sum("the field min_p " in line for line in lines) == 1
+    assert sum("the field typical_p " in line for line in lines) == 1
     assert len(lines) == 100  # clients cannot fill the log
 
 

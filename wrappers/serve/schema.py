@@ -34,6 +34,7 @@ _EFFECTLESS: Final = (
 _NOT_OFFERED: Final = (
     *("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "suffix", "web_search_options"),
     *("grammar", "json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("chat_template_kwargs", "min_p", "ignore_eos"),
 )
 _OF_MESSAGES: Final = ("role", "content", "name", "refusal", "annotations")
 """Fields of messages, the last three without effect."""
