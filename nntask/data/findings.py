@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
-from ..io.printable import printable
 from ..io.regular_file import read_text
+from ..io.terminal_text import printable
 
 FINDINGS: Final = "findings.json"
 """Name of the file in a directory of the cache."""

@@ -198,7 +198,8 @@ def _pairs(metadata: Mapping[str, Any], known: Mapping[str, int], added: set[str
 
 def wrong_merge(metadata: Mapping[str, Any]) -> str:
     """A merge that the tokenizers package refuses, completing "the tokenizer ..."; "" if there is none. Only asked for when it has refused one."""
-    known, merges = set(words_of(metadata)), metadata.get(f"{PREFIX}merges", [])
+    tokens, merges = words_of(metadata), metadata.get(f"{PREFIX}merges", [])
+    known = {token for token, kind in zip(tokens, _kinds(metadata, len(tokens)), strict=False) if kind != UNUSED}
     for text in merges if isinstance(merges, list) else []:
         first, space, second = text.partition(" ")
         if not space or not {first, second, first + second} <= known:

@@ -1,11 +1,11 @@
 from .atomic_write import written_aside
 from .finite import first_not_finite
 from .json_file import read_object
-from .printable import printable
 from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
+from .terminal_text import printable
 from .writable import check_writable
 
 __all__ = [

@@ -10,7 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
+
+_SHORT: Final = 1000
 
 
 def open_missing() -> None:
@@ -79,7 +81,9 @@ def json_line(value: Any) -> str:
 
 def complain(sentence: str) -> None:
     """Print a sentence on stderr, if that can be written; the exit code says what happened in any case."""
-    from nntask.io import printable
+    if len(sentence) > _SHORT or not sentence.isprintable():  # else nothing is imported, which a signal may have interrupted
+        from nntask.io import printable
 
+        sentence = printable(sentence)
     with contextlib.suppress(OSError):
-        print(f"nntask: {printable(sentence)}", file=sys.stderr)
+        print(f"nntask: {sentence}", file=sys.stderr)
