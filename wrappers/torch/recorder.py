@@ -293,4 +293,7 @@ def _run_fake(func: Any, args: Any, kwargs: Any) -> Any:
         if left.dim() == 2 and right.dim() == 2:  # (M, K) @ (K, N), K in groups -> (G, M, N)
             return left.new_empty((offsets.shape[0], left.shape[0], right.shape[1]))
         return left.new_empty((*left.shape[:-1], right.shape[-1]))  # (M, K) @ (G, K, N), M in groups -> (M, N)
-    return func(*args, **kwargs)
+    found = func(*args, **kwargs)
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default and found[0].dtype == torch.float64:
+        return found[0], found[1].to(torch.float64)  # PyTorch 2.12 tells beforehand that the sums are fp32, and makes fp64
+    return found
