@@ -3,7 +3,7 @@ from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
 from .objective import image_shape, with_head
 from .output_paths import OUTPUT_FLAGS, words_of
-from .resolution import TINY, model_spec, open_tiles, resolve, resolve_untiled, retiled, sized
+from .resolution import TINY, model_spec, resolve, resolve_untiled, sized
 from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
     CheckpointSettings,
@@ -17,6 +17,7 @@ from .settings import (
     TrainSettings,
     from_dict,
 )
+from .tile_sizes import open_tiles, retiled
 from .units import LARGEST, format_least, format_size, is_size, parse_rate, parse_size
 from .validation import check_most, check_prompt, check_values, checked_length, trace_range
 

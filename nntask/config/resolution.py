@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, cast
 
 from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
@@ -21,10 +21,8 @@ from ..data.foreign_tokenizer import has_tokenizer
 from ..data.spec import DataSpec
 from ..errors import UsageError
 from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_cudnn
-from ..hf.model_directory import block_sizes
 from ..models.interface import LanguageConfig, ModelConfig
-from ..tiling.model_tiling import ModelTiling, default_tiling, divisors
-from ..tiling.tile_table import read_table, shape_of
+from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
 from .objective import objective_of, with_objective
 from .run_config import (
@@ -41,16 +39,14 @@ from .run_config import (
     TileChoice,
     with_kept_template,
 )
-from .settings import TrainSettings, differences, from_dict
+from .settings import TrainSettings, differences, from_dict, known
+from .tile_sizes import TILE_FLAGS, in_tiles, table_tiling
 from .validation import check_rank, checked_length, nearest, rank_of, trace_range
 
 DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
 """The model that is trained where none is named."""
-TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile")
 RUNS: Final = Path("runs")
-
-T = TypeVar("T")
 
 
 def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None, machine: MachineSpec | None = None) -> RunConfig:
@@ -164,12 +160,6 @@ def sized(
     return asked, settings, tiling
 
 
-def known(value: T | None) -> T:
-    """A value that `filled` has answered."""
-    assert value is not None
-    return value
-
-
 def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     """Fill in what was left open, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
 
@@ -266,52 +256,6 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     if is_open and has_tokenizer(Path(files.init_from)):
         return replace(settings, data=replace(data, tokenizer_path=files.init_from))
     return settings
-
-
-def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:
-    """Return the tile sizes that the tables have for filled settings, in whole blocks of the weights that adapters learn beside.
-
-    Args:
-        device: device class, a key of the built-in table.
-
-    Raises:
-        DataError: --tile-table is no such table.
-    """
-    cut = settings.tiling
-    minibatch, length = cut.minibatch, known(settings.model.seq_len)
-    rows = read_table(cut.tile_table) if cut.tile_table and cut.auto_tile == "table" and open_tiles(settings) else {}
-    row = rows.get(shape_of(config, minibatch, length)) or default_tiling(config, minibatch, length, device=device)
-    return _in_blocks(settings, row, config).resolve(config, minibatch, length)
-
-
-def _in_blocks(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> ModelTiling:
-    """A tiling of whole blocks of the weights that adapters learn beside, if it is to be chosen."""
-    if rank_of(settings) is None or not settings.checkpoints.init_from or not open_tiles(settings):
-        return tiling
-    return tiling.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
-
-
-def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
-    """Filled settings with the sizes of `tiling` where none was given; where they came from matters no longer. And the tiling itself."""
-    cut = settings.tiling
-    sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
-    tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, known(settings.model.seq_len))
-    sizes = {name: getattr(tiling, name) for name in TILE_FLAGS}
-    return replace(settings, tiling=replace(cut, **sizes, auto_tile="table", tile_table="")), tiling
-
-
-def open_tiles(settings: TrainSettings) -> list[str]:
-    """Tile sizes that no flag gives."""
-    return [name for name in TILE_FLAGS if getattr(settings.tiling, name) is None]
-
-
-def retiled(run: RunConfig, tiling: ModelTiling) -> RunConfig:
-    """The run in other tiles, but for the sizes that flags give."""
-    given = run.tiles.given
-    flags: dict[str, Any] = {name: given.get(name) for name in TILE_FLAGS}
-    asked = replace(run.settings, tiling=replace(run.settings.tiling, **flags))
-    settings, tiling = in_tiles(asked, _in_blocks(asked, tiling, run.model.config), run.model.config)
-    return replace(run, settings=settings, model=replace(run.model, tiling=tiling))
 
 
 def name_of(settings: TrainSettings) -> str:

@@ -10,9 +10,11 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from ..errors import DataError
+
+T = TypeVar("T")
 
 Period = int  # in steps; 0 means never
 StorageDtype = Literal["fp32", "fp16", "bf16"]
@@ -297,6 +299,12 @@ LOCKED: Final = ("model", "tiling", "data", "optimizer")
 
 _NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
 """Where things are; what they are is compared apart, by the model's config and the fingerprint of the data."""
+
+
+def known(value: T | None) -> T:
+    """A value that `nntask.config.resolution.filled` has answered."""
+    assert value is not None
+    return value
 
 
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:

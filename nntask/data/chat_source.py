@@ -10,10 +10,10 @@ from typing import Any, Final, TypeVar
 
 from ..errors import DataError
 from ..io.regular_file import read_text
+from .added_tokens import ROLES
 from .special_tokens import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from .tokenizer import ByteTokenizer, Tokenizer
 
-_WORDS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _TOOL_USE: Final = "tool_use"
 
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
@@ -100,8 +100,8 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
 def _words(tokenizer: Tokenizer, config: Mapping[str, Any], source: str) -> dict[str, str]:
     """Return the special tokens by the names that templates use: those that files declare, and else those that an exported tokenizer declares."""
     files = tokenizer.special.files
-    named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in _WORDS if config.get(name)}}
-    words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in _WORDS}
+    named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in ROLES if config.get(name)}}
+    words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in ROLES}
     if TOKENIZER_CONFIG in files:
         return words
     own = {name: word for name, word in _own_words(tokenizer).items() if word and name in source}  # others would change keys of the cache in vain

@@ -14,10 +14,9 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..gguf.model_file import GgufModel, is_gguf, open_gguf
-from ..io.json_file import LARGEST_NBYTES
 from ..io.regular_file import read_bytes
 from .added_tokens import add_tokens
-from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, companions
+from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, companions
 from .tokenizer_keys import check_keys
 from .vocabulary_files import SENTENCE_PIECE, built, conversion, default_special, put_around, rule_of, vocabulary_of
 
@@ -32,12 +31,14 @@ class OpenedTokenizer:
     Args:
         inner: the `tokenizers.Tokenizer`.
         directory: directory of its files, or the GGUF file.
+        beside: the files beside it.
         notes: what the files say and is not followed, a sentence each.
         terms: what its tokens follow from besides the bytes of its file; "" if nothing.
     """
 
     inner: Any
     directory: Path
+    beside: Companions
     notes: tuple[str, ...]
     terms: str
 
@@ -69,7 +70,8 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     if not have_tokenizers():
         raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     directory = path if vocabulary else file.parent if inside is None else file
-    objects = companions(directory)[1]
+    beside = companions(directory)
+    objects = beside.objects
     rule = rule_of(path, objects) if vocabulary else None
     if rule is not None:
         config = {**objects.get(SPECIAL_TOKENS, {}), **objects.get(TOKENIZER_CONFIG, {})}
@@ -91,7 +93,7 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     if dropout:
         notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)
     terms = "" if rule is None else hashlib.sha256(inner.to_str().encode()).hexdigest()
-    return OpenedTokenizer(inner, directory, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+    return OpenedTokenizer(inner, directory, beside, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
 
 
 def _read(file: Path, opened: GgufModel | None) -> Any:
@@ -99,10 +101,8 @@ def _read(file: Path, opened: GgufModel | None) -> Any:
     import tokenizers
 
     inside = None if opened is None else opened.files[TOKENIZER_FILE]
-    if inside is None and (size := file.stat().st_size) > LARGEST_NBYTES:
-        raise DataError(f"{file} has {size:,} bytes, and a tokenizer file at most {LARGEST_NBYTES:,}; copy it again, or use another tokenizer")
     try:
-        text = read_bytes(file, LARGEST_NBYTES) if inside is None else inside.encode()
+        text = read_bytes(file) if inside is None else inside.encode()
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}; copy it again") from None
     if text.startswith(_POINTER):

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
-from ..io.json_file import LARGEST_NBYTES, read_object
+from ..io.json_file import read_object
 from ..io.regular_file import read_text
 from .added_tokens import ADDED_TOKENS
 
@@ -59,40 +59,44 @@ class Special:
         return {"bos_token_id": self.bos, "eos_token_id": list(self.eos) if len(self.eos) > 1 else self.eos[0] if self.eos else None}
 
 
-def companions(directory: Path | None) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The files beside a tokenizer.json.
+
+    Args:
+        files: name -> text of the files to save with the tokenizer.
+        objects: name -> content of all JSON files.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    objects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def companions(directory: Path) -> Companions:
     """Read the files beside a tokenizer.json.
 
     Args:
-        directory: directory of the tokenizer's files, or a GGUF file; None if it has no files.
-
-    Returns:
-        Name -> text of the files to save with the tokenizer, and name -> content of all JSON files.
+        directory: directory of the tokenizer's files, or a GGUF file.
 
     Raises:
         DataError: a file is broken.
     """
-    if directory is None:
-        return {}, {}
     if is_gguf(directory):
         files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
-        return files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")}
+        return Companions(files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")})
     files = {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
-    return files, {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    return Companions({name: text for name, text in {**files, **_named_templates(directory, files, objects)}.items() if text}, objects)
 
 
-def read_special(directory: Path | None, inner: Any) -> Special:
-    """The ids around texts of a tokenizer.
+def special_of(inner: Any, beside: Companions) -> Special:
+    """Return the ids around texts of a tokenizer.
 
     Args:
-        directory: directory of the tokenizer's files, or a GGUF file; None if it has no files.
         inner: a `tokenizers.Tokenizer`.
-
-    Raises:
-        DataError: a file is broken.
+        beside: the files beside it.
     """
-    files, objects = companions(directory)
-    if directory is not None and directory.is_dir():
-        files = {name: text for name, text in {**files, **_named_templates(directory, files, objects)}.items() if text}
+    files, objects = dict(beside.files), beside.objects
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
     if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids
@@ -130,11 +134,9 @@ def _is_json(file: Path) -> bool:
 
 def _text(file: Path) -> str:
     try:
-        if file.stat().st_size > LARGEST_NBYTES:
-            raise DataError(f"{file} has {file.stat().st_size:,} bytes, and a file beside a tokenizer at most {LARGEST_NBYTES:,}; copy it again")
         return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}; copy it again") from None
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}; copy it again") from None
 
 
 def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int], inner: Any) -> tuple[int, ...]:

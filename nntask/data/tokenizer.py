@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..errors import DataError
 from .foreign_tokenizer import TOKENIZER_FILE, open_tokenizer
 from .seams import Seams
-from .special_tokens import END_OF_TEXT, MASK, Special, read_special
+from .special_tokens import END_OF_TEXT, MASK, Companions, Special, special_of
 
 _NUM_BYTES: Final = 256
 
@@ -133,20 +133,20 @@ class BpeTokenizer:
 
     Args:
         inner: a `tokenizers.Tokenizer`.
-        directory: the directory with its companion files; None for a tokenizer that was trained in this process.
+        beside: the files beside it; none for a tokenizer that was trained in this process.
+        where: its directory, for messages.
         notes, terms: see `Tokenizer`.
-
-    Raises:
-        DataError: a companion file is broken.
     """
 
     name = "bpe"
 
-    def __init__(self, inner: Any, directory: Path | None = None, *, notes: tuple[str, ...] = (), terms: str = "") -> None:
+    def __init__(
+        self, inner: Any, beside: Companions | None = None, *, where: object = "the tokenizer", notes: tuple[str, ...] = (), terms: str = ""
+    ) -> None:
         self.inner, self.notes, self.terms = inner, notes, terms
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids need not be consecutive
-        self.special = read_special(directory, inner)
-        self._where = directory or "the tokenizer"
+        self.special = special_of(inner, beside or Companions())
+        self._where = where
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """(n,) token ids of each text; with `special`, including the ids of the template in tokenizer.json."""
@@ -224,7 +224,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
     found = open_tokenizer(Path(path))
-    return BpeTokenizer(found.inner, found.directory, notes=found.notes, terms=found.terms)
+    return BpeTokenizer(found.inner, found.beside, where=found.directory, notes=found.notes, terms=found.terms)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:

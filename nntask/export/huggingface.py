@@ -25,7 +25,8 @@ from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..hf.layout import FileLayout, blanks, shapes_of
-from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, INDEX, SINGLE
+from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, SINGLE
+from ..hf.shard_index import INDEX
 from ..hf.tokenizer_files import as_text, tokenizer_files
 from ..io.atomic_write import written_aside
 from ..io.finite import first_not_finite

@@ -134,9 +134,6 @@ def _unlike_bytes(content: Mapping[str, Any]) -> str | None:
         return "cuts texts by a rule without a name in llama.cpp" + (f" ({', '.join(keys)})" if keys else "")
     if content.get("normalizer") is not None and not is_composed(content):
         return f"changes texts by a {content['normalizer'].get('type')} before it cuts them"
-    added = {token["content"] for token in content.get("added_tokens", [])}
-    if not content["model"]["merges"] and any(len(token) > 1 and token not in added for token in content["model"]["vocab"]):
-        return "has no merges"
     return None if content["model"]["merges"] else "has no merges, without which llama.cpp opens no vocabulary"
 
 

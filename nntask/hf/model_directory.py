@@ -23,7 +23,6 @@ from tiles import BlockFormat, TileTensor
 from ..errors import DataError
 from ..gguf.model_file import is_gguf, open_gguf
 from ..io.block_ranges import BlockRange, formats_in, turned
-from ..io.json_file import read_object
 from ..io.regular_file import read_text
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, windows
@@ -34,12 +33,12 @@ from ..models.names import is_of_head
 from ..models.registry import config_from_dict
 from ..nn.module import Blocks
 from .layout import FileLayout, blanks, names_of, shapes_of, ties_of
+from .shard_index import INDEX, indexed_files
 
 CONFIG: Final = "config.json"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 _ADVICE: Final = "give a directory as transformers' save_pretrained writes it"
 SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.bin", "model.pt", "pytorch_model.pt")
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt")
@@ -372,28 +371,7 @@ def _files(path: Path) -> dict[str, set[str] | None]:
                 f"--input_dir {shlex.quote(str(path))} --model_size SIZE --output_dir {target}, SIZE for example 8B, then give {target}"
             )
         raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
-    return _indexed(path)
-
-
-def _indexed(path: Path) -> dict[str, set[str] | None]:
-    index = path / INDEX
-    file_names = read_object(index, "the index").get("weight_map")
-    if not isinstance(file_names, dict):
-        raise DataError(f"{index} is not an index of safetensors files: it has no weight_map; copy it again")
-    found: dict[str, set[str] | None] = {}
-    for tensor, name in file_names.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {name!r}, which is no file name; copy it again")
-        tensors = found.setdefault(name, set())
-        assert tensors is not None  # a set from the start
-        tensors.add(tensor)
-    for name in found:
-        if not (path / name).exists():
-            raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
-    shards = {each.name for each in path.glob("model-*-of-*.safetensors")}
-    if surplus := sorted(shards - set(found)):
-        raise DataError(f"{index} does not name {surplus[0]}, which lies beside it; copy the directory again as a whole")
-    return found
+    return indexed_files(path)
 
 
 def _is_equal(one: FileRange, other: FileRange) -> bool:

@@ -5,7 +5,8 @@ from .generator import Generator, check_writes
 from .memory_check import check_memory, check_scoring
 from .penalties import OutputPenalties, Penalties
 from .pretrained import ModelSource, TextIds
-from .running_batch import BatchShape, NextToken, RunningBatch, RunningText, TextRequest, TokenScore, check_joins
+from .row_steps import BatchShape, check_joins
+from .running_batch import NextToken, RunningBatch, RunningText, TextRequest, TokenScore
 from .samples import HOW, sample_prompt, sample_text
 from .sampling import Sampling, choose
 from .scoring import perplexity

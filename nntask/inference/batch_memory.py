@@ -18,7 +18,7 @@ from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..planning.needs import shortage
 from .memory_check import needs_of_step, what_to_raise
-from .running_batch import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
+from .row_steps import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
 
 if TYPE_CHECKING:
     from ..models.language import LanguageModel

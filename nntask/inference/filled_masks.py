@@ -45,7 +45,7 @@ def fill(model: LanguageModel, ids: TextIds, text: Sequence[int], count: int = 5
         raise UsageError(f"the prompt has {len(text)} tokens, more than the model's context of {limit}; shorten it")
     positions = [at for at, each in enumerate(text) if each == mask]
     if not positions:
-        word = ids.word(mask)
+        word = ids.tokenizer.word(mask)
         raise UsageError(f"a masked language model fills masks, and the prompt has none; write {word} where a word is to be found")
     tokens = model.inputs(1, len(text), ("tokens",))["tokens"]
     tokens.write(np.array([text], np.int32))

@@ -18,8 +18,8 @@ from tiles.kernels import load_block_loops
 
 from ..adapters.frozen_base import frozen_base_of
 from ..checkpoints.store import RUN_CONFIG, STATE, Checkpoint, find_checkpoint, step_directories
-from ..config.resolution import known, model_spec
-from ..config.settings import TrainSettings, from_dict
+from ..config.resolution import model_spec
+from ..config.settings import TrainSettings, from_dict, known
 from ..data.encoding import RowEncoder, conversation_ids
 from ..data.foreign_tokenizer import has_tokenizer, other_way
 from ..data.known_ids import unknown
@@ -64,11 +64,6 @@ class TextIds:
     vocab_size: int
     adds_special: bool
     encodes_rows: bool = False
-
-    def word(self, token: int) -> str:
-        """A special token as it is written in a text."""
-        inner = getattr(self.tokenizer, "inner", None)
-        return str(token if inner is None else inner.id_to_token(token))
 
     def known(self, ids: Iterable[int]) -> list[int]:
         """The ids of a prompt, as Python's numbers.

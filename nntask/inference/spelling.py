@@ -120,6 +120,7 @@ class TokenOffsets:
 
     def __init__(self, words: TokenBytes) -> None:
         self._words, self._count, self._half, self._waits = words, 0, b"", False
+        self._last = 0
 
     def offset_of(self, token: int, certain: int) -> int:
         """The number of characters in front of the next token; of one that goes on with a character, those in front of that.
@@ -133,12 +134,13 @@ class TokenOffsets:
         elif self._half and data and not _is_whole(self._half + data[:1]):
             self._count += self._words.num_replaced(self._half)
             self._half = b""
-        found, decoder = self._count, codecs.getincrementaldecoder("utf-8")("replace")
+        self._last = max(self._last, self._count)  # byte tokens that are no text are replaced as a whole run, which may move earlier ones
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(self._half + data)
         self._count += len(text)
         self._waits = text.endswith(HALF) if text else self._waits  # `Spelling` is not certain of such an end
         self._half = bytes(decoder.getstate()[0])
-        return found
+        return self._last
 
 
 def _is_whole(data: bytes) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import DataError
-from .regular_file import LARGEST_NBYTES as LARGEST_NBYTES
 from .regular_file import read_text
 
 _MOST_LEVELS: Final = 100

@@ -24,6 +24,7 @@ from ..errors import DataError, Diverged, StorageError, UsageError
 from .atomic_write import written_aside
 from .finite import first_not_finite
 from .regular_file import open_regular
+from .safetensors_header import decoded_header
 from .strided_ranges import FileRange, OpenFile, strides_of
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
@@ -50,8 +51,6 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
 }
 _LARGEST_HEADER: Final = 100 << 20
 _READ_AT_ONCE: Final = 1 << 20
-_MOST_DIGITS: Final = 19
-"""Of 2**63."""
 _SAMPLE: Final = 4096
 
 
@@ -227,7 +226,7 @@ class TensorFile:
         if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
             raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
         try:
-            header = _header_of(os.pread(self._fd, length, 8))
+            header = decoded_header(os.pread(self._fd, length, 8))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             if not all(isinstance(each, str) for each in self.metadata.values()):
                 raise TypeError("__metadata__ must be an object of texts")
@@ -341,32 +340,6 @@ class TensorFile:
 
     def _corrupt(self, how: str) -> DataError:
         return DataError(f"{self.path} is not a whole safetensors file: {how}; copy it again or use another checkpoint")
-
-
-def _header_of(raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of a header, read as strictly as safetensors itself reads it, so that two readers see one model.
-
-    Raises:
-        ValueError: it is no JSON in UTF-8, has a name twice, or a number of more digits than a file has bytes for.
-    """
-    header = json.loads(raw.decode("utf-8"), object_pairs_hook=_with_unique_names, parse_int=_whole_number)
-    if not isinstance(header, dict):
-        raise ValueError("it must be an object")
-    return header
-
-
-def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits, and sizes have at most {_MOST_DIGITS}")
-    return int(digits)
 
 
 def _refuse_pickle(path: Path, start: bytes) -> None:

@@ -13,7 +13,7 @@ SEAL: Final = "crc32"
 
 def sealed(values: Mapping[str, Any]) -> str:
     """Return the text of a JSON object, with its checksum as one more key."""
-    return json.dumps({**values, SEAL: _checksum(json.loads(json.dumps(values)))}, indent=1)
+    return json.dumps({**values, SEAL: _checksum(values)}, indent=1)
 
 
 def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:

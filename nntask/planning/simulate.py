@@ -19,9 +19,10 @@ from scheduler.simulation import Simulation
 
 from ..adapters.lora import largest_rank
 from ..config.objective import image_shape
-from ..config.resolution import resolve, retiled
+from ..config.resolution import resolve
 from ..config.run_config import LanguageRun, RunConfig
 from ..config.settings import TrainSettings
+from ..config.tile_sizes import retiled
 from ..errors import DoesNotFit
 from ..hardware.imaginary import BOUNDLESS, COARSE_SHARE, LARGEST_SHARE, coarse_tiling, format_devices
 from ..hardware.machine_model import MachineModel, this_machine

@@ -25,8 +25,8 @@ import scheduler
 from scheduler import Accesses, Runtime, Trace
 from scheduler.machine import RecordedTask, StepPlan, Task, key_of
 
-from ..config.resolution import TILE_FLAGS, retiled
 from ..config.run_config import RunConfig
+from ..config.tile_sizes import TILE_FLAGS, retiled
 from ..data.batch import Batch
 from ..data.dataset import open_dataset
 from ..data.objectives import random_batch

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from support.deadline import DEADLINE
 
-from nntask.config.resolution import resolve, retiled
+from nntask.config.resolution import resolve
 from nntask.config.settings import OptimizerSettings, TilingSettings, TrainSettings
+from nntask.config.tile_sizes import retiled
 from nntask.data import Batch
 from nntask.engine import recorded
 from nntask.engine.recorded import RecordedEngine
@@ -94,7 +95,8 @@ from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from nntask.engine import recorded
 from nntask.engine.recorded import RecordedEngine
-from nntask.config.resolution import resolve, retiled
+from nntask.config.resolution import resolve
+from nntask.config.tile_sizes import retiled
 from nntask.config.settings import OptimizerSettings, TilingSettings, TrainSettings
 from scheduler import Runtime
 PIECES, SIZE = 4096, 64 << 10

@@ -17,7 +17,8 @@ from nntask.errors import Diverged, UsageError
 from nntask.inference.generator import Generator
 from nntask.inference.page_pool import PagePool, digests_of
 from nntask.inference.penalties import OutputPenalties, Penalties
-from nntask.inference.running_batch import BatchShape, NextToken, RunningBatch, RunningText, TextRequest, token_rows
+from nntask.inference.row_steps import BatchShape, token_rows
+from nntask.inference.running_batch import NextToken, RunningBatch, RunningText, TextRequest
 from nntask.inference.sampling import Sampling
 from nntask.models.gpt2 import GPT2
 from nntask.models.llama import Llama

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from nntask.config.resolution import resolve, retiled
+from nntask.config.resolution import resolve
 from nntask.config.run_config import Saving
 from nntask.config.settings import TilingSettings, TrainSettings
+from nntask.config.tile_sizes import retiled
 from nntask.data import BatchStream, TokenFile, Windows
 from nntask.engine.recorded import RecordedEngine
 from nntask.errors import UsageError

@@ -11,7 +11,7 @@ from support.deadline import DEADLINE
 from support.small_texts import COARSE, SMALL
 
 from nntask.inference import RunningBatch, TextRequest
-from nntask.inference.running_batch import BatchShape
+from nntask.inference.row_steps import BatchShape
 from nntask.models.gpt2 import GPT2
 from scheduler import Runtime
 from wrappers.serve.engine import Job, News, Piece, TextEngine

@@ -51,7 +51,7 @@ class ClientConnection(H11Protocol):
         super().__init__(*arguments, **options)
         self._heard_at = self.loop.time()
         self._num_pauses = 0
-        self._wait: tuple[Awaited, int, int] | None = None
+        self._wait: tuple[Awaited, Any, int] | None = None
         self._waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -97,7 +97,7 @@ class ClientConnection(H11Protocol):
     def sweep(self) -> None:
         """Close the connection if it has waited for its client for too long."""
         now, awaited = self.loop.time(), self._awaited()
-        wait = None if awaited is None else (awaited, id(self.cycle), self._num_pauses)
+        wait = None if awaited is None else (awaited, self.cycle, self._num_pauses)
         if wait != self._wait:
             self._wait, self._waits_since = wait, now
         elif awaited is not None and now - self._waits_since >= (min(self.seconds, _LINGER_SECONDS) if awaited == "rest" else self.seconds):

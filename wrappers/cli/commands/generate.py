@@ -155,7 +155,7 @@ def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Se
         if asked.json:
             masks = [
                 [
-                    {"token": ids.tokenizer.decode([token]) or ids.word(token), "probability": p}
+                    {"token": ids.tokenizer.decode([token]) or ids.tokenizer.word(token), "probability": p}
                     for token, p in zip(mask.tokens, mask.probabilities, strict=True)
                 ]
                 for mask in found

@@ -25,14 +25,13 @@ from .compiled import EXACT, Array, compiled
 from .vectors import (
     F32,
     FLOATS,
-    I64,
     IS_WIDE,
     add_product,
     addresses,
-    constant,
     fused,
     group_begins,
     in_groups,
+    int64,
     load,
     store,
     total,
@@ -79,18 +78,18 @@ def _multiply(context: Any, w: Any, blocks: Any, num_blocks: Any, columns: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, w, num_blocks, columns, x, rows, y, accumulate = arguments
-        w_step, x_step, y_step = (builder.mul(*pair) for pair in ((num_blocks, _of(size)), (num_blocks, _of(x_size)), (columns, _of(4))))
-        panels = builder.udiv(builder.add(columns, _of(_PANEL - 1)), _of(_PANEL))
+        w_step, x_step, y_step = (builder.mul(*pair) for pair in ((num_blocks, int64(size)), (num_blocks, int64(x_size)), (columns, int64(4))))
+        panels = builder.udiv(builder.add(columns, int64(_PANEL - 1)), int64(_PANEL))
         with cgutils.for_range(builder, panels) as panel:
-            begin = builder.mul(panel.index, _of(_PANEL))
+            begin = builder.mul(panel.index, int64(_PANEL))
             rest = builder.sub(columns, begin)
-            num_columns = builder.select(builder.icmp_unsigned("<", rest, _of(_PANEL)), rest, _of(_PANEL))
+            num_columns = builder.select(builder.icmp_unsigned("<", rest, int64(_PANEL)), rest, int64(_PANEL))
             for count, first in group_begins(builder, rows, together):
                 with in_groups(builder, rows, count, first) as row, cgutils.for_range(builder, num_columns) as loop:
                     column = builder.add(begin, loop.index)
                     numbers = addresses(builder, builder.add(x, builder.mul(row, x_step)), x_step, count)
                     sums = _dots(builder, decode, size, x_size, builder.add(w, builder.mul(column, w_step)), numbers, num_blocks)
-                    out = builder.add(builder.add(y, builder.mul(row, y_step)), builder.mul(column, _of(4)))
+                    out = builder.add(builder.add(y, builder.mul(row, y_step)), builder.mul(column, int64(4)))
                     for at, found in zip(addresses(builder, out, y_step, count), sums, strict=True):
                         store(builder, builder.select(accumulate, builder.fadd(load(builder, at, 0, F32), found), found), at, 0)
         return context.get_dummy_value()
@@ -98,18 +97,13 @@ def _multiply(context: Any, w: Any, blocks: Any, num_blocks: Any, columns: Any, 
     return types.void(w, *[types.int64] * 6, types.boolean), generate
 
 
-def _of(value: int) -> Any:
-    """A number of addresses and counts."""
-    return constant(I64, value)
-
-
 def _dots(builder: Any, decode: Decoder, size: int, x_size: int, row: Any, numbers: Sequence[Any], num_blocks: Any) -> list[Any]:
     """Dot products of a row of blocks with rows of floats that begin at `numbers`; groups take turns at two sums, since each waits for itself."""
     totals = zeros(builder, FLOATS, len(numbers), 2)
 
     def add(index: Any, turn: int) -> None:
-        begin, offset = builder.mul(index, _of(x_size)), 0
-        for number, group in enumerate(decode(builder, builder.add(row, builder.mul(index, _of(size)))), turn):
+        begin, offset = builder.mul(index, int64(x_size)), 0
+        for number, group in enumerate(decode(builder, builder.add(row, builder.mul(index, int64(size)))), turn):
             for address, slots in zip(numbers, totals, strict=True):
                 at = builder.add(address, begin)
                 floats = [load(builder, at, offset + _VECTOR_BYTES * vector, FLOATS) for vector in range(len(group.numbers))]
@@ -120,12 +114,12 @@ def _dots(builder: Any, decode: Decoder, size: int, x_size: int, row: Any, numbe
         with cgutils.for_range(builder, num_blocks) as loop:
             add(loop.index, 0)
     else:
-        with cgutils.for_range(builder, builder.lshr(num_blocks, _of(1))) as loop:
-            even = builder.shl(loop.index, _of(1))
+        with cgutils.for_range(builder, builder.lshr(num_blocks, int64(1))) as loop:
+            even = builder.shl(loop.index, int64(1))
             add(even, 0)
-            add(builder.add(even, _of(1)), 1)
+            add(builder.add(even, int64(1)), 1)
         with builder.if_then(builder.trunc(num_blocks, ir.IntType(1))):
-            add(builder.sub(num_blocks, _of(1)), 0)
+            add(builder.sub(num_blocks, int64(1)), 0)
     return [total(builder, builder.fadd(*map(builder.load, slots))) for slots in totals]
 
 
@@ -136,8 +130,8 @@ def _decode(context: Any, w: Any, row: Any, out: Any, count: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, row, numbers, blocks = arguments
         with cgutils.for_range(builder, blocks) as loop:
-            address, offset = builder.add(numbers, builder.mul(loop.index, constant(I64, x_size))), 0
-            for group in decode(builder, builder.add(row, builder.mul(loop.index, constant(I64, size)))):
+            address, offset = builder.add(numbers, builder.mul(loop.index, int64(x_size))), 0
+            for group in decode(builder, builder.add(row, builder.mul(loop.index, int64(size)))):
                 for vector in group.numbers:
                     value = vector if group.scale is None else builder.fmul(vector, group.scale)
                     store(builder, value if group.least is None else builder.fadd(value, group.least), address, offset)

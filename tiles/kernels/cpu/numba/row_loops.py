@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compiled import EXACT, Array, compiled
-from .vectors import F32, FLOATS, I64, IS_WIDE, LANES, add_product, addresses, constant, group_begins, in_groups, load, spread, store, total, zeros
+from .vectors import F32, FLOATS, IS_WIDE, LANES, add_product, addresses, group_begins, in_groups, int64, load, spread, store, total, zeros
 
 _NUMBER: Final = 4
 _VECTOR: Final = LANES * _NUMBER
@@ -32,16 +32,12 @@ _PIECE: Final = 64
 """Features of weights (K, N) that are taken at a time: each may lie on a page of memory of its own."""
 
 
-def _of(value: int) -> Any:
-    return constant(I64, value)
-
-
 def _dots(builder: Any, ws: list[Any], xs: list[Any], features: Any) -> list[list[Any]]:
     """Dot products of each row of floats that begins at `xs` with each at `ws`: sums of every 16th feature, of these, and of what is left."""
     totals = zeros(builder, FLOATS, len(xs), len(ws))
-    whole = builder.udiv(features, _of(LANES))
+    whole = builder.udiv(features, int64(LANES))
     with cgutils.for_range(builder, whole) as loop:
-        offset = builder.mul(loop.index, _of(_VECTOR))
+        offset = builder.mul(loop.index, int64(_VECTOR))
         weights = [load(builder, builder.add(w, offset), 0, FLOATS) for w in ws]
         for x, slots in zip(xs, totals, strict=True):
             numbers = load(builder, builder.add(x, offset), 0, FLOATS)
@@ -51,9 +47,9 @@ def _dots(builder: Any, ws: list[Any], xs: list[Any], features: Any) -> list[lis
     for slots, found in zip(totals, sums, strict=True):
         for slot, each in zip(slots, found, strict=True):
             builder.store(total(builder, builder.load(slot)), each)
-    begin = builder.mul(whole, _of(LANES))
+    begin = builder.mul(whole, int64(LANES))
     with cgutils.for_range(builder, builder.sub(features, begin)) as loop:
-        offset = builder.mul(builder.add(begin, loop.index), _of(_NUMBER))
+        offset = builder.mul(builder.add(begin, loop.index), int64(_NUMBER))
         for x, found in zip(xs, sums, strict=True):
             for w, each in zip(ws, found, strict=True):
                 add_product(builder, load(builder, builder.add(x, offset), 0, F32), load(builder, builder.add(w, offset), 0, F32), each)
@@ -65,14 +61,14 @@ def _by_dots(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: 
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         w, w_step, columns, features, x, rows, y, accumulate = arguments
-        x_step, y_step = (builder.mul(size, _of(_NUMBER)) for size in (features, columns))
+        x_step, y_step = (builder.mul(size, int64(_NUMBER)) for size in (features, columns))
         for width, left in group_begins(builder, columns, _COLUMNS):
             with in_groups(builder, columns, width, left) as column:
                 ws = addresses(builder, builder.add(w, builder.mul(column, w_step)), w_step, width)
                 for count, top in group_begins(builder, rows, _ROWS):
                     with in_groups(builder, rows, count, top) as row:
                         xs = addresses(builder, builder.add(x, builder.mul(row, x_step)), x_step, count)
-                        out = builder.add(builder.add(y, builder.mul(row, y_step)), builder.mul(column, _of(_NUMBER)))
+                        out = builder.add(builder.add(y, builder.mul(row, y_step)), builder.mul(column, int64(_NUMBER)))
                         for at, sums in zip(addresses(builder, out, y_step, count), _dots(builder, ws, xs, features), strict=True):
                             for n, each in enumerate(sums):
                                 before = load(builder, at, n * _NUMBER, F32)
@@ -95,7 +91,7 @@ def _add_piece(builder: Any, width: int, w: Any, w_step: Any, xs: list[Any], out
         at = builder.add(w, builder.mul(loop.index, w_step))
         weights = [load(builder, at, offset, kind) for offset in offsets]
         for x, slots in zip(xs, totals, strict=True):
-            number = load(builder, builder.add(x, builder.mul(loop.index, _of(_NUMBER))), 0, F32)
+            number = load(builder, builder.add(x, builder.mul(loop.index, int64(_NUMBER))), 0, F32)
             for weight, slot in zip(weights, slots, strict=True):
                 add_product(builder, spread(builder, number) if kind == FLOATS else number, weight, slot)
     for out, slots in zip(outs, totals, strict=True):
@@ -108,17 +104,17 @@ def _by_sums(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: 
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         w, w_step, columns, features, x, rows, y, accumulate = arguments
-        x_step, y_step = (builder.mul(size, _of(_NUMBER)) for size in (features, columns))
-        pieces = builder.udiv(builder.add(features, _of(_PIECE - 1)), _of(_PIECE))
+        x_step, y_step = (builder.mul(size, int64(_NUMBER)) for size in (features, columns))
+        pieces = builder.udiv(builder.add(features, int64(_PIECE - 1)), int64(_PIECE))
         with cgutils.for_range(builder, pieces) as piece:
-            first = builder.mul(piece.index, _of(_PIECE))
+            first = builder.mul(piece.index, int64(_PIECE))
             rest = builder.sub(features, first)
-            num_features = builder.select(builder.icmp_unsigned("<", rest, _of(_PIECE)), rest, _of(_PIECE))
-            adds = builder.or_(accumulate, builder.icmp_unsigned(">", first, _of(0)))
-            w_first, x_first = builder.add(w, builder.mul(first, w_step)), builder.add(x, builder.mul(first, _of(_NUMBER)))
+            num_features = builder.select(builder.icmp_unsigned("<", rest, int64(_PIECE)), rest, int64(_PIECE))
+            adds = builder.or_(accumulate, builder.icmp_unsigned(">", first, int64(0)))
+            w_first, x_first = builder.add(w, builder.mul(first, w_step)), builder.add(x, builder.mul(first, int64(_NUMBER)))
             for width, left in group_begins(builder, columns, _WIDTHS):
                 with in_groups(builder, columns, width, left) as column:
-                    offset = builder.mul(column, _of(_NUMBER))
+                    offset = builder.mul(column, int64(_NUMBER))
                     for count, top in group_begins(builder, rows, _ROWS):
                         with in_groups(builder, rows, count, top) as row:
                             xs = addresses(builder, builder.add(x_first, builder.mul(row, x_step)), x_step, count)

@@ -28,6 +28,11 @@ def constant(kind: Any, value: Any) -> Any:
     return ir.Constant(kind, value)
 
 
+def int64(value: int) -> Any:
+    """A number of addresses and counts."""
+    return ir.Constant(I64, value)
+
+
 def load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
     """The value `offset` bytes behind an address, at any alignment."""
     found = builder.load(builder.inttoptr(builder.add(address, constant(I64, offset)), kind.as_pointer()))

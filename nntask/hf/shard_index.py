@@ -1,0 +1,37 @@
+"""The index of a model directory whose weights lie in several safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from ..errors import DataError
+from ..io.json_file import read_object
+
+INDEX: Final = "model.safetensors.index.json"
+
+
+def indexed_files(path: Path) -> dict[str, set[str] | None]:
+    """Return the files that the index of a directory names, each with the names of its tensors.
+
+    Raises:
+        DataError: the index is broken, or other files are there than it names.
+    """
+    index = path / INDEX
+    file_names = read_object(index, "the index").get("weight_map")
+    if not isinstance(file_names, dict):
+        raise DataError(f"{index} is not an index of safetensors files: it has no weight_map; copy it again")
+    found: dict[str, set[str] | None] = {}
+    for tensor, name in file_names.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {name!r}, which is no file name; copy it again")
+        tensors = found.setdefault(name, set())
+        assert tensors is not None  # a set from the start
+        tensors.add(tensor)
+    for name in found:
+        if not (path / name).exists():
+            raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
+    shards = {each.name for each in path.glob("model-*-of-*.safetensors")}
+    if surplus := sorted(shards - set(found)):
+        raise DataError(f"{index} does not name {surplus[0]}, which lies beside it; copy the directory again as a whole")
+    return found
