@@ -1,5 +1,5 @@
 from .adapters.lora import LoRA, add_adapters
-from .errors import ClusterError, DataError, Diverged, DoesNotFit, NntaskError, StorageError, UsageError
+from .errors import ClusterError, DataError, Diverged, DoesNotFit, NntaskError, ProcessUnavailable, StorageError, UsageError
 from .models.gpt2 import GPT2, GPT2Config
 from .models.llama import Llama, LlamaConfig
 from .models.registry import PRESETS
@@ -29,6 +29,7 @@ __all__ = [
     "Module",
     "NntaskError",
     "Parameter",
+    "ProcessUnavailable",
     "RopeScaling",
     "StorageError",
     "Tensor",

@@ -8,6 +8,7 @@
     ├── DataError                4   data or a checkpoint is missing, broken, changed or of another shape
     ├── Diverged                 5   the loss became NaN or infinite
     ├── StorageError             6   a GGUF file is broken, or a disk or a device failed; the newest checkpoint is whole
+    ├── ProcessUnavailable       6   a confined process was ended by others, does not answer, or does not start
     └── ClusterError             6   a cluster cannot be used, or failed; the newest checkpoint is whole
 
 Each message is one plain sentence: the rule, the values received, what to do.
@@ -50,6 +51,12 @@ class Diverged(NntaskError):
 
 class StorageError(NntaskError):
     """A GGUF file is broken, or a disk or a device failed; the newest checkpoint, if there is one, is whole."""
+
+    exit_code: ClassVar[int] = 6
+
+
+class ProcessUnavailable(NntaskError):
+    """A process that confines a program of others was ended by others, does not answer, or does not start."""
 
     exit_code: ClassVar[int] = 6
 

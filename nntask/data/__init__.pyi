@@ -1,5 +1,6 @@
 from .batch import Batch, Cursor
 from .chat import ChatSource, ChatTemplate
+from .chat_process import ChatProcess
 from .dataset import DATASETS, Dataset, check_spec, open_dataset
 from .foreign_tokenizer import TOKENIZER_FILE
 from .hub import WIKITEXT
@@ -19,6 +20,7 @@ __all__ = [
     "Batch",
     "BatchStream",
     "ByteTokenizer",
+    "ChatProcess",
     "ChatSource",
     "ChatTemplate",
     "Cursor",

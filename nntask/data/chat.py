@@ -8,23 +8,17 @@ row holds and its template does not write is refused: tools, function calls, rea
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from ..errors import DataError
 from .chat_answers import Answers, Untold
 from .chat_messages import ASSISTANT, MESSAGES, Conversation, conversation_of, names_of, plain_message, text_of
 from .chat_source import ChatSource
-from .encoding import RowEncoder
-from .json_lines import Record, clean
-from .row_counts import RowCounts
+from .json_lines import Record
+from .row_counts import RowTally
 from .row_keys import ROW_KEYS, is_nothing
-from .tokenizer import Tokenizer
 
 __all__ = ["MESSAGES", "ChatSource", "ChatTemplate"]
 
@@ -51,7 +45,7 @@ class ChatTemplate:
 
         from .chat_blocks import environment, reads_of
 
-        self._name, self._words, self._source = name, words, source
+        self._name, self._words = name, words
         self._marks = environment()
         try:
             self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
@@ -63,39 +57,16 @@ class ChatTemplate:
         """Tell the template from now on that this is the date; without it the date is fixed, so that data are always the same."""
         self._marks.now = now
 
-    def terms(self) -> str:
-        """What the text of a conversation follows from: the template, and the special tokens that it may name."""
-        more = [] if self._of_tools is None else [self._of_tools.terms()]
-        return json.dumps([self._source, sorted(self._words.items()), *more])
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, file: str) -> ChatTemplate:
-        """The template in a file, or that of a tokenizer; arguments and errors as of `ChatSource.of`, and a mistake in the template."""
-        found = ChatSource.of(tokenizer, file)
-        return cls(found.source, found.name, found.words, found.tools)
-
-    def encoded(self, line: Record, encoder: RowEncoder, counts: RowCounts | None = None) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """(n,) ids of a conversation, and whether each is the assistant's.
+    def rendered(self, line: Record, counts: RowTally | None = None) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the first and last (excluded) character of each answer.
 
         Args:
+            line: a row with messages.
             counts: counts unknown keys and answers that the template changes.
 
         Raises:
             DataError: the line has no messages, none of the assistant, or the template refuses them.
         """
-        text, answers = self.rendered(line, counts)
-        ids, starts, offsets = encoder.with_offsets(clean(text))
-        is_answer = np.zeros(len(ids), np.bool_)
-        for begin, end in answers:
-            is_answer |= (starts >= begin) & (starts < end)
-            first = int(np.searchsorted(starts, begin))
-            while first and offsets[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
-                first -= 1
-                is_answer[first] = True
-        return ids, is_answer
-
-    def rendered(self, line: Record, counts: RowCounts | None = None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the first and last (excluded) character of each answer; arguments and errors as of `encoded`."""
         if self._of_tools is not None and not is_nothing(line.values.get("tools")):
             return self._of_tools.rendered(line, counts)
         if counts is not None:
@@ -119,7 +90,7 @@ class ChatTemplate:
                 "that its answers cannot be told; use a template with {% generation %} blocks, or one answer a line"
             ) from None
 
-    def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowCounts | None) -> None:
+    def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowTally | None) -> None:
         """Refuse what the template leaves out of the text, and count the answers that it writes otherwise.
 
         Raises:

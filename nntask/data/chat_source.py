@@ -28,6 +28,11 @@ class ChatSource:
     words: Mapping[str, str]
     tools: str = ""
 
+    def terms(self) -> str:
+        """Return what the text of a conversation follows from: the templates, and the special tokens that they may name."""
+        words = sorted(self.words.items())
+        return json.dumps([self.source, words, *([json.dumps([self.tools, words])] if self.tools else [])])
+
     @classmethod
     def of(cls, tokenizer: Tokenizer, file: str) -> ChatSource:
         """Return the template in a file, or the template of a tokenizer.

@@ -15,8 +15,7 @@ from typing import Final
 
 from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
-from .chat import ChatTemplate
-from .chat_source import with_template
+from .chat_source import ChatSource, with_template
 from .corpora import scored_corpus, stdlib_corpus, text_corpus
 from .directories import is_named
 from .examples import Source, examples_of
@@ -316,9 +315,9 @@ def _template_key(spec: DataSpec) -> str:
     """A key of the chat template that is used, which is a file's or the tokenizer's own.
 
     Raises:
-        DataError: there is none, or it has a mistake.
+        DataError: there is none.
     """
     if spec.objective.form != "chat":
         return ""
     tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else ByteTokenizer()  # one made here has no template either
-    return hashlib.sha256(ChatTemplate.of(tokenizer, spec.objective.template).terms().encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(ChatSource.of(tokenizer, spec.objective.template).terms().encode("utf-8", "surrogateescape")).hexdigest()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .json_lines import clean
 from .special_tokens import END_OF_TEXT
 from .tokenizer import BpeTokenizer, Tokenizer
 
@@ -60,6 +61,23 @@ class RowEncoder:
         found = self._inner.encode(text, add_special_tokens=False)
         offsets = found.offsets
         return np.array(found.ids, np.int32), np.array([start for start, _ in offsets], np.int64), offsets
+
+    def answers(self, text: str, answers: Iterable[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """Return the ids of a conversation, and whether each is learnt, both (n,).
+
+        Args:
+            text: the conversation as its chat template writes it.
+            answers: first and last (excluded) character of each answer.
+        """
+        ids, starts, offsets = self.with_offsets(clean(text))
+        is_answer = np.zeros(len(ids), np.bool_)
+        for begin, end in answers:
+            is_answer |= (starts >= begin) & (starts < end)
+            first = int(np.searchsorted(starts, begin))
+            while first and offsets[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
+                first -= 1
+                is_answer[first] = True
+        return ids, is_answer
 
     def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
         ids = [each.astype(np.int32) for each in self._tokenizer.encode([first] if second is None else [first, second])]

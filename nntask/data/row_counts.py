@@ -14,23 +14,20 @@ _MOST_NAMED: Final = 8
 """Unknown keys that a sentence names."""
 
 
-class RowCounts:
-    """Counts of one split.
+class RowTally:
+    """Counts of some rows.
 
-    Args:
-        objective: what is learnt, with the lengths that rows are cut to.
-        split: "training" or "validation".
+    Attributes:
+        numbers: key of `_SENTENCES` -> number of rows or answers.
+        unknown: name of an unknown key -> number of rows that have it.
     """
 
-    def __init__(self, objective: Objective, split: str) -> None:
-        self._objective, self._split = objective, split
-        self.num_rows = 0
-        self._numbers: Counter[str] = Counter()
-        self._unknown: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self.numbers, self.unknown = Counter[str](), Counter[str]()
 
     def add(self, key: str, number: int = 1) -> None:
         """Count rows under a key of `_SENTENCES`."""
-        self._numbers[key] += number
+        self.numbers[key] += number
 
     def check(self, kind: RowKind, rows: Iterable[Mapping[str, Any]], where: str) -> None:
         """Count the unknown keys of a row, or of the messages of one; each key once a row.
@@ -39,22 +36,39 @@ class RowCounts:
             DataError: a key is refused.
         """
         for key in {key for row in rows for key in unknown_keys(row, kind, where)}:
-            self._unknown[f'"{key}"' + (" of messages" if kind == "message" else "")] += 1
+            self.unknown[f'"{key}"' + (" of messages" if kind == "message" else "")] += 1
+
+
+class RowCounts(RowTally):
+    """Counts of one split.
+
+    Args:
+        objective: what is learnt, with the lengths that rows are cut to.
+        split: "training" or "validation".
+
+    Attributes:
+        num_rows: number of rows.
+    """
+
+    def __init__(self, objective: Objective, split: str) -> None:
+        super().__init__()
+        self._objective, self._split = objective, split
+        self.num_rows = 0
 
     def findings(self) -> Iterator[Finding]:
         """Return what there is to say."""
         before = "" if self._split == "training" else "validation_"
         for key, sentence in _SENTENCES.items():
-            number, total = self._numbers[key], self._numbers["answers"] if key == "answers_changed" else self.num_rows
+            number, total = self.numbers[key], self.numbers["answers"] if key == "answers_changed" else self.num_rows
             if number:
                 terms = {"length": self._objective.length, "target_length": self._objective.target_length}
                 yield Finding(before + key, number, total, sentence.format(number=number, total=total, split=self._split, **terms))
-        if self._unknown:
-            named = ", ".join(f"{key} in {number}" for key, number in self._unknown.most_common(_MOST_NAMED))
-            more = f" and {len(self._unknown) - _MOST_NAMED} others" if len(self._unknown) > _MOST_NAMED else ""
+        if self.unknown:
+            named = ", ".join(f"{key} in {number}" for key, number in self.unknown.most_common(_MOST_NAMED))
+            more = f" and {len(self.unknown) - _MOST_NAMED} others" if len(self.unknown) > _MOST_NAMED else ""
             yield Finding(
                 f"{before}unknown_keys",
-                len(self._unknown),
+                len(self.unknown),
                 0,
                 f"keys that mean nothing here are ignored in {self.num_rows} {self._split} rows: {named}{more}",
             )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from .chat import ChatTemplate
+from .chat_process import ChatProcess
+from .chat_source import ChatSource
 from .encoding import RowEncoder
 from .json_lines import JsonLines, Record
 from .known_ids import check_known
@@ -94,9 +96,10 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, v
     """
     encoder = RowEncoder(tokenizer)
     if objective.form == "chat":
-        for line, row in _conversations(lines, objective, ChatTemplate.of(tokenizer, objective.template), encoder, counts):
-            check_known(row[0], tokenizer, vocab_size, line.where)
-            yield row
+        with closing(ChatProcess(ChatSource.of(tokenizer, objective.template))) as template:
+            for line, row in _conversations(lines, objective, template, encoder, counts):
+                check_known(row[0], tokenizer, vocab_size, line.where)
+                yield row
         return
     for line in lines:
         counts.num_rows += 1
@@ -121,13 +124,13 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, v
 
 
 def _conversations(
-    lines: JsonLines, objective: Objective, template: ChatTemplate, encoder: RowEncoder, counts: RowCounts
+    lines: JsonLines, objective: Objective, template: ChatProcess, encoder: RowEncoder, counts: RowCounts
 ) -> Iterator[tuple[Record, Row]]:
     """The rows of conversations, each with its line; one with nothing to learn is left out."""
     limit = objective.length + 1  # the last id is a target only
-    for line in lines:
+    for line, text, answers in template.rows(lines, counts):
         counts.num_rows += 1
-        ids, is_answer = template.encoded(line, encoder, counts)
+        ids, is_answer = encoder.answers(text, answers)
         if is_answer[1:limit].any():
             counts.add("rows_cut", len(ids) > limit)
             yield line, (ids[:limit], is_answer[:limit].astype(np.int32))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import DEEPSEEK, GEMMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM, chat_tokenizer
+from support.chat_templates import DEEPSEEK, GEMMA, MISTRAL, PHI3, QWEN2, QWEN3, SMOLLM, chat_tokenizer, template_of
 
 from nntask.data import load_tokenizer
 from nntask.data.chat import ChatTemplate
@@ -54,7 +54,7 @@ def test_an_end_that_is_the_padding_is_learnt(tmp_path: Path) -> None:
     about = json.loads((place / "tokenizer_config.json").read_text())
     (place / "tokenizer_config.json").write_text(json.dumps({**about, "pad_token": "</s>"}))
     tokenizer = load_tokenizer(place)
-    ids, counts = ChatTemplate.of(tokenizer, "").encoded(Record({"messages": TALK}, "line 1"), RowEncoder(tokenizer))
+    ids, counts = RowEncoder(tokenizer).answers(*template_of(tokenizer).rendered(Record({"messages": TALK}, "line 1")))
     assert (ids[counts] == tokenizer.special.eos[0]).sum() == 2
 
 
@@ -67,8 +67,8 @@ def test_answers_between_instructions_are_found() -> None:
 def test_a_beginning_is_there_once(tmp_path: Path, begin: bool) -> None:
     """Also where the tokenizer puts it in front of a text, and the template as well."""
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path / "tok", MISTRAL, begin=begin))
-    template = ChatTemplate.of(tokenizer, "")
-    ids, _ = template.encoded(Record({"messages": TALK}, "line 1"), RowEncoder(tokenizer))
+    template = template_of(tokenizer)
+    ids, _ = RowEncoder(tokenizer).answers(*template.rendered(Record({"messages": TALK}, "line 1")))
     assert (ids == tokenizer.special.bos).sum() == 1
     assert conversation_ids(tokenizer, template.prompt(TALK[:1], "line 1")).count(tokenizer.special.bos or 0) == 1
 

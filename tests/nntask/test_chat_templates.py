@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import BLOCKS, DEEPSEEK, LLAMA, QWEN2, QWEN3, SMOLLM, TEMPLATES, chat_tokenizer
+from support.chat_templates import BLOCKS, DEEPSEEK, LLAMA, QWEN2, QWEN3, SMOLLM, TEMPLATES, chat_tokenizer, template_of
 
 from nntask.data import load_tokenizer
 from nntask.data.chat import ChatTemplate
@@ -54,9 +54,9 @@ LAST = {"phi3": "</s>", "phi4": "</s>"}
 def parts_of(directory: Path, row: dict[str, Any]) -> tuple[str, list[str], list[int], list[int]]:
     """Text, answers, ids and marks of a row by the template of a directory."""
     tokenizer = load_tokenizer(directory)
-    template, line = ChatTemplate.of(tokenizer, ""), Record(row, "x.jsonl line 1")
+    template, line = template_of(tokenizer), Record(row, "x.jsonl line 1")
     text, spans = template.rendered(line)
-    ids, counts = template.encoded(line, RowEncoder(tokenizer))
+    ids, counts = RowEncoder(tokenizer).answers(text, spans)
     return text, [text[begin:end] for begin, end in spans], ids.tolist(), counts.astype(int).tolist()
 
 
@@ -226,7 +226,7 @@ def test_named_templates_without_a_default_are_listed(tmp_path: Path) -> None:
     """transformers refuses them, too."""
     place = chat_tokenizer(tmp_path / "tok", [{"name": "rag", "template": SMOLLM}, {"name": "tool_use", "template": QWEN2}])
     with pytest.raises(DataError, match="has chat templates named rag, tool_use and none named default"):
-        ChatTemplate.of(load_tokenizer(place), "")
+        template_of(load_tokenizer(place))
 
 
 def test_named_templates_in_files(tmp_path: Path) -> None:

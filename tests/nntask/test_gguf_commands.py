@@ -14,7 +14,7 @@ from support.model_directories import TEXT, losses, write_model
 from support.transformers_oracle import hf_model
 
 from nntask.checkpoints import find_checkpoint
-from nntask.data.chat import ChatTemplate
+from nntask.data import ChatSource
 from nntask.data.tokenizer import load_tokenizer
 from nntask.gguf.vocabulary import files_from
 from nntask.gguf.vocabulary_keys import keys_of
@@ -91,7 +91,7 @@ def test_a_tokenizer_and_its_template(here: Path) -> None:
     assert ours.encode([TEXT])[0].tolist() == theirs.encode([TEXT])[0].tolist()
     assert ours.special.eos == theirs.special.eos == (0,)
     assert ours.decode(ours.encode([TEXT])[0]) == TEXT
-    assert ChatTemplate.of(ours, "").terms()[:30].count("messages")
+    assert ChatSource.of(ours, "").terms()[:30].count("messages")
 
 
 def test_a_tokenizer_comes_back(here: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.chat_templates import template_of
 from support.objective_data import CHATML, TEXTS, Learner, lines_in, opened, tokenizer_in
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, ByteTokenizer, Dataset, in_order, load_tokenizer
+from nntask.data import BatchStream, ByteTokenizer, ChatSource, Dataset, in_order, load_tokenizer
 from nntask.data.chat import ChatTemplate
 from nntask.data.encoding import RowEncoder
 from nntask.data.json_lines import JsonLines, Record, json_lines
@@ -237,7 +238,7 @@ def test_the_tokenizers_own_template_and_special_tokens(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": " the cat "}, *[{"role": "user", "content": "sat"}]]
     place = tokenizer_in(tmp_path / "tok", WORDS, chat_template=source)
     tokenizer = load_tokenizer(place)
-    ids, counts = ChatTemplate.of(tokenizer, "").encoded(Record({"messages": talk}, "line 1"), RowEncoder(tokenizer))
+    ids, counts = RowEncoder(tokenizer).answers(*template_of(tokenizer).rendered(Record({"messages": talk}, "line 1")))
     theirs = transformers.AutoTokenizer.from_pretrained(place)
     expected = theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
     assert ids.tolist() == expected["input_ids"]
@@ -288,4 +289,4 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     """The advice names the flag."""
     with pytest.raises(DataError, match="name one with --chat-template FILE"):
-        ChatTemplate.of(ByteTokenizer(), "")
+        ChatSource.of(ByteTokenizer(), "")

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from nntask.data import ChatSource, ChatTemplate
+from nntask.data.tokenizer import Tokenizer
+
 SPECIAL: Final = (
     "<|endoftext|>",
     "<|begin_of_text|>",
@@ -324,3 +327,9 @@ def chat_tokenizer(directory: Path, template: Any = None, *, begin: bool = False
     about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(about if template is None else {**about, "chat_template": template}))
     return directory
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """The tokenizer's own template, compiled in this process."""
+    source = ChatSource.of(tokenizer, "")
+    return ChatTemplate(source.source, source.name, source.words, source.tools)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_templates import QWEN2, SMOLLM, chat_tokenizer
+from support.chat_templates import QWEN2, SMOLLM, chat_tokenizer, template_of
 from support.commands import refuse
 from support.model_directories import losses, write_model
 from support.objective_data import CHATML, lines_in
@@ -124,7 +124,7 @@ def test_a_run_from_nothing_keeps_its_template(here: Path, tokenizer: str) -> No
     assert expected.count(end) == 2
     assert conversation("run") == conversation("out") == theirs.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
     row = ModelSource.open("run")
-    ids, counts = ChatTemplate.of(row.tokenizer(), "").encoded(Record({"messages": TALK}, "line 1"), RowEncoder(row.tokenizer()))
+    ids, counts = RowEncoder(row.tokenizer()).answers(*template_of(row.tokenizer()).rendered(Record({"messages": TALK}, "line 1")))
     assert ids.tolist() == expected
     assert ids[counts].tolist()[-1] == end
 

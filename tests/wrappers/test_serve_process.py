@@ -193,8 +193,8 @@ def test_few_pages_let_texts_wait(model: Path, alone: Alone) -> None:
 
 IMPATIENT = """
 from functools import partial
-from wrappers.serve import template_process
-template_process.TemplateProcess = partial(template_process.TemplateProcess, cpu_seconds=1)
+import nntask.data
+nntask.data.ChatProcess = partial(nntask.data.ChatProcess, cpu_seconds=1)
 """
 
 

@@ -22,13 +22,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nntask import DataError
+from nntask import DataError, ProcessUnavailable
 from nntask.inference import TextIds, TokenBytes
 
 from . import schema
 from .answers import Form
 from .engine import TextEngine
-from .errors import ApiError, TemplateUnavailable
+from .errors import ApiError
 from .jobs import ChatPrompts, Desk, Progress, Prompt, encoded, full_queue, job_of
 from .loopback import is_loopback
 from .metrics import Metrics
@@ -204,7 +204,7 @@ class Application:
         try:
             async with self._rendering if asked.messages else contextlib.nullcontext():
                 return await asyncio.to_thread(encoded, asked, self._service.ids, self._service.template)
-        except TemplateUnavailable as error:
+        except ProcessUnavailable as error:
             code = "shutting_down" if self.is_ending else "template_unavailable"
             raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
         except DataError as error:

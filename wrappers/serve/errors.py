@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from nntask import DataError
-
 _KINDS: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -30,7 +28,3 @@ class ApiError(Exception):
         """The object that a response, or an event of a stream, consists of."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-class TemplateUnavailable(DataError):
-    """Conversations cannot be written down now, whatever they are."""

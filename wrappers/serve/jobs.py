@@ -40,7 +40,8 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
 
     Raises:
         ApiError: a prompt is empty, or there is no template for a conversation.
-        DataError: the template refuses the conversation, or cannot be asked now (`TemplateUnavailable`).
+        DataError: the template refuses the conversation.
+        ProcessUnavailable: the template cannot be asked now.
     """
     if asked.messages:
         if template is None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -22,11 +22,11 @@ from ..options.models import open_source
 from ..options.runtime_flags import machine_from, runtime_of
 
 if TYPE_CHECKING:
+    from nntask.data import ChatProcess
     from nntask.hardware import MachineSpec
     from nntask.inference import BatchShape, ModelSource, RunningBatch, TextIds
     from nntask.tiling import ModelTiling
     from wrappers.serve.app import Service
-    from wrappers.serve.template_process import TemplateProcess
 
 _KEY: Final = "NNTASK_API_KEY"
 _LONGEST_KEY: Final = 8192
@@ -143,7 +143,7 @@ def _context(asked: ServerSettings, source: ModelSource) -> int:
 
 
 @contextmanager
-def _template(asked: ServerSettings, ids: TextIds) -> Iterator[Future[TemplateProcess | None]]:
+def _template(asked: ServerSettings, ids: TextIds) -> Iterator[Future[ChatProcess | None]]:
     """What writes conversations down, while it is needed; its process begins beside what the block does first."""
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(_template_process, asked, ids)
@@ -154,7 +154,7 @@ def _template(asked: ServerSettings, ids: TextIds) -> Iterator[Future[TemplatePr
                 process.close()
 
 
-def _template_process(asked: ServerSettings, ids: TextIds) -> TemplateProcess | None:
+def _template_process(asked: ServerSettings, ids: TextIds) -> ChatProcess | None:
     """A process for the chat template; None where there is no template that can be used.
 
     Raises:
@@ -162,8 +162,7 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> TemplateProcess | 
     """
     from nntask import DataError
     from nntask.config import parse_size
-    from nntask.data import ChatSource
-    from wrappers.serve.template_process import TemplateProcess
+    from nntask.data import ChatProcess, ChatSource
 
     try:
         source = ChatSource.of(ids.tokenizer, asked.chat_template)
@@ -172,7 +171,7 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> TemplateProcess | 
             raise
         return None
     try:
-        return TemplateProcess(source, parse_size(asked.max_body, "--max-body"), _clock(asked.template_date))
+        return ChatProcess(replace(source, tools=""), parse_size(asked.max_body, "--max-body"), _clock(asked.template_date))
     except DataError as error:
         if asked.chat_template:
             raise
@@ -197,7 +196,7 @@ def _clock(day: str) -> Callable[[], datetime]:
     return lambda: found
 
 
-def _service(asked: ServerSettings, ids: TextIds, template: TemplateProcess | None, model: str) -> Service:
+def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, model: str) -> Service:
     """What is served."""
     import time
     from importlib.metadata import version
