@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from .json_lines import clean
 from .special_tokens import END_OF_TEXT
+from .token_rules import Ids, Offsets, cut_lengths
 from .tokenizer import BpeTokenizer, Tokenizer
-
-Ids = npt.NDArray[np.int32]
-Offsets = Sequence[tuple[int, int]]
 
 
 class RowEncoder:
@@ -27,8 +24,8 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._inner: Any = tokenizer.inner if isinstance(tokenizer, BpeTokenizer) else None
-        has_template = self._inner is not None and self._inner.num_special_tokens_to_add(False) > 0
+        self._rules = tokenizer.rules if isinstance(tokenizer, BpeTokenizer) else None
+        has_template = self._rules is not None and self._rules.num_around(is_pair=False) > 0
         self._end = [] if has_template else [tokenizer.end_of_text]
 
     def text(self, text: str, limit: int) -> Ids:
@@ -41,26 +38,16 @@ class RowEncoder:
 
     def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
         """Ids and types as of `pair`, and whether a text was cut."""
-        if self._inner is None or self._end:
+        if self._rules is None or self._end:
             return self._plain(first, second, limit)
-        one = self._inner.encode(first, add_special_tokens=False)
-        two = None if second is None else self._inner.encode(second, add_special_tokens=False)
-        most = max(limit - self._inner.num_special_tokens_to_add(two is not None), 0)
-        before = (len(one), 0 if two is None else len(two))
-        lengths = _cut(*before, most)
-        one.truncate(lengths[0])
-        if two is not None:
-            two.truncate(lengths[1])
-        found = self._inner.post_process(one, two, True)
-        return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32), sum(before) > sum(lengths)
+        return self._rules.row(first, second, limit)
 
     def with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
         """(n,) ids of a text without a template, the character that each begins with, and the first and last (excluded) character of each."""
-        if self._inner is None:
+        if self._rules is None:
             return _byte_offsets(self._tokenizer, text)
-        found = self._inner.encode(text, add_special_tokens=False)
-        offsets = found.offsets
-        return np.array(found.ids, np.int32), np.array([start for start, _ in offsets], np.int64), offsets
+        ids, offsets = self._rules.with_offsets(text)
+        return ids, np.array([start for start, _ in offsets], np.int64), offsets
 
     def answers(self, text: str, answers: Iterable[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return the ids of a conversation, and whether each is learnt, both (n,).
@@ -82,7 +69,7 @@ class RowEncoder:
     def _plain(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
         ids = [each.astype(np.int32) for each in self._tokenizer.encode([first] if second is None else [first, second])]
         before = (len(ids[0]), len(ids[1]) if len(ids) > 1 else 0)
-        lengths = _cut(*before, max(limit - len(ids), 0))
+        lengths = cut_lengths(*before, max(limit - len(ids), 0))
         end = np.array(self._end, np.int32)
         rows = [np.concatenate([each[:length], end]) for each, length in zip(ids, lengths, strict=False)]
         types = np.repeat(np.arange(len(rows), dtype=np.int32), [len(row) for row in rows])
@@ -112,11 +99,3 @@ def _byte_offsets(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.
         at += len(piece)
     found = np.concatenate(starts)
     return np.concatenate(ids), found, [(int(start), int(start) + 1) for start in found]
-
-
-def _cut(first: int, second: int, most: int) -> tuple[int, int]:
-    """Lengths of two texts that have `most` tokens together at most, the longer one cut first."""
-    if first + second <= most:
-        return first, second
-    short = min(first, second, most // 2)
-    return (most - short, short) if first > second else (short, most - short)

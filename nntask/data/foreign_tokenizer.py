@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,9 @@ from ..errors import DataError
 from ..gguf.model_file import GgufModel, is_gguf, open_gguf
 from ..io.regular_file import read_bytes
 from .added_tokens import add_tokens
+from .rule_bounds import normalizer_of, sections_of, unbounded_model, unbounded_rule, without_rules
 from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, companions
+from .token_rules import ConfinedRules, LocalRules, TokenRules
 from .tokenizer_keys import check_keys
 from .vocabulary_files import SENTENCE_PIECE, built, conversion, default_special, put_around, rule_of, vocabulary_of
 
@@ -29,7 +32,8 @@ class OpenedTokenizer:
     """A tokenizer that was opened.
 
     Args:
-        inner: the `tokenizers.Tokenizer`.
+        inner: the `tokenizers.Tokenizer`, without its rules if they are confined.
+        rules: its rules.
         directory: directory of its files, or the GGUF file.
         beside: the files beside it.
         notes: what the files say and is not followed, a sentence each.
@@ -37,6 +41,7 @@ class OpenedTokenizer:
     """
 
     inner: Any
+    rules: TokenRules
     directory: Path
     beside: Companions
     notes: tuple[str, ...]
@@ -75,9 +80,9 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     rule = rule_of(path, objects) if vocabulary else None
     if rule is not None:
         config = {**objects.get(SPECIAL_TOKENS, {}), **objects.get(TOKENIZER_CONFIG, {})}
-        inner = built(path, rule, config)
+        inner, sections, doubt = built(path, rule, config), None, ""
     else:
-        inner = _read(file, opened)
+        inner, sections, doubt = _read(file, opened)
     dropout = getattr(inner.model, "dropout", None)
     if dropout:
         inner.model.dropout = None
@@ -89,15 +94,24 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     is_split = objects.get(TOKENIZER_CONFIG, {}).get("split_special_tokens") is True
     if is_split:
         inner.encode_special_tokens = True
-    notes = check_keys(inner, objects, str(directory))
+    doubt = doubt or unbounded_model(inner)
+    rules: TokenRules = ConfinedRules(inner, sections or sections_of(inner), directory) if doubt else LocalRules(inner, directory)
+    notes = check_keys(inner, rules, objects, str(directory))
+    if doubt:
+        why = f"it has a rule that is not known here: {doubt}"
+        notes = (f"the tokenizer works in a process of its own, with limits of time and memory, as {why}", *notes)
     if dropout:
         notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)
     terms = "" if rule is None else hashlib.sha256(inner.to_str().encode()).hexdigest()
-    return OpenedTokenizer(inner, directory, beside, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+    return OpenedTokenizer(inner, rules, directory, beside, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
 
 
-def _read(file: Path, opened: GgufModel | None) -> Any:
-    """The `tokenizers.Tokenizer` of a file, or of the text in a GGUF file."""
+def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] | None, str]:
+    """Read the tokenizer in a file, or that of the text in a GGUF file.
+
+    Returns:
+        The `tokenizers.Tokenizer`; its rules, if they were left out of it; and the first rule that is not known to be bounded, "" if there is none.
+    """
     import tokenizers
 
     inside = None if opened is None else opened.files[TOKENIZER_FILE]
@@ -108,13 +122,29 @@ def _read(file: Path, opened: GgufModel | None) -> Any:
     if text.startswith(_POINTER):
         raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
     try:
-        return tokenizers.Tokenizer.from_buffer(text)  # the package opens no path whose name is not UTF-8
+        if _loads_safely(text):
+            inner = tokenizers.Tokenizer.from_buffer(text)  # the package opens no path whose name is not UTF-8
+            if not (doubt := unbounded_rule(sections_of(inner))):
+                return inner, None, ""
+            content = json.loads(inner.to_str())
+        else:
+            content = json.loads(text)
+            doubt = unbounded_rule({"normalizer": content["normalizer"]})
+        return tokenizers.Tokenizer.from_str(json.dumps(without_rules(content))), content, doubt
     except Exception as error:  # the package raises bare Exception for any broken file
         if opened is not None and (flaw := opened.flaw()):
             raise DataError(f"the tokenizer in {file} {flaw}; name its tokenizer.json with --tokenizer-path DIR, or use another file") from None
         raise DataError(
             f"{file} is not a tokenizer file: {error}; copy it again, or update the tokenizers package, which is {tokenizers.__version__} here"
         ) from None
+
+
+def _loads_safely(text: bytes) -> bool:
+    """Whether the normalizer of a tokenizer.json, which works already while it is loaded, is known to be bounded."""
+    try:
+        return not unbounded_rule({"normalizer": normalizer_of(text)})
+    except (ValueError, RecursionError):  # no tokenizer
+        return False
 
 
 def stored_tokenizer(path: Path) -> bytes:

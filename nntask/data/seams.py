@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from .rule_bounds import sections_of
 from .split_rules import GPT_2, splits
 from .tokenizer_keys import steps
 
@@ -55,7 +56,8 @@ class Seams:
     @classmethod
     def of(cls, inner: Any) -> Seams:
         """Return the seams of a `tokenizers.Tokenizer`."""
-        normalizers, splitters = steps(inner.normalizer, "normalizers"), steps(inner.pre_tokenizer, "pretokenizers")
+        sections = sections_of(inner)
+        normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
         kinds = [kind for kind in _SEAMS if _is_seam(kind, normalizers, splitters, inner)]
         if not kinds:
             return cls(None, False)

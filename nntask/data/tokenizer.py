@@ -6,7 +6,6 @@ Both cover every possible text, so encoding never fails. In a corpus each text i
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..errors import DataError
 from .foreign_tokenizer import TOKENIZER_FILE, open_tokenizer
 from .seams import Seams
 from .special_tokens import END_OF_TEXT, MASK, Companions, Special, special_of
+from .token_rules import ConfinedRules, LocalRules, TokenRules
 
 _NUM_BYTES: Final = 256
 
@@ -132,32 +132,48 @@ class BpeTokenizer:
     """A tokenizer of the `tokenizers` package.
 
     Args:
-        inner: a `tokenizers.Tokenizer`.
+        inner: a `tokenizers.Tokenizer`; of a tokenizer with confined rules, its tokens alone.
         beside: the files beside it; none for a tokenizer that was trained in this process.
+        rules: what makes ids of texts and texts of ids; those of `inner` if None.
         where: its directory, for messages.
         notes, terms: see `Tokenizer`.
+
+    Attributes:
+        inner: the tokenizer's tokens: words, ids, which are special.
+        rules: see above.
     """
 
     name = "bpe"
 
     def __init__(
-        self, inner: Any, beside: Companions | None = None, *, where: object = "the tokenizer", notes: tuple[str, ...] = (), terms: str = ""
+        self,
+        inner: Any,
+        beside: Companions | None = None,
+        rules: TokenRules | None = None,
+        *,
+        where: object = "the tokenizer",
+        notes: tuple[str, ...] = (),
+        terms: str = "",
     ) -> None:
         self.inner, self.notes, self.terms = inner, notes, terms
+        self.rules = rules or LocalRules(inner, where)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids need not be consecutive
         self.special = special_of(inner, beside or Companions())
         self._where = where
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
         """(n,) token ids of each text; with `special`, including the ids of the template in tokenizer.json."""
-        return [np.array(e.ids, np.int64) for e in self.inner.encode_batch_fast(list(texts), add_special_tokens=special)]
+        return self.rules.encode(texts, special=special)
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """Chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
         waiting = iter(pieces)
         first = list(itertools.islice(waiting, 2))
-        chunks = iter(first) if len(first) < 2 else Seams.of(self.inner).cut(itertools.chain(first, waiting))
+        chunks = iter(first) if len(first) < 2 else self._seams().cut(itertools.chain(first, waiting))
         return ((chunk, self.encode([chunk])[0]) for chunk in chunks)
+
+    def _seams(self) -> Seams:
+        return Seams.of(self.inner) if isinstance(self.rules, LocalRules) else Seams(None, False)
 
     def word(self, token: int) -> str:
         """The token of an id, as the vocabulary has it."""
@@ -165,13 +181,13 @@ class BpeTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        return str(self.inner.decode(list(ids), skip_special_tokens=True))
+        return self.rules.decode(ids)
 
     @property
     def begin_of_text(self) -> int:
         """The begin-of-text id if the tokenizer's template starts a text with it, else the end-of-text id of the previous text."""
         bos = self.special.bos
-        return self.end_of_text if bos is None or self.inner.encode("", add_special_tokens=True).ids[:1] != [bos] else bos
+        return self.end_of_text if bos is None or self.rules.around("")[0][:1] != [bos] else bos
 
     @property
     def end_of_text(self) -> int:
@@ -189,7 +205,8 @@ class BpeTokenizer:
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
         """(vocab_size,) number of bytes per id: in the byte-level alphabet, one character of a token is one byte. None for other alphabets."""
-        if not _is_byte_level(self.inner):
+        decoder = self.rules.sections["decoder"]
+        if decoder is None or decoder["type"] != "ByteLevel":  # the byte-level alphabet of GPT-2 (Radford et al., 2019)
             return None
         lengths = np.zeros(self.vocab_size, np.int64)
         added = self.inner.get_added_tokens_decoder()
@@ -197,21 +214,23 @@ class BpeTokenizer:
             lengths[index] = len(token) if index not in added else 0 if added[index].special else len(token.encode("utf-8"))
         return lengths
 
+    def content(self) -> str:
+        """The text of its tokenizer.json."""
+        return self.rules.content if isinstance(self.rules, ConfinedRules) else str(self.inner.to_str(pretty=False))
+
+    def close(self) -> None:
+        """End the process of confined rules, also under a text."""
+        self.rules.close()
+
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and its companion files to `directory`."""
-        (directory / TOKENIZER_FILE).write_text(self.inner.to_str(pretty=False), encoding="utf-8")  # save() takes no path that is not UTF-8
+        (directory / TOKENIZER_FILE).write_text(self.content(), encoding="utf-8")  # save() takes no path that is not UTF-8
         _save_files(self.special, directory)
 
 
 def _save_files(special: Special, directory: Path) -> None:
     for name, content in special.files.items():
         (directory / name).write_text(content, encoding="utf-8")
-
-
-def _is_byte_level(inner: Any) -> bool:
-    """Whether the tokens are written in the byte-level alphabet of GPT-2 (Radford et al., 2019)."""
-    decoder = None if inner.decoder is None else json.loads(inner.decoder.__getstate__())
-    return decoder is not None and decoder["type"] == "ByteLevel"
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -224,7 +243,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
     found = open_tokenizer(Path(path))
-    return BpeTokenizer(found.inner, found.beside, where=found.directory, notes=found.notes, terms=found.terms)
+    return BpeTokenizer(found.inner, found.beside, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:

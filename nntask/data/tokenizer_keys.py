@@ -7,12 +7,12 @@ transformers, and a note if it does not. Keys that are in no table change nothin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..errors import DataError
 from .added_tokens import ROLES
+from .token_rules import TokenRules
 
 USED: Final = frozenset(
     {
@@ -46,11 +46,12 @@ IGNORED: Final[Mapping[str, str]] = {key: reason for reason, keys in _REASONS.it
 """Key of tokenizer_config.json -> why it is not read."""
 
 
-def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, ...]:
+def check_keys(inner: Any, rules: TokenRules, objects: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, ...]:
     """Compare the keys of a tokenizer's files with its tokenizer.json.
 
     Args:
         inner: the `tokenizers.Tokenizer`, with all its tokens.
+        rules: its rules.
         objects: name -> content of the JSON files beside it.
         where: its directory, for messages.
 
@@ -61,7 +62,7 @@ def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str)
         DataError: a key says otherwise than tokenizer.json, and transformers would give a text other tokens for it.
     """
     config = objects.get("tokenizer_config.json", {})
-    for key, value, given in _repeated(inner, config):
+    for key, value, given in _repeated(rules.sections, config):
         if type(value) is bool and value != given:
             raise DataError(
                 f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so a text would "
@@ -72,17 +73,17 @@ def check_keys(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str)
             f"fix_mistral_regex in tokenizer_config.json of {where} replaces the rule of tokenizer.json that cuts texts into words; load and save "
             "the tokenizer with transformers, and remove the key"
         )
-    return (*_around(inner, config), *_unknown(objects))
+    return (*_around(inner, rules, config), *_unknown(objects))
 
 
 def steps(component: Any, key: str) -> list[dict[str, Any]]:
     """Return the parts of a normalizer or pre-tokenizer as JSON objects, sequences resolved.
 
     Args:
-        component: of a `tokenizers.Tokenizer`, or None.
+        component: section of a tokenizer.json, or None.
         key: key of the parts of a sequence.
     """
-    waiting, found = [] if component is None else [json.loads(component.__getstate__())], []
+    waiting, found = [] if component is None else [component], []
     while waiting:
         step = waiting.pop(0)
         if step["type"] == "Sequence":
@@ -92,9 +93,9 @@ def steps(component: Any, key: str) -> list[dict[str, Any]]:
     return found
 
 
-def _repeated(inner: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+def _repeated(sections: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Keys of a config that repeat what tokenizer.json says, with both values."""
-    normalizers, splitters = steps(inner.normalizer, "normalizers"), steps(inner.pre_tokenizer, "pretokenizers")
+    normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
     for step in normalizers:
         if step["type"] == "BertNormalizer":
             accents = step["lowercase"] if step["strip_accents"] is None else step["strip_accents"]
@@ -110,15 +111,14 @@ def _repeated(inner: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, Any,
         yield "add_prefix_space", prefix, True
 
 
-def _around(inner: Any, config: Mapping[str, Any]) -> Iterator[str]:
+def _around(inner: Any, rules: TokenRules, config: Mapping[str, Any]) -> Iterator[str]:
     """Notes about tokens that a config puts around a text and tokenizer.json does not, or the other way about."""
-    whole = inner.encode("a", add_special_tokens=True)
-    ids, is_added = whole.ids, whole.special_tokens_mask
+    ids, is_added = rules.around("a")
     for key, at, side in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
         value, entry = config.get(f"add_{key}"), config.get(key)
         word = entry.get("content") if isinstance(entry, Mapping) else entry
         index = inner.token_to_id(word) if isinstance(word, str) else None
-        is_put = bool(ids) and bool(is_added[at]) and ids[at] == index
+        is_put = bool(ids) and is_added[at] and ids[at] == index
         if type(value) is bool and index is not None and value != is_put:
             yield (
                 f"add_{key} in tokenizer_config.json is {str(value).lower()} and is not followed: tokenizer.json puts "

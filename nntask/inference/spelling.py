@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -66,16 +65,17 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, inner = tokenizer, getattr(tokenizer, "inner", None)
+        self._tokenizer, rules = tokenizer, getattr(tokenizer, "rules", None)
+        inner = getattr(tokenizer, "inner", None)
         self._inner, self._kinds = inner, frozenset[str]()
         self._added: Mapping[int, str] = {}
         self._left_out = frozenset[int]()
-        if inner is not None:
+        if inner is not None and rules is not None:
             added = inner.get_added_tokens_decoder()
             self._added = {index: token.content for index, token in added.items()}
             self._left_out = frozenset(index for index, token in added.items() if token.special)
-            decoders = [] if inner.decoder is None else list(_flat(json.loads(inner.decoder.__getstate__())))
-            self._kinds = frozenset(_kind_of(each) for each in decoders)
+            decoder = rules.sections["decoder"]
+            self._kinds = frozenset() if decoder is None else frozenset(_kind_of(each) for each in _flat(decoder))
 
     def is_left_out(self, token: int) -> bool:
         """Whether texts leave a token out."""

@@ -164,7 +164,7 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
     if not isinstance(now, BpeTokenizer) or not (resumed.path / TOKENIZER_FILE).is_file():
         return
     then = load_tokenizer(resumed.path)
-    if isinstance(then, BpeTokenizer) and then.inner.to_str() != now.inner.to_str():
+    if isinstance(then, BpeTokenizer) and then.content() != now.content():
         raise DataError(
             f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.path} is another one now, so texts "
             "would have other ids; restore it, or start a new run"

@@ -1,0 +1,218 @@
+"""Rules of a tokenizer at work: texts to ids and back, in this process or in a confined one.
+
+Both kinds have the same methods and the same results. `ConfinedRules` are for tokenizers whose rules are not known to be bounded (`rule_bounds`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..confined.process import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from ..errors import DataError
+from .rule_bounds import sections_of, with_rules
+
+Ids = npt.NDArray[np.int32]
+Offsets = Sequence[tuple[int, int]]
+
+_SECONDS: Final = 5
+_NBYTES_A_SECOND: Final = 1 << 17
+"""Seconds of a processor for a text, and bytes for which it gets another one; honest rules take a second for a MiB or more."""
+_NBYTES: Final = 48 << 20
+_NBYTES_A_BYTE: Final = 256
+"""Memory for a text, and for each of its bytes: tokens, their words and offsets, and their numbers in Python."""
+_OPENING_NBYTES: Final = 64 << 20
+_OPENING_A_BYTE: Final = 48
+"""Memory for a tokenizer, and for each byte of its file."""
+_ANSWER: Final = 1 << 20
+_ANSWER_A_BYTE: Final = 64
+"""Largest answer for a text or ids, in bytes, and more for each byte of theirs."""
+_WORDING: Final = Wording("the process that encodes texts", "texts are not encoded any more, as the server is shutting down; ask another one")
+
+
+class TokenRules(Protocol):
+    """The rules of a tokenizer."""
+
+    @property
+    def sections(self) -> Mapping[str, Any]:
+        """The rules as sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder."""
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
+        """Return the (n,) ids of each text; with `special`, including those that the template puts around it.
+
+        Raises:
+            DataError: the rules fail at a text, or take too much time or memory for it.
+        """
+
+    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
+        """Return (n,) ids of a text or a pair with the template around it, n at most `limit`; the type of each; and whether a text was cut."""
+
+    def with_offsets(self, text: str) -> tuple[Ids, Offsets]:
+        """Return the (n,) ids of a text without the template, and the first and last (excluded) character of each."""
+
+    def around(self, text: str) -> tuple[list[int], list[bool]]:
+        """Return the ids of a text with the template, and which of them the template has put there."""
+
+    def num_around(self, *, is_pair: bool) -> int:
+        """Return the number of ids that the template puts around a text or a pair."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+
+    def close(self) -> None:
+        """End a process that the rules have; encoding that goes on there fails."""
+
+
+class LocalRules:
+    """Rules in this process.
+
+    Args:
+        inner: a `tokenizers.Tokenizer`.
+        where: the place of its files, for messages.
+    """
+
+    def __init__(self, inner: Any, where: object = "the tokenizer") -> None:
+        self._inner, self._where = inner, where
+
+    @property
+    def sections(self) -> Mapping[str, Any]:
+        """See `TokenRules`."""
+        return sections_of(self._inner)
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
+        """See `TokenRules`."""
+        with _panics(self._where):
+            return [np.array(found.ids, np.int64) for found in self._inner.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
+        """See `TokenRules`."""
+        with _panics(self._where):
+            one = self._inner.encode(first, add_special_tokens=False)
+            two = None if second is None else self._inner.encode(second, add_special_tokens=False)
+            most = max(limit - self.num_around(is_pair=two is not None), 0)
+            before = (len(one), 0 if two is None else len(two))
+            lengths = cut_lengths(*before, most)
+            one.truncate(lengths[0])
+            if two is not None:
+                two.truncate(lengths[1])
+            found = self._inner.post_process(one, two, True)
+        return np.array(found.ids[:limit], np.int32), np.array(found.type_ids[:limit], np.int32), sum(before) > sum(lengths)
+
+    def with_offsets(self, text: str) -> tuple[Ids, Offsets]:
+        """See `TokenRules`."""
+        with _panics(self._where):
+            found = self._inner.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), found.offsets
+
+    def around(self, text: str) -> tuple[list[int], list[bool]]:
+        """See `TokenRules`."""
+        with _panics(self._where):
+            found = self._inner.encode(text, add_special_tokens=True)
+        return found.ids, [bool(each) for each in found.special_tokens_mask]
+
+    def num_around(self, *, is_pair: bool) -> int:
+        """See `TokenRules`."""
+        return int(self._inner.num_special_tokens_to_add(is_pair))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `TokenRules`."""
+        with _panics(self._where):
+            return str(self._inner.decode(list(ids), skip_special_tokens=True))
+
+    def close(self) -> None:
+        """There is no process."""
+
+
+class ConfinedRules:
+    """Rules in a confined process.
+
+    Args:
+        tokens: a `tokenizers.Tokenizer` without rules.
+        sections: the rules, as of `TokenRules.sections`.
+        where: the place of the files, for messages.
+
+    Raises:
+        DataError: the rules are broken, or take too much time or memory already where they are read.
+    """
+
+    def __init__(self, tokens: Any, sections: Mapping[str, Any], where: object) -> None:
+        self._sections, self._where = sections, where
+        self.content = json.dumps(with_rules(json.loads(tokens.to_str()), sections), ensure_ascii=False)
+        nbytes = len(self.content.encode())
+        limits = RequestLimits(2 * _SECONDS + (nbytes >> 20), _OPENING_NBYTES + _OPENING_A_BYTE * nbytes, _ANSWER, 60 + (nbytes >> 18))
+        request = json.dumps({"content": self.content, "ignores_special": bool(tokens.encode_special_tokens)})
+        subject = Subject(f"the tokenizer in {where}", "name another with --tokenizer-path DIR")
+        self._process = ConfinedProcess("nntask.data.token_service", ConfinedRequest(request, limits, subject), _WORDING)
+
+    @property
+    def sections(self) -> Mapping[str, Any]:
+        """See `TokenRules`."""
+        return self._sections
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
+        """See `TokenRules`."""
+        requests = (self._request("encode", [text, special], text) for text in texts)
+        return [np.array(ids, np.int64) for ids in self._process.answers(requests)]
+
+    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
+        """See `TokenRules`."""
+        ids, types, is_cut = self._process.ask(self._request("row", [first, second, limit], first + (second or "")))
+        return np.array(ids, np.int32), np.array(types, np.int32), bool(is_cut)
+
+    def with_offsets(self, text: str) -> tuple[Ids, Offsets]:
+        """See `TokenRules`."""
+        ids, offsets = self._process.ask(self._request("with_offsets", [text], text))
+        return np.array(ids, np.int32), [(first, last) for first, last in offsets]
+
+    def around(self, text: str) -> tuple[list[int], list[bool]]:
+        """See `TokenRules`."""
+        ids, is_added = self._process.ask(self._request("around", [text], text))
+        return ids, is_added
+
+    def num_around(self, *, is_pair: bool) -> int:
+        """See `TokenRules`."""
+        return int(self._process.facts[is_pair])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `TokenRules`."""
+        return str(self._process.ask(self._request("decode", [list(map(int, ids))], "12345678" * len(ids))))
+
+    def close(self) -> None:
+        """See `TokenRules`."""
+        self._process.close()
+
+    def _request(self, method: str, arguments: list[Any], text: str) -> ConfinedRequest:
+        nbytes = len(text.encode("utf-8", "replace"))
+        seconds = _SECONDS + nbytes // _NBYTES_A_SECOND
+        limits = RequestLimits(seconds, _NBYTES + _NBYTES_A_BYTE * nbytes, _ANSWER + _ANSWER_A_BYTE * nbytes, 4 * seconds)
+        what = "decoding ids" if method == "decode" else f"encoding a text of {len(text):,} characters"
+        subject = Subject(f"{what} with the tokenizer in {self._where}", "change the text, or name another tokenizer with --tokenizer-path DIR")
+        return ConfinedRequest(json.dumps([method, arguments]), limits, subject)
+
+
+def cut_lengths(first: int, second: int, most: int) -> tuple[int, int]:
+    """Return the lengths of two texts that have `most` tokens together at most; the longer one is cut first."""
+    if first + second <= most:
+        return first, second
+    short = min(first, second, most // 2)
+    return (most - short, short) if first > second else (short, most - short)
+
+
+@contextmanager
+def _panics(where: object) -> Iterator[None]:
+    """Turn a panic of the `tokenizers` package, which is no `Exception`, into an error of the text.
+
+    Raises:
+        DataError: there was one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the tokenizer in {where} fails at a text ({str(error)[:100]}); change the text, or name another tokenizer") from None

@@ -1,0 +1,52 @@
+"""The confined side of `ConfinedRules`: a tokenizer that encodes and decodes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import DataError
+from .token_rules import LocalRules
+
+IMPORTED: Final = ("tokenizers", "encodings.idna")
+"""Modules that encoding imports only when it begins."""
+
+
+class TokenService:
+    """A tokenizer.
+
+    Args:
+        content: the tokenizer.json as text under "content", and under "ignores_special" whether special tokens in texts are text.
+
+    Attributes:
+        facts: number of ids that the template puts around a text, and around a pair.
+
+    Raises:
+        DataError: the tokenizer is broken.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        import tokenizers
+
+        try:
+            inner = tokenizers.Tokenizer.from_str(content["content"])
+        except Exception as error:  # the package raises bare Exception for any broken file
+            raise DataError(f"the tokenizer is broken: {error}") from None
+        inner.encode_special_tokens = content["ignores_special"]
+        self._rules = LocalRules(inner)
+        self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True)]
+
+    def __call__(self, content: tuple[str, list[Any]]) -> Any:
+        """Return what a method of `LocalRules` returns, arrays as lists."""
+        method, arguments = content
+        if method == "encode":
+            text, special = arguments
+            return self._rules.encode([text], special=special)[0].tolist()
+        if method not in ("row", "with_offsets", "around", "decode"):
+            raise ValueError(method)
+        found = getattr(self._rules, method)(*arguments)
+        return [each.tolist() if isinstance(each, np.ndarray) else each for each in found] if isinstance(found, tuple) else found
+
+
+SERVICE: Final = TokenService
