@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -164,6 +165,7 @@ class ConfinedProcess:
                 env={**environment, "PYTHONPATH": path, **_ONE_THREAD},
                 start_new_session=True,  # else the signals of a terminal would reach it
             )
+            weakref.finalize(self, _end, self._process)
             (facts,) = self._exchanged([self._opening])
         except BaseException:
             self._end()
@@ -190,15 +192,7 @@ class ConfinedProcess:
     def _end(self) -> int | None:
         """End the process; returns its code, None if there is none yet."""
         process, self._process = self._process, None
-        if process is None:
-            return None
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LAST_SECONDS)
-        return process.returncode
+        return None if process is None else _end(process)
 
     def _exchanged(self, requests: Iterable[ConfinedRequest]) -> Iterator[Any]:
         """Write requests and yield their answers; ends the process if one that was written is not answered."""
@@ -245,9 +239,22 @@ class ConfinedProcess:
             raise ProcessUnavailable(self._wording.closed)
         if code == -signal.SIGXCPU:
             raise DataError(f"{what} takes more than {limits.seconds} s of a processor; {advice}")
+        if code == -signal.SIGABRT:  # code outside Python ends so when it gets no memory
+            raise DataError(f"{what} takes more memory than it may have; {advice}")
         if code is None or -code in _OF_OTHERS:  # the kernel's own SIGKILL when memory is short looks the same
             raise ProcessUnavailable(f"{self._wording.name} was ended by others, or as memory is short; try again later")
         raise DataError(f"{what} takes more than its process has, which has ended with code {code}; {advice}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> int | None:
+    """End a process; returns its code, None if the kernel still holds it."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LAST_SECONDS)
+    return process.returncode
 
 
 class _Pipes:

@@ -1,7 +1,7 @@
 r"""Rules of tokenizers that are known to be bounded: their time and memory follow the length of a text.
 
 The rules of a tokenizer.json (normalizer, pre-tokenizer, post-processor, decoder) are a program: replacements multiply a text, and regular
-expressions such as ``(a|aa)+$`` try an exponential number of ways. A rule is bounded if it is in the tables below. Any other may be harmless, but that
+expressions such as ``(a|aa)+$`` try an exponential number of ways. A rule is bounded if it is in the tables below. Others may be harmless, but that
 is not proved, so its tokenizer works in a confined process (`ConfinedRules`). Regular expressions are compared as text with published ones; the only
 ones that are judged by their form are runs of one class of characters.
 """

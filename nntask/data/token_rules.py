@@ -145,7 +145,7 @@ class ConfinedRules:
         self.content = json.dumps(with_rules(json.loads(tokens.to_str()), sections), ensure_ascii=False)
         nbytes = len(self.content.encode())
         limits = RequestLimits(2 * _SECONDS + (nbytes >> 20), _OPENING_NBYTES + _OPENING_A_BYTE * nbytes, _ANSWER, 60 + (nbytes >> 18))
-        request = json.dumps({"content": self.content, "ignores_special": bool(tokens.encode_special_tokens)})
+        request = json.dumps({"content": self.content, "where": str(where), "ignores_special": bool(tokens.encode_special_tokens)})
         subject = Subject(f"the tokenizer in {where}", "name another with --tokenizer-path DIR")
         self._process = ConfinedProcess("nntask.data.token_service", ConfinedRequest(request, limits, subject), _WORDING)
 

@@ -17,7 +17,8 @@ class TokenService:
     """A tokenizer.
 
     Args:
-        content: the tokenizer.json as text under "content", and under "ignores_special" whether special tokens in texts are text.
+        content: the tokenizer.json as text under "content"; the place of its file under "where", for messages; and under "ignores_special" whether
+            special tokens in texts are text.
 
     Attributes:
         facts: number of ids that the template puts around a text, and around a pair.
@@ -34,7 +35,7 @@ class TokenService:
         except Exception as error:  # the package raises bare Exception for any broken file
             raise DataError(f"the tokenizer is broken: {error}") from None
         inner.encode_special_tokens = content["ignores_special"]
-        self._rules = LocalRules(inner)
+        self._rules = LocalRules(inner, content["where"])
         self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True)]
 
     def __call__(self, content: tuple[str, list[Any]]) -> Any:
