@@ -75,6 +75,9 @@ class Tokenizer(Protocol):
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
         """(vocab_size,) number of bytes of text per id, 0 for special tokens; None where the number depends on neighbouring tokens."""
 
+    def close(self) -> None:
+        """End a process that the tokenizer has; texts that are encoded there fail."""
+
     def save(self, directory: Path) -> None:
         """Write the files that `load_tokenizer` reads to `directory`."""
 
@@ -122,6 +125,9 @@ class ByteTokenizer:
         lengths = np.ones(self.vocab_size, np.int64)
         lengths[_NUM_BYTES:] = 0
         return lengths
+
+    def close(self) -> None:
+        """There is no process."""
 
     def save(self, directory: Path) -> None:
         """Write a chat template if there is one; plain bytes need no table."""

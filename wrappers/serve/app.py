@@ -101,6 +101,7 @@ class Application:
         self._engine.end()
         if self._service.template is not None:
             self._service.template.close()
+        self._service.ids.tokenizer.close()
 
     def _route(self, path: str, handler: Handler, method: str, *, is_open: bool = False) -> Route:
         """A route whose refusals have OpenAI's shape."""

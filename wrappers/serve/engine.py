@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from nntask import Diverged
+from nntask import DataError, Diverged, ProcessUnavailable
 from nntask.inference import NextToken, RunningBatch, RunningText, TextRequest, TokenScore
 
 from .errors import ApiError
@@ -228,9 +228,27 @@ class TextEngine:
         """What a step has said of a text, as its job is told it."""
         running = self._running[text]
         if isinstance(each, Diverged):
-            self._forget(text)
-            self._drop(running.job)
-            return [(running.job, ApiError(500, f"a text has ended because {each}", code="diverged"))]
+            return self._failed(text, ApiError(500, f"a text has ended because {each}", code="diverged"))
+        try:
+            return self._spelled(batch, text, running, each)
+        except (DataError, ProcessUnavailable) as error:
+            batch.leave(text)
+            return self._failed(text, ApiError(500, f"a text has ended because {error}", code="undecodable"))
+
+    def _failed(self, text: RunningText, error: ApiError) -> News:
+        """End the job of a text."""
+        job = self._running[text].job
+        self._forget(text)
+        self._drop(job)
+        return [(job, error)]
+
+    def _spelled(self, batch: RunningBatch, text: RunningText, running: _Running, each: NextToken) -> News:
+        """What a step has said of a text in characters.
+
+        Raises:
+            DataError: the rules of the tokenizer fail at it.
+            ProcessUnavailable: their process was ended, or the server shuts down.
+        """
         said = ""
         if each.token is not None:
             self.num_said += 1
