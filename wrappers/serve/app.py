@@ -209,7 +209,8 @@ class Application:
             code = "shutting_down" if self.is_ending else "template_unavailable"
             raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
         except DataError as error:
-            raise ApiError(400, str(error).replace("mend or remove the line", "change the messages"), param="messages") from None
+            param = "messages" if asked.messages else "prompt"
+            raise ApiError(400, str(error).replace("mend or remove the line", "change the messages"), param=param) from None
         finally:
             self._num_unwritten -= count
 

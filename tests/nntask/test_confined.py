@@ -1,0 +1,67 @@
+"""Confined processes: what a program in one of them can reach, and what a request that goes wrong leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from nntask.confined import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from nntask.errors import DataError
+
+LIMITS = RequestLimits(2, 32 << 20, 10_000, 60)
+FULL = f"OSError {errno.EMFILE}"
+
+
+def request(content: str) -> ConfinedRequest:
+    """A request."""
+    return ConfinedRequest(json.dumps(content), LIMITS, Subject("the attempt", "try another"))
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[ConfinedProcess]:
+    """A process that tries to get out."""
+    monkeypatch.setenv("NNTASK_API_KEY", "secret")
+    found = ConfinedProcess("support.escaping_service", request("open"), Wording("the process of the test", "closed"))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("attempt", ["read the server's environment", "read a file", "write a file", "open a socket", "free a descriptor"])
+def test_nothing_can_be_opened(attempt: str, process: ConfinedProcess) -> None:
+    """No file and no socket, also where a descriptor has become free."""
+    assert process.ask(request(attempt)) == FULL
+    assert process.ask(request("own environment")) == "[]"
+
+
+def test_a_process_that_exits(process: ConfinedProcess) -> None:
+    """Its request is refused, those ahead of it are answered, and the next one gets another process."""
+    found = process.answers(map(request, ["own environment", "exit", "own environment"]))
+    assert next(found) == "[]"
+    with pytest.raises(DataError, match="the attempt takes more than its process has, which has ended with code 3; try another"):
+        next(found)
+    assert process.ask(request("own environment")) == "[]"
+
+
+def test_an_answer_beyond_its_limit(process: ConfinedProcess) -> None:
+    """It is not read, and not taken for the answer of the next request."""
+    with pytest.raises(DataError, match="the attempt writes more than 10,000 bytes; try another"):
+        process.ask(request("say much"))
+    assert process.ask(request("own environment")) == "[]"
+
+
+def test_answers_that_nobody_takes(process: ConfinedProcess) -> None:
+    """A caller who stops early does not leave its answers to the next one."""
+    found = process.answers(map(request, ["read a file", "read a file", "own environment"]))
+    next(found)
+    found.close()
+    assert process.ask(request("own environment")) == "[]"
+
+
+def test_an_unknown_request_is_a_failure(process: ConfinedProcess) -> None:
+    """An error of the service names its type and ends nothing."""
+    with pytest.raises(DataError, match="the attempt fails: KeyError; try another"):
+        process.ask(request("no attempt"))
+    assert process.ask(request("own environment")) == "[]"
