@@ -118,7 +118,7 @@ def normalizer_of(text: bytes) -> Mapping[str, Any] | None:
         found = _before_model(text[:size].decode("utf-8", "ignore"))
         if found is not None:
             values, rest = found
-            if b'"normalizer"' not in text[rest:] and b"\\u00" not in text[rest:]:  # a second one would replace the first, also in other letters
+            if text.find(b'"normalizer"', rest) < 0 and text.find(b"\\u00", rest) < 0:  # a second one would replace the first, also in other letters
                 normalizer: Mapping[str, Any] | None = values.get("normalizer")
                 return normalizer
             break
