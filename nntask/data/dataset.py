@@ -24,6 +24,7 @@ from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
 from .images import IMAGES, open_images, told_images
 from .json_lines import JSONL, RowTexts, json_lines, line_corpus, told_lines
+from .objectives import Objective
 from .row_counts import RowCounts
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
@@ -31,7 +32,7 @@ from .sampler import Examples, Shuffled
 from .spec import DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, encoded_texts, findings_of, reads_bytes, tokenizer_key, tokenizer_of
+from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, made_again, reads_bytes, tokenizer_key
 from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
@@ -219,7 +220,7 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
     with cache_errors():
         fingerprint, key = (hashlib.sha256(f"{_TEXT_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
-        tokenizer = tokenizer_of(spec, corpus, directory, report)
+        tokenizer = cached_tokenizer(spec, corpus, directory, report)
         train = encoded_texts(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
         validation = encoded_texts(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
     findings = (*corpus.findings, *_findings(tokenizer, train, validation))
@@ -295,20 +296,33 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         fingerprint = hashlib.sha256(f"{terms} {digests[0]}".encode()).hexdigest()
         key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
-        tokenizer = tokenizer_of(spec, corpus, directory, report)
+        tokenizer = cached_tokenizer(spec, corpus, directory, report)
         tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer
-        found, findings = [], list[Finding](_findings(tokenizer))
+        found, findings = list[RowFile | None](), list[Finding](_findings(tokenizer))
         for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
-            if split and not (directory / name).is_dir():
+            rows = _kept_rows(directory / name, objective, report) if split else None
+            if split and rows is None:
                 report(f"tokenising {split.num_lines()} rows to {directory / name}")
                 counts = RowCounts(objective, "training" if name == "train.rows" else "validation")
                 write_rows(directory / name, encoded_rows(split, objective, tokenizer, spec.vocab_size, counts), pack, counts.findings)
-            found.append(RowFile(directory / name, NUM_FIELDS[objective.form]) if split else None)
+                rows = RowFile(directory / name, NUM_FIELDS[objective.form])
+            found.append(rows)
             findings += read_findings(directory / name / FINDINGS) if split else ()
     train, validation = found
     assert train is not None  # there are lines for training
     validation = validation if validation and validation.num_rows else None
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, (*left_out, *findings))
+
+
+def _kept_rows(path: Path, objective: Objective, report: Callable[[str], None]) -> RowFile | None:
+    """Rows of the cache; None if there are none, or if they changed since they were written."""
+    if not path.is_dir():
+        return None
+    try:
+        return RowFile(path, NUM_FIELDS[objective.form])
+    except DataError as error:
+        report(made_again(error))
+        return None
 
 
 def _template_key(spec: DataSpec) -> str:

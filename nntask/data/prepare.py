@@ -62,7 +62,7 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
     try:
         with written_aside(output) as new:
             new.mkdir()
-            tokenizer = tokenizer_of(spec, corpus, new, report)
+            tokenizer = tokenizer_of(spec, corpus, report)
             tokenizer.save(new)
             counts = {"train.bin": 0, "val.bin": 0}
             for name, texts in zip(counts, (corpus.train, corpus.validation), strict=True):

@@ -1,11 +1,13 @@
 """Rows of token ids in files: fields of any lengths, read row by row with ``pread``. A directory that appears when it is complete.
 
 `values.bin` has the ids (int32, little-endian) of all fields of all rows behind each other, `ends.bin` (int64) where each field ends, after a 0;
-`begins.bin` (int64), where there is one, the rows that begin a packed sequence, and at its end the number of rows.
+`begins.bin` (int64), where there is one, the rows that begin a packed sequence, and at its end the number of rows. `checksums.json` has checksums of
+the blocks of each (`nntask.io.block_checksums`), which are compared when a block is first read, and at the heads of the files on opening.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,11 +18,15 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums
+from ..io.json_file import read_object
 from ..io.regular_file import open_regular
+from ..io.sealed_json import sealed, unsealed
 from .findings import FINDINGS, Finding, write_findings
 from .packing import packed
 
 _VALUES, _ENDS, _BEGINS = "values.bin", "ends.bin", "begins.bin"
+_CHECKSUMS: Final = "checksums.json"
 _ID: Final = np.dtype("<i4")
 _END: Final = np.dtype("<i8")
 Row = Sequence[npt.NDArray[np.int32]]
@@ -32,14 +38,16 @@ class RowFile:
     Args:
         path: their directory.
         num_fields: fields of a row.
+        is_written: whether the directory is complete, and so has checksums.
 
     Raises:
-        DataError: a file is missing, or cut short.
+        DataError: a file is missing, cut short, or changed since it was written.
     """
 
-    def __init__(self, path: Path, num_fields: int) -> None:
+    def __init__(self, path: Path, num_fields: int, is_written: bool = True) -> None:
         self.path, self._num_fields = path, num_fields
         self._open: dict[str, int] = {}
+        self._checksums: dict[str, BlockChecksums] = {}
         try:
             for name in (_VALUES, _ENDS, _BEGINS):
                 if name != _BEGINS or (path / name).exists():
@@ -50,6 +58,8 @@ class RowFile:
         self.num_rows = size // num_fields
         if size % num_fields or size < 0:
             raise DataError(f"{path / _ENDS} is cut short; remove {path} to have it made again")
+        if is_written:
+            self._check_heads()
 
     @property
     def num_sequences(self) -> int:
@@ -73,7 +83,35 @@ class RowFile:
         values = self._read(_VALUES, _ID, int(ends[0]), int(ends[-1] - ends[0]))
         return np.split(values.astype(np.int32), ends[1:-1] - ends[0])
 
+    def _check_heads(self) -> None:
+        """Read the checksums, and compare the heads of the files with them."""
+        values = read_object(self.path / _CHECKSUMS, "the checksums")
+        sizes = {name: os.fstat(fd).st_size for name, fd in self._open.items()}
+        try:
+            digits = unsealed(values)
+            if digits.keys() != sizes.keys():
+                raise ValueError(f"it has checksums of {', '.join(digits)}, and there are {', '.join(sizes)}")
+            self._checksums = {name: BlockChecksums(digits[name], size) for name, size in sizes.items()}
+        except ValueError as error:
+            raise DataError(f"{self.path / _CHECKSUMS} is damaged: {error}; remove {self.path} to have it made again") from None
+        for name, size in sizes.items():
+            self._compare(name, 0, min(size, HEAD_NBYTES))
+
+    def _compare(self, name: str, begin: int, end: int) -> None:
+        """Check that the bytes [begin, end) of a file are those that were written."""
+        if name not in self._checksums:
+            return
+        changed = self._checksums[name].first_changed(self._open[name], begin, end)
+        if changed is not None:
+            with contextlib.suppress(OSError):  # rows without checksums are made again by the next run
+                (self.path / _CHECKSUMS).unlink()
+            raise DataError(
+                f"{self.path / name} changed since it was written: the bytes from {changed} have another checksum; "
+                "it is nntask's own cache, which the next run makes again"
+            )
+
     def _read(self, name: str, dtype: np.dtype[Any], first: int, count: int) -> npt.NDArray[np.int64]:
+        self._compare(name, first * dtype.itemsize, (first + count) * dtype.itemsize)
         data = os.pread(self._open[name], count * dtype.itemsize, first * dtype.itemsize)
         if len(data) != count * dtype.itemsize:
             raise DataError(f"{self.path / name} is shorter than its rows; remove {self.path} to have it made again")
@@ -110,11 +148,13 @@ def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None, finding
         write_findings(new / FINDINGS, findings())
         if pack is not None:
             _write_packs(new, len(row) if at else 1, pack)
+        digits = {name: block_checksums(new / name) for name in (_VALUES, _ENDS, _BEGINS) if (new / name).exists()}
+        (new / _CHECKSUMS).write_text(sealed(digits), encoding="utf-8")
 
 
 def _write_packs(directory: Path, num_fields: int, limit: int) -> None:
     """Write which rows begin a packed sequence."""
-    rows = RowFile(directory, num_fields)
+    rows = RowFile(directory, num_fields, is_written=False)
     try:
         with (directory / _BEGINS).open("wb") as file:
             for begin in packed((len(rows.row(number)[0]) - 1 for number in range(rows.num_rows)), limit):

@@ -4,11 +4,13 @@ The file has no header and is little-endian: uint16, or uint32 when a sidecar ``
 ``pread``, never whole and never through a memory map, so a file larger than memory takes the memory of one window. Files with the header of another
 program, and ids of four or eight bytes without a sidecar, are refused with the command or the sidecar that mends them.
 
-Every id that this module returns is inside the vocabulary: a window is checked when it is read, and the head of the file when it is opened.
+Every id that this module returns is inside the vocabulary, and is the one that was written if the sidecar has checksums, as nntask's own have: a
+window is checked when it is read, and the head of the file when it is opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,12 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from ..io.atomic_write import written_aside
+from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums
 from ..io.regular_file import open_regular, read_text
+from ..io.sealed_json import SEAL, sealed, unsealed
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
 _CHUNK_NBYTES: Final = 4 << 20
 _LARGEST_SIDECAR: Final = 1 << 16
+"""Bytes of a sidecar, without those of its checksums."""
+_CHECKSUMS: Final = "blocks"
+"""Key of the checksums in a sidecar, which is sealed (`nntask.io.sealed_json`) if it has them."""
 _LLM_C: Final = {20240520: "uint16", 20240801: "uint32"}
 """First number of llm.c's header -> element type of the ids behind it."""
 _LLM_C_NBYTES: Final = 1024
@@ -44,20 +52,30 @@ class TokenFile:
         vocab_size: ids must be below this number.
         scan_nbytes: number of bytes at the head of the file that are checked on opening.
         flag: the command-line flag that named the file, for error messages.
+        is_cache: whether nntask can make the file again. Its checksums are required, and those at its head are compared on opening.
 
     Attributes:
         dtype: element type.
         is_declared: whether a sidecar says it.
 
     Raises:
-        DataError: the file is missing, empty, not a whole number of tokens, or holds an id beyond the vocabulary.
+        DataError: the file is missing, empty, not a whole number of tokens, holds an id beyond the vocabulary, or changed since it was written.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES, flag: str = "--dataset-path") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        vocab_size: int,
+        scan_nbytes: int = SCAN_NBYTES,
+        flag: str = "--dataset-path",
+        is_cache: bool = False,
+    ) -> None:
         self._fd = -1
         self.path = Path(path)
         self.vocab_size = vocab_size
-        given = _dtype_of(self.path)
+        self._is_cache = is_cache
+        given, digits = _sidecar_of(self.path)
         self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
             self._fd = open_regular(self.path)
@@ -73,17 +91,21 @@ class TokenFile:
                 f'or its ids are of another type: say so in {self.path.name}.json as {{"dtype": "uint32"}}'
             )
         self.num_tokens = nbytes // self.dtype.itemsize
-        self._scan(min(nbytes, scan_nbytes))
+        self._checksums = self._checksums_of(digits, nbytes)
+        if is_cache:  # its ids were inside the vocabulary when it was written
+            self._compare(0, min(nbytes, scan_nbytes, HEAD_NBYTES))
+        else:
+            self._scan(min(nbytes, scan_nbytes))
 
     def window(self, first: int, count: int) -> npt.NDArray[np.int32]:
         """Tokens [first, first + count): (count,) int32.
 
         Raises:
-            DataError: the window leaves the file, the file cannot be read, or an id is beyond the vocabulary.
+            DataError: the window leaves the file, the file cannot be read or changed since it was written, or an id is beyond the vocabulary.
         """
         if first < 0 or count < 1 or first + count > self.num_tokens:
             raise DataError(f"{self.path} holds tokens 0 to {self.num_tokens - 1}; asked for {count} from {first}")
-        ids = self._read(first, count)
+        ids = self._compared(first, count)
         self._check(ids, first)
         return ids.astype(np.int32)
 
@@ -95,15 +117,18 @@ class TokenFile:
         """A hash of the element type, the size, and 64 evenly spaced windows of 64 KiB, or the whole content of a file of at most 4 MiB.
 
         The path does not enter the hash; a change between two windows of a large file escapes it.
+
+        Raises:
+            DataError: the file cannot be read, or changed since it was written.
         """
         nbytes = self.num_tokens * self.dtype.itemsize
         digest = hashlib.sha256(f"{self.dtype.name} {nbytes} ".encode())
         if nbytes <= _SAMPLES * _SAMPLE_NBYTES:
-            digest.update(self._read(0, self.num_tokens).tobytes())
+            digest.update(self._compared(0, self.num_tokens).tobytes())
         else:
             count = _SAMPLE_NBYTES // self.dtype.itemsize
             for number in range(_SAMPLES):
-                digest.update(self._read((self.num_tokens - count) * number // (_SAMPLES - 1), count).tobytes())
+                digest.update(self._compared((self.num_tokens - count) * number // (_SAMPLES - 1), count).tobytes())
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -114,6 +139,11 @@ class TokenFile:
 
     def __del__(self) -> None:
         self.close()
+
+    def _compared(self, first: int, count: int) -> npt.NDArray[Any]:
+        """Tokens [first, first + count) as they were written."""
+        self._compare(first * self.dtype.itemsize, (first + count) * self.dtype.itemsize)
+        return self._read(first, count)
 
     def _read(self, first: int, count: int) -> npt.NDArray[Any]:
         size = self.dtype.itemsize
@@ -127,6 +157,40 @@ class TokenFile:
                 raise DataError(f"{self.path} became shorter while it was read; {first + count} tokens were expected")
             data += piece
         return np.frombuffer(data, self.dtype)
+
+    def _checksums_of(self, digits: Any, nbytes: int) -> BlockChecksums | None:
+        """The checksums in the sidecar of a file of `nbytes`; None if it has none."""
+        if digits is None and not self._is_cache:
+            return None
+        if digits is None:
+            raise DataError(f"{self.path} has no checksums; {self._remedy()}")
+        try:
+            return BlockChecksums(digits, nbytes)
+        except ValueError as error:
+            raise DataError(f"{self.path} changed since {_sidecar(self.path).name} was written: {error}; {self._remedy()}") from None
+
+    def _compare(self, begin: int, end: int) -> None:
+        """Check that the bytes [begin, end) are those that were written, if there are checksums."""
+        if self._checksums is None:
+            return
+        try:
+            changed = self._checksums.first_changed(self._fd, begin, end)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}; check the disk, or restore the file") from error
+        if changed is not None:
+            first = changed // self.dtype.itemsize
+            if self._is_cache:  # a file without checksums is made again by the next run
+                with contextlib.suppress(OSError):
+                    _sidecar(self.path).unlink()
+            raise DataError(f"{self.path} changed since it was written: the ids from position {first} have another checksum; {self._remedy()}")
+
+    def _remedy(self) -> str:
+        if self._is_cache:
+            return "it is nntask's own cache, which the next run makes again"
+        return (
+            "copy it again, or make it again with nntask data prepare; if the change is wanted, "
+            f'write {{"dtype": "{self.dtype.name}"}} to {_sidecar(self.path).name}'
+        )
 
     def _check_format(self, nbytes: int) -> None:
         """Check that a file of a size has no header, and no longer ids than it seems to have."""
@@ -184,22 +248,40 @@ def _size_of(numbers: npt.NDArray[np.uint16], vocab_size: int, nbytes: int) -> i
     return 8 if is_eight else 4
 
 
-def _dtype_of(path: Path) -> np.dtype[Any] | None:
-    """Element type of `path`, from its sidecar; None if it has none."""
-    sidecar = path.with_name(path.name + ".json")
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
+    """Element type of `path` and its checksums, from its sidecar; None for what the sidecar does not say."""
+    sidecar = _sidecar(path)
     try:
-        text = read_text(sidecar, _LARGEST_SIDECAR)
+        nbytes = path.stat().st_size if path.is_file() else 0
+        text = read_text(sidecar, _LARGEST_SIDECAR + nbytes // 1024)
     except FileNotFoundError:
-        return None
+        return None, None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {sidecar}: {error}; mend it, or remove it if the ids are uint16") from None
     try:
-        name = json.loads(text)["dtype"]
-        return DTYPES[name]
+        values = json.loads(text)
+        dtype = DTYPES[values["dtype"]]
+        if SEAL not in values and _CHECKSUMS not in values:
+            return dtype, None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f'{sidecar} must be {{"dtype": "uint16"}} or {{"dtype": "uint32"}}, got {text[:80]!r}; write one of them') from None
+    try:
+        return dtype, unsealed(values)[_CHECKSUMS]
+    except (ValueError, KeyError) as error:
+        raise DataError(f'{sidecar} is damaged: {error}; copy it again, or write {{"dtype": "{dtype.name}"}} to it') from None
 
 
-def write_sidecar(path: Path, dtype: np.dtype[Any]) -> None:
-    """Write the sidecar that declares the element type of `path`, so that its content is never taken for that of another program."""
-    path.with_name(path.name + ".json").write_text(json.dumps({"dtype": dtype.name}), encoding="utf-8")
+def write_sidecar(path: Path, content: Path, dtype: np.dtype[Any]) -> None:
+    """Write the sidecar of `path`: the element type, so that its content is never taken for that of another program, and checksums.
+
+    Args:
+        path: the token file.
+        content: path of a file with its content, before it has its name.
+        dtype: the element type.
+    """
+    with written_aside(_sidecar(path)) as new:
+        new.write_text(sealed({"dtype": dtype.name, _CHECKSUMS: block_checksums(content)}), encoding="utf-8")

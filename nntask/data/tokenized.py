@@ -7,8 +7,8 @@ that the next process removes.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,8 @@ import numpy.typing as npt
 from ..config.environment import cache_directory
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from ..io.block_checksums import block_checksums
+from ..io.regular_file import read_text
 from .encoding import RowEncoder
 from .findings import Finding, read_findings, write_findings
 from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers, stored_tokenizer
@@ -30,6 +32,8 @@ from .token_file import DTYPES, TokenFile, write_sidecar
 from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 _TRAINING_NBYTES: Final = 8_000_000
+_TOKENIZER_CHECKSUM: Final = "tokenizer.crc32"
+_LARGEST_CHECKSUM: Final = 1 << 20
 
 
 def tokenizer_key(spec: DataSpec) -> str:
@@ -55,23 +59,43 @@ def reads_bytes(spec: DataSpec) -> bool:
     return not spec.tokenizer_path and (spec.tokenizer == "bytes" or not have_tokenizers())
 
 
-def tokenizer_of(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of `spec`: loaded from its path, plain bytes, loaded from `directory`, or trained on the corpus and saved in `directory`."""
+def tokenizer_of(spec: DataSpec, corpus: Corpus, report: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of `spec`: loaded from its path, plain bytes, or trained on the corpus."""
     if spec.tokenizer_path:
         return load_tokenizer(spec.tokenizer_path)
     if reads_bytes(spec):
         return ByteTokenizer(spec.vocab_size)
-    cached = directory / TOKENIZER_FILE
-    if cached.is_file():
-        with broken_cache(directory):
-            return load_tokenizer(cached)
     report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
     free = NUM_SENTINELS if _own_terms(spec) == " sentinels" else 0
     texts = first_pieces(corpus.train, _TRAINING_NBYTES)
-    tokenizer = train_bpe(texts, spec.vocab_size, has_mask=spec.objective.kind == "masked", num_free=free)
+    return train_bpe(texts, spec.vocab_size, has_mask=spec.objective.kind == "masked", num_free=free)
+
+
+def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of `spec`; one that is trained here is kept in `directory`, which holds what it encodes.
+
+    A tokenizer that changed since it was written is trained again, and all that the directory holds is made again with it.
+    """
+    if spec.tokenizer_path or reads_bytes(spec):
+        return tokenizer_of(spec, corpus, report)
+    cached, checksum = directory / TOKENIZER_FILE, directory / _TOKENIZER_CHECKSUM
+    if cached.is_file():
+        try:
+            if read_text(checksum, _LARGEST_CHECKSUM) == block_checksums(cached):
+                return load_tokenizer(cached)
+            reason = f"{cached} changed since it was written"
+        except FileNotFoundError:
+            reason = f"{cached} has no checksum"
+        except (DataError, OSError, ValueError) as error:
+            reason = f"{cached} cannot be used: {error}"
+        report(made_again(DataError(reason)))
+        shutil.rmtree(directory)
+    tokenizer = tokenizer_of(spec, corpus, report)
     with written_aside(cached) as new:
         tokenizer.save(new.parent)
         (new.parent / TOKENIZER_FILE).rename(new)
+        with written_aside(checksum) as digits:
+            digits.write_text(block_checksums(new), encoding="utf-8")
     return tokenizer
 
 
@@ -87,11 +111,19 @@ def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:
 
 
 def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
-    """The token file of `texts`, from the cache or written now."""
-    if not path.is_file():
-        write_tokens(texts, path, tokenizer, vocab_size, report)
-    with broken_cache(path.parent):
-        return TokenFile(path, vocab_size=vocab_size)
+    """The token file of `texts`: from the cache, or written now if it is not there or changed since it was written."""
+    if path.is_file():
+        try:
+            return TokenFile(path, vocab_size=vocab_size, is_cache=True)
+        except DataError as error:
+            report(made_again(error))
+    write_tokens(texts, path, tokenizer, vocab_size, report)
+    return TokenFile(path, vocab_size=vocab_size, is_cache=True)
+
+
+def made_again(error: DataError) -> str:
+    """Return the sentence about a file of the cache that cannot be used and is made again."""
+    return f"{str(error).partition(';')[0]}; it is nntask's own cache and is made again"
 
 
 def write_tokens(
@@ -128,7 +160,7 @@ def write_tokens(
                     file.write(ids.astype(dtype).tobytes())
                 file.write(end)
             num_tokens = file.tell() // dtype.itemsize
-        write_sidecar(path, dtype)
+        write_sidecar(path, new, dtype)
         if replaced.nbytes:
             write_findings(_findings_path(path), [_replacement(replaced, path.stem)])
     return num_tokens
@@ -166,15 +198,6 @@ def _replacement(replaced: Replaced, split: str) -> Finding:
         f"{replaced.nbytes:,} of the {replaced.total:,} bytes of the {what} are not UTF-8 and are replaced by U+FFFD, in "
         f"{replaced.files[0].name}{more}; convert them, for example with iconv -f WINDOWS-1252 -t UTF-8",
     )
-
-
-@contextlib.contextmanager
-def broken_cache(directory: Path) -> Iterator[None]:
-    """Turns an error about a broken file of the cache into one that says how to have the file made again."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{str(error).partition(';')[0]}; it is nntask's own cache, remove {directory} to have it made again") from None
 
 
 class cache_errors:

@@ -175,20 +175,24 @@ def test_own_results_are_overwritten(here, capsys):
         assert main([*BASE, f"--run-dir={run}", "--save-checkpoint=w.safetensors", "--save-optimizer=o.safetensors"]) == 0
 
 
-@pytest.mark.parametrize("name", ["train.bin", "tokenizer.json"])
-def test_a_broken_cache_says_whose_it_is(here, capsys, name):
-    """Not a flag's fault: the message says what to remove."""
+@pytest.mark.parametrize("name", ["train.bin", "train.bin.json", "tokenizer.json", "tokenizer.crc32"])
+def test_a_broken_cache_is_made_again(here, capsys, name):
+    """One line names the file; the run has the losses of the first, and the cache its bytes."""
     (here / "text.txt").write_text("some words, and some more\n" * 200)
     (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 300}))
     argv = [*BASE, "--dataset=text", "--dataset-path=text.txt", "--tokenizer=bpe"]
     assert main([*argv, "--run-dir=a"]) == 0
     capsys.readouterr()
     (folder,) = (here / "cache" / "data").iterdir()
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
     (folder / name).write_bytes(b"x")
-    code, err = refuse(capsys, [*argv, "--run-dir=b"])
-    assert code == 4
-    assert f"it is nntask's own cache, remove {folder} to have it made again" in err
-    assert "--tokenizer-path" not in err
+    assert main([*argv, "--run-dir=b"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("it is nntask's own cache and is made again") == 1
+    assert str(folder) in out
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    losses = [[json.loads(line)["loss"] for line in (here / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]
+    assert losses[0] == losses[1]
 
 
 def test_generate_with_a_tokenizer_of_its_own(here, capsys):
