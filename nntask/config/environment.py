@@ -75,4 +75,6 @@ def cache_directory() -> Path:
     """Where derived files may be kept and reused; not created here."""
     if own := os.environ.get("NNTASK_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nntask"
+    from scheduler.storage import user_cache
+
+    return user_cache()

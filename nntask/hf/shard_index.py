@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
 from ..errors import DataError
 from ..io.json_file import read_object
 
+_LONGEST_NAME: Final = 255
 INDEX: Final = "model.safetensors.index.json"
 
 
@@ -23,13 +25,13 @@ def indexed_files(path: Path) -> dict[str, set[str] | None]:
         raise DataError(f"{index} is not an index of safetensors files: it has no weight_map; copy it again")
     found: dict[str, set[str] | None] = {}
     for tensor, name in file_names.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {name!r}, which is no file name; copy it again")
+        if not isinstance(name, str) or Path(name).name != name or len(name) > _LONGEST_NAME:
+            raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {str(name)[:80]!r}, which is no file name; copy it again")
         tensors = found.setdefault(name, set())
         assert tensors is not None  # a set from the start
         tensors.add(tensor)
     for name in found:
-        if not (path / name).exists():
+        if not os.path.exists(path / name):  # of a name that no file system takes, too
             raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
     shards = {each.name for each in path.glob("model-*-of-*.safetensors")}
     if surplus := sorted(shards - set(found)):

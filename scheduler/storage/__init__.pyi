@@ -4,6 +4,7 @@ from .file_pages import release_file_pages
 from .limits import check_budgets, default_ram_budget, filled_budgets, memory_budgets, memory_limit
 from .performance_store import PerfStore, machine_fingerprint
 from .tier import DiskTier
+from .user_cache import user_cache
 
 __all__ = [
     "DeviceMemory",
@@ -17,4 +18,5 @@ __all__ = [
     "memory_budgets",
     "memory_limit",
     "release_file_pages",
+    "user_cache",
 ]

@@ -26,6 +26,7 @@ from typing import Any, Final
 from ..core.link_model import KEPT_COPIES, LinkModel
 from ..core.performance_model import KEPT, Key, Models, Series
 from ..core.records import FILE, FILE_NAME, NodeId
+from .user_cache import user_cache
 
 VERSION: Final = 2
 """Version of the file format; files of another version are ignored."""
@@ -45,8 +46,7 @@ Stored = tuple[dict[Key, list[float]], dict[tuple[str, str], list[tuple[int, flo
 
 def default_directory() -> Path:
     """The directory of the stored models."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "nntask" / "perf"
+    return user_cache() / "perf"
 
 
 def machine_fingerprint(*, blas_threads: int, devices: Sequence[str] = (), versions: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -163,5 +163,5 @@ def test_a_block_is_compared_once(tmp_path: Path) -> None:
     finally:
         os.close(fd)
     for wrong in (digits[:-1], digits[:-1] + "x", "", 5):
-        with pytest.raises(ValueError, match="checksums|hexadecimal"):
+        with pytest.raises(ValueError, match=r"checksums|hexadecimal"):
             BlockChecksums(wrong, path.stat().st_size)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import statistics
 from pathlib import Path
 
@@ -261,3 +262,16 @@ def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_directory() == tmp_path / ".cache" / "nntask" / "perf"
+
+
+def test_a_user_without_a_home_keeps_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number without a name, as in containers: nothing is found, and nothing is written, neither here nor in a directory of others."""
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert not store(default_directory()).save(measured())
+    assert store(default_directory()).load(Models()) == 0

@@ -6,7 +6,9 @@ on purpose becomes one line on stderr and an exit code; any other exception is a
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -33,6 +35,10 @@ COMMANDS: Final = {
 }
 
 
+_NO_PATH: Final = (errno.ENAMETOOLONG, errno.EACCES)
+"""Errors of the questions whether a path is there and what it is, which a path answers by itself, whatever names it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of this process).
 
@@ -40,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     open_missing()
+    if os.path.expanduser("~") == "~":  # a user without a home directory, in which libraries look for their settings while they are imported
+        os.environ["HOME"] = os.devnull
     output = Output(sys.stdout)
     with redirect_stdout(cast(TextIO, output)):
         try:
@@ -66,18 +74,20 @@ def _answer(args: list[str], output: Output) -> int:
         code = exit_code(error)
         if code == 1:
             raise
-        complain(str(error))
+        complain(f"{str(error.filename)[:200]}: {error.strerror}; name another path" if isinstance(error, OSError) else str(error))
         output.flush_or_discard()
         return code
 
 
 def exit_code(error: Exception) -> int:
     """The exit code of a command that ends with an error; 1 for a bug."""
-    from nntask import NntaskError
+    from nntask import DataError, NntaskError
     from scheduler import DoesNotFit
 
     if isinstance(error, NntaskError):
         return error.exit_code
+    if isinstance(error, OSError) and error.errno in _NO_PATH and error.filename:
+        return DataError.exit_code
     return 3 if isinstance(error, DoesNotFit) else 1
 
 

@@ -17,6 +17,7 @@ import errno
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ def _trace_of(directory: Path) -> Path | None:
     except (OSError, ValueError, AttributeError):  # a report needs no configuration, and does not check it
         pass
     candidates = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]
-    return next((path for path in candidates if path.is_file()), None)
+    return next((path for path in candidates if os.path.isfile(path)), None)  # config.toml may name anything
 
 
 def read_trace(path: Path) -> TraceRecord:

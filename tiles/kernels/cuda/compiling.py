@@ -14,6 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
+from scheduler.storage import user_cache
+
 from .launch import SOURCES
 
 _INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -25,8 +27,7 @@ class KernelBuildError(RuntimeError):
 
 def default_directory() -> Path:
     """Where compiled sources are kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nntask" / "cuda"
+    return user_cache() / "cuda"
 
 
 def source_text(name: str) -> str:
