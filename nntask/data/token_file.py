@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any, Final
 
@@ -200,7 +201,7 @@ class TokenFile:
             also = "" if _LLM_C[number] == "uint16" else ' and write {"dtype": "uint32"} to new.bin.json'
             raise DataError(
                 f"{self.path} begins with the header of llm.c, {_LLM_C_NBYTES} bytes before the ids; leave it out with: "
-                f"tail -c +{_LLM_C_NBYTES + 1} {self.path} > new.bin{also}"
+                f"tail -c +{_LLM_C_NBYTES + 1} {shlex.quote(str(self.path))} > new.bin{also}"
             )
         if head.startswith(_NUMPY):
             raise DataError(f"{self.path} is an array of NumPy; write its ids alone with: numpy.load(...).astype('uint16').tofile('new.bin')")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import DataError
+from ..io.terminal_text import python_command, python_text
 
 _VOCAB, _MERGES, _WORDS = "vocab.json", "merges.txt", "vocab.txt"
 SENTENCE_PIECE: Final = "tokenizer.model"
@@ -45,7 +46,8 @@ def vocabulary_of(directory: Path) -> tuple[Path, ...]:
 
 def conversion(directory: Path) -> str:
     """Return the command that writes a tokenizer.json for a directory whose tokenizer is of another kind."""
-    return f"python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{directory}').save_pretrained('{directory}')\""
+    place = python_text(directory)
+    return python_command(f"from transformers import AutoTokenizer as A; A.from_pretrained({place}).save_pretrained({place})")
 
 
 def default_special(rule: str) -> Mapping[str, str]:

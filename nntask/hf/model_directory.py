@@ -26,6 +26,7 @@ from ..io.block_ranges import BlockRange, formats_in, turned
 from ..io.regular_file import read_text
 from ..io.safetensors_file import STORAGE, TensorFile
 from ..io.strided_ranges import FileRange, windows
+from ..io.terminal_text import python_command, python_text
 from ..io.tile_sources import Stored, TileSource
 from ..models.config_checks import check_num_weights, config_values
 from ..models.interface import ModelConfig
@@ -92,8 +93,8 @@ def _conversion(directory: Path, suffix: str = ".bin") -> str:
     if any((directory / name).exists() for name in _TOKENIZERS):  # without one, transformers would write an empty tokenizer
         classes["T"] = "AutoTokenizer"
     imports = ", ".join(f"{name} as {short}" for short, name in classes.items())
-    calls = "; ".join(f"{short}.from_pretrained({str(directory)!r}).save_pretrained({target!r})" for short in classes)
-    return f'; convert it: python -c "from transformers import {imports}; {calls}", then give {shlex.quote(target)}'
+    calls = "; ".join(f"{short}.from_pretrained({python_text(directory)}).save_pretrained({python_text(target)})" for short in classes)
+    return f"; convert it: {python_command(f'from transformers import {imports}; {calls}')}, then give {shlex.quote(target)}"
 
 
 def _class_in(directory: Path) -> str:

@@ -5,7 +5,7 @@ from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
 from .strided_ranges import FileRange
-from .terminal_text import printable
+from .terminal_text import printable, python_command, python_text
 from .writable import check_writable
 
 __all__ = [
@@ -16,6 +16,8 @@ __all__ = [
     "load_tensors",
     "open_text",
     "printable",
+    "python_command",
+    "python_text",
     "read_bytes",
     "read_object",
     "read_text",

@@ -38,8 +38,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     target = target.absolute()
     if target.exists() and not (target.is_file() or target.is_dir()):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and a file is to be written")
-    if not target.parent.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     with _locked(target.parent):  # until the new directory is locked, another writer would take it for a stale one
         remove_stale(target.parent, target.name)
         aside = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{target.name}-", dir=target.parent))
@@ -69,6 +68,20 @@ def remove_stale(parent: Path, name: str = "") -> None:
                 _clear(aside, parent / aside.name.removeprefix(PREFIX).rpartition("-")[0])
             finally:
                 os.close(lock)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and those above it where they are missing, and force the entries of new ones to disk.
+
+    Raises:
+        OSError: the disk is full or failed, or a file is in the way.
+    """
+    if path.exists():
+        return
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in missing:
+        fsync(directory.parent)
 
 
 def fsync(path: Path) -> None:

@@ -26,6 +26,7 @@ from .finite import first_not_finite
 from .regular_file import open_regular
 from .safetensors_header import decoded_header
 from .strided_ranges import FileRange, OpenFile, strides_of
+from .terminal_text import python_command, python_text
 
 _NAMES: Final[dict[np.dtype[Any], str]] = {
     np.dtype(np.float64): "F64",
@@ -355,11 +356,11 @@ def _refuse_pickle(path: Path, start: bytes) -> None:
         if converted == path:
             converted = path.with_stem(f"{path.stem}-converted")
             then = f", then put {converted.name} in the place of {path.name}"
-        raise DataError(
-            f'{path} is a torch pickle, which is never loaded here; convert it: python -c "import torch, safetensors.torch as s; '
-            f"s.save_file({{k: v.clone() for k, v in torch.load('{path}', map_location='cpu', weights_only=True).items()}}, "
-            f"'{converted}')\"{then}"
+        command = python_command(
+            "import torch, safetensors.torch as s; s.save_file({k: v.clone() for k, v in "
+            f'torch.load({python_text(path)}, map_location="cpu", weights_only=True).items()}}, {python_text(converted)})'
         )
+        raise DataError(f"{path} is a torch pickle, which is never loaded here; convert it: {command}{then}")
 
 
 def load_tensors(path: str | os.PathLike[str], tensors: Mapping[str, TileTensor], *, exact: bool = True) -> None:

@@ -218,6 +218,16 @@ class Journal:
             if self._events is not None:
                 self._events.add_validation(step, figures)
 
+    def sync(self) -> None:
+        """Force the lines to disk, so that a checkpoint that survives a loss of power has those of its steps.
+
+        Raises:
+            StorageError: the disk is full or failed.
+        """
+        with self._storage_errors():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the files."""
         with self._storage_errors():

@@ -172,6 +172,7 @@ class Loop:
         """Write a checkpoint of the last finished step, unless that is there."""
         if self.step == self._saved:
             return
+        self.journal.sync()
         path = self.saver.save(self.step, self._cursor)
         self._saved = self.step
         self.printer.say(f"saved {path}")

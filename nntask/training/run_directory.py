@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from ..checkpoints.store import RUN_CONFIG, step_directories, write_atomically
 from ..config.resolution import RUNS, default_run_dir
 from ..data.findings import Finding, counts
 from ..errors import DataError, StorageError, UsageError
+from ..io.atomic_write import fsync, make_directories
 from ..io.writable import check_writable
 from ..telemetry.metrics import Totals, around, to_json
 from ..telemetry.tensorboard import FOLDER
@@ -49,7 +51,7 @@ def check_new_run(path: Path) -> None:
         raise UsageError(f"--run-dir {path} is a file; give a directory")
     if path.is_dir() and any(path.iterdir()) and not _never_began(path):
         if step_directories(path):
-            raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {path}")
+            raise UsageError(f"--run-dir {path} is not empty; give a new directory, or continue that run with --resume {shlex.quote(str(path))}")
         what = "holds a run that saved nothing" if (path / CONFIG).is_file() else "is not empty"
         raise UsageError(f"--run-dir {path} {what}; remove it, or give a new directory")
     check_writable(path, "--run-dir")
@@ -89,7 +91,9 @@ def own_directory(directory: Path, model: str) -> Iterator[Path]:
     had_runs = RUNS.is_dir()
     while True:
         try:
-            directory.mkdir(parents=True)
+            make_directories(directory.parent)
+            directory.mkdir()
+            fsync(directory.parent)
             break
         except FileExistsError:
             if not os.path.lexists(directory):  # what is there is its parent, and no directory
@@ -109,6 +113,9 @@ def own_directory(directory: Path, model: str) -> Iterator[Path]:
 def newest_run() -> Path:
     """The run in runs/ that saved a checkpoint last.
 
+    Steps of different runs do not compare, and a time written into state.json would come from the same clock as the times of the links, which are
+    therefore compared: a clock that was set back between two saves names the older run. The header of a run says which one it continues.
+
     Raises:
         DataError: no run there has one.
     """
@@ -125,7 +132,6 @@ def write_file(path: Path, text: str) -> None:
         StorageError: the disk is full or failed.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error

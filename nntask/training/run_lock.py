@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import StorageError, UsageError
+from ..io.atomic_write import make_directories
 
 LOCK: Final = ".lock"
 """The file; it names the process and the machine that hold it, or held it last."""
@@ -48,7 +49,7 @@ class RunLock:
             return
         path = self._run / LOCK
         try:
-            self._run.mkdir(parents=True, exist_ok=True)
+            make_directories(self._run)
             self._fd = _opened(path, os.O_RDWR | os.O_CREAT)  # writable, or NFS gives no lock; not inherited by what the process starts
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error

@@ -309,6 +309,7 @@ def test_keys_hosts_types_paths_methods(server: Served) -> None:
         page = http.get("/")
         assert page.status_code == 200
         assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
         assert KEY not in page.text
         assert http.get("/health", headers={"host": "evil.example"}).status_code == 403
     with server.http() as http:

@@ -281,7 +281,7 @@ def test_a_pickle_is_converted_by_the_command_that_is_printed(here: Path, capsys
     Path("electra/model.safetensors").unlink()
     code, err = refuse(capsys, ["train", "--init-from=electra", *FLAGS, "--run-dir=run"])
     assert (code, "from transformers import ElectraForMaskedLM as M, AutoTokenizer as T; " in err) == (4, True), err
-    command = err.split('python -c "')[1].split('", then give electra-safetensors')[0]
+    command = err.split("python -c '")[1].split("', then give electra-safetensors")[0]
     exec(command, {})
     assert json.loads(Path("electra-safetensors/config.json").read_text())["architectures"] == ["ElectraForMaskedLM"]
     found = load_file("electra-safetensors/model.safetensors")

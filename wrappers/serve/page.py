@@ -26,7 +26,9 @@ def page(model: str, *, is_chat: bool, has_key: bool, tokens: int) -> tuple[str,
     text = _FILE.read_text(encoding="utf-8").replace("@MODEL@", html.escape(model)).replace('"@SETTINGS@"', settings)
     digests = {kind: _digest(text.partition(f"<{kind}>")[2].partition(f"</{kind}>")[0]) for kind in ("script", "style")}
     rules = [f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items()]
-    return text, "; ".join(["default-src 'none'", *rules, "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'"])
+    return text, "; ".join(
+        ["default-src 'none'", *rules, "connect-src 'self'", "img-src data:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"]
+    )
 
 
 def _digest(text: str) -> str:

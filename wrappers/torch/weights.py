@@ -11,7 +11,7 @@ import torch
 
 from nntask import DataError
 from nntask.hf import attach_weights, weight_ranges
-from nntask.io import FileRange
+from nntask.io import FileRange, python_command, python_text
 from tiles import TileTensor
 
 
@@ -83,10 +83,14 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
     for name, tensor in tensors.items():
         stored = next((alias for alias in by_name[name] if alias in ranges), None)
         if stored is None and converted:
+            load, save = (
+                f"M.from_pretrained({python_text(directory)})",
+                f"save_pretrained({python_text(f'{directory}-plain')}, save_original_format=False)",
+            )
+            command = python_command(f"from transformers import {type(module).__name__} as M; {load}.{save}")
             raise DataError(
                 f"{directory} stores {name} in another layout than the module has ({converted[0]} is a part of such a tensor); write it anew: "
-                f'python -c "from transformers import {type(module).__name__} as M; '
-                f'M.from_pretrained({str(directory)!r}).save_pretrained({f"{directory}-plain"!r}, save_original_format=False)"'
+                f"{command}"
             )
         if stored is None and name in (getattr(module, "_keys_to_ignore_on_save", None) or ()):
             raise DataError(
