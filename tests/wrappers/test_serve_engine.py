@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
+import pytest
 from support.deadline import DEADLINE
 from support.small_texts import COARSE, SMALL
 
 from nntask.inference import RunningBatch, TextRequest
 from nntask.inference.row_steps import BatchShape
+from nntask.inference.running_batch import RunningText
 from nntask.models.gpt2 import GPT2
 from scheduler import Runtime
 from wrappers.serve.engine import Job, News, Piece, TextEngine
@@ -66,3 +69,56 @@ def test_a_stop_word_that_begins_inside_a_token() -> None:
     engine.join()
     assert ("".join(each.text for each in pieces), pieces[-1].end, pieces[-1].num_new) == ("x", "stop", 2)
     assert sum(len(each.scores) for each in pieces) == 1
+
+
+class Broken:
+    """A batch whose first step fails, and which lets no text leave afterwards."""
+
+    before_failing: Callable[[], None]
+
+    def record_ahead(self) -> bool:
+        """Nothing to record."""
+        return False
+
+    def join(self, request: TextRequest) -> RunningText:
+        """A text that runs."""
+        return RunningText(request, 0, list(request.prompt), [], [], 0, 0)
+
+    def step(self) -> object:
+        """Fails."""
+        self.before_failing()
+        raise MemoryError("no more")
+
+    def leave(self, text: RunningText) -> None:
+        """Fails, too."""
+        raise RuntimeError("the batch has failed")
+
+
+@pytest.mark.parametrize("breaks", ["leave", "deliver"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_reported_whatever_fails_besides(breaks: str) -> None:
+    """The server ends, although jobs cannot be told, or a text cannot leave the batch that failed."""
+    failures: SimpleQueue[None] = SimpleQueue()
+    news: SimpleQueue[News] = SimpleQueue()
+    batch = Broken()
+
+    def deliver(each: News) -> None:
+        if breaks == "deliver":
+            raise RuntimeError("the event loop is closed")
+        news.put(each)
+
+    @contextmanager
+    def broken() -> Iterator[Any]:
+        yield batch
+
+    engine = TextEngine(broken, lambda ids: "", 4, deliver, lambda: failures.put(None))
+    job = Job([TextRequest((1,), 4)])
+    batch.before_failing = lambda: engine.cancel(job) if breaks == "leave" else None
+    engine.start()
+    engine.submit(job)
+    failures.get(timeout=DEADLINE)
+    engine.join()
+    assert isinstance(engine.failure, MemoryError)
+    if breaks == "leave":
+        ((told, error),) = news.get(timeout=DEADLINE)
+        assert (told, error.code if isinstance(error, ApiError) else None) == (job, "engine_failed")

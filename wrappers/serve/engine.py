@@ -190,8 +190,10 @@ class TextEngine:
                 self._ready.set_exception(error)
                 return
             self.failure = error
-            self._tell_all(ApiError(500, "the server has failed and ends; what is behind it stands in its log", code="engine_failed"))
-            self._on_failure()
+            try:
+                self._tell_all(ApiError(500, "the server has failed and ends; what is behind it stands in its log", code="engine_failed"))
+            finally:  # or the server would stay, and answer every request with 503
+                self._on_failure()
 
     def _turn(self, batch: RunningBatch) -> None:
         """Take what has come, let waiting texts join, and step."""
@@ -298,6 +300,10 @@ class TextEngine:
                 self._inbox.get_nowait()()
             except queue.Empty:
                 break
+            except Exception:
+                if self.failure is None:
+                    raise
+                # a batch that has failed may not let texts leave, and all jobs are told the same in any case
         jobs = {id(job): job for job in (*(running.job for running in self._running.values()), *(job for job, _ in self._waiting))}
         self._running.clear()
         self._waiting.clear()
