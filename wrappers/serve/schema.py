@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _NOT_OFFERED: Final = (
 )
 _OF_MESSAGES: Final = ("role", "content", "name", "refusal", "annotations")
 """Fields of messages, the last three without effect."""
+_ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALLS: Final = ("tool_calls", "function_call")
 _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
@@ -157,6 +159,8 @@ def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
 def _message(where: str, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise refused(where, 'an object with "role" and "content"', message)
+    if not _ROLE.fullmatch(message["role"]):  # a template writes it between special tokens, which it could end and begin
+        raise refused(f"{where}.role", 'at most 64 letters, digits, "_" and "-", such as user', message["role"])
     if calls := [key for key in _CALLS if message.get(key)]:
         raise refused(where, f"without calls; there is no {calls[0]} here", message)
     content = message.get("content")
@@ -168,7 +172,7 @@ def _message(where: str, message: Any) -> dict[str, str]:
         content = "".join(each["text"] for each in content)
     if not isinstance(content, str):
         raise refused(where, 'an object with "role" and "content"', message)
-    return {"role": _encodable(where, message["role"]), "content": _encodable(where, content)}
+    return {"role": message["role"], "content": _encodable(where, content)}
 
 
 _COMMON: Final[Mapping[str, tuple[Check, Any]]] = {
