@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,6 +41,11 @@ IGNORED: Final = "x-ignored-fields"
 """Header of answers to requests with fields that nobody knows."""
 _LONGEST_HEADER: Final = 500
 _MOST_NAMED: Final = 100
+_SMALL: Final = 16 << 10
+"""Bytes of a body, and characters of prompts, that are read at once, which takes some milliseconds at most."""
+_MOST_LARGE: Final = 2
+"""Larger ones that are read at a time."""
+T = TypeVar("T")
 _LEFT: Final = 499
 """What is counted where the client has left before its answer; nobody reads it."""
 
@@ -84,6 +90,7 @@ class Application:
         self.is_ending, self._words = False, TokenBytes(service.ids.tokenizer)
         self._ignored: set[str] = set()
         self._rendering, self._num_unwritten = asyncio.Lock(), 0
+        self._large = asyncio.Semaphore(_MOST_LARGE)
         routes = [
             self._route("/v1/completions", self._texts, "POST"),
             self._route("/v1/chat/completions", self._texts, "POST"),
@@ -164,8 +171,9 @@ class Application:
         service, is_chat = self._service, "chat" in request.url.path
         if self.is_ending:
             raise ApiError(503, "the server is shutting down; ask another one", code="shutting_down")
-        body = schema.parsed(await self._body(request))
-        asked = (schema.chat if is_chat else schema.completion)(body, is_strict=service.is_strict)
+        body = await self._body(request)
+        read = partial(_read, body, is_chat=is_chat, is_strict=service.is_strict)
+        asked = read() if len(body) <= _SMALL else await self._beside(read)
         self._note_ignored(asked.ignored)
         self._check_model(asked.model)
         if (count := asked.num_texts) > self._engine.most_open:
@@ -196,15 +204,23 @@ class Application:
                 self._ignored.add(name)
                 print(f"nntask: the field {name} of requests is not known here and is ignored; --strict-fields refuses it", file=sys.stderr)
 
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """Do what may take seconds beside the event loop, with little else of the kind at once, so that others are answered meanwhile."""
+        async with self._large:
+            return await asyncio.to_thread(work)
+
     async def _encoded(self, asked: schema.Asked) -> list[Prompt]:
         """The prompts of a request, made beside the event loop. The template renders one conversation at a time; texts that wait for it are open."""
         count = asked.num_texts if asked.messages else 0
         if count and self._engine.num_open + self._num_unwritten + count > self._engine.most_open:
             raise full_queue(count)
         self._num_unwritten += count
+        encode = partial(encoded, asked, self._service.ids, self._service.template)
         try:
+            if sum(map(len, asked.prompts)) > _SMALL:
+                return await self._beside(encode)
             async with self._rendering if asked.messages else contextlib.nullcontext():
-                return await asyncio.to_thread(encoded, asked, self._service.ids, self._service.template)
+                return await asyncio.to_thread(encode)
         except ProcessUnavailable as error:
             code = "shutting_down" if self.is_ending else "template_unavailable"
             raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
@@ -242,6 +258,15 @@ class Application:
         tokens = min(256, max(1, self._engine.batch.shape.longest // 2))
         text, policy = page(self._service.name, is_chat=self._service.template is not None, has_key=bool(self._service.key), tokens=tokens)
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
+
+
+def _read(body: bytes, *, is_chat: bool, is_strict: bool) -> schema.Asked:
+    """The request in a body.
+
+    Raises:
+        ApiError: it breaks a rule.
+    """
+    return (schema.chat if is_chat else schema.completion)(schema.parsed(body), is_strict=is_strict)
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
