@@ -46,8 +46,8 @@ def vocabulary_of(directory: Path) -> tuple[Path, ...]:
 
 def conversion(directory: Path) -> str:
     """Return the command that writes a tokenizer.json for a directory whose tokenizer is of another kind."""
-    place = python_text(directory)
-    return python_command(f"from transformers import AutoTokenizer as A; A.from_pretrained({place}).save_pretrained({place})")
+    literal = python_text(directory)
+    return python_command(f"from transformers import AutoTokenizer as A; A.from_pretrained({literal}).save_pretrained({literal})")
 
 
 def default_special(rule: str) -> Mapping[str, str]:
