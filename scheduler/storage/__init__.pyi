@@ -1,10 +1,10 @@
 from .arena import HostArena
+from .cache_folder import user_cache
 from .device import DeviceMemory
 from .file_pages import release_file_pages
 from .limits import check_budgets, default_ram_budget, filled_budgets, memory_budgets, memory_limit
 from .performance_store import PerfStore, machine_fingerprint
 from .tier import DiskTier
-from .user_cache import user_cache
 
 __all__ = [
     "DeviceMemory",

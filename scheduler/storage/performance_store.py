@@ -26,7 +26,7 @@ from typing import Any, Final
 from ..core.link_model import KEPT_COPIES, LinkModel
 from ..core.performance_model import KEPT, Key, Models, Series
 from ..core.records import FILE, FILE_NAME, NodeId
-from .user_cache import user_cache
+from .cache_folder import user_cache
 
 VERSION: Final = 2
 """Version of the file format; files of another version are ignored."""
