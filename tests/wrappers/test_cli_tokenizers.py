@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from nntask.data import load_tokenizer
 from nntask.data.tokenizer import train_bpe
+from nntask.io.block_checksums import block_checksums
 from wrappers.cli import main
 
 TRAIN = ["train", "--init-from=start", "--dataset=text", "--dataset-path=text.txt", "--batch=4", "--steps=2", "--lr=1e-3", "--ncpu=1"]
@@ -145,7 +146,7 @@ def test_a_directory_with_vocab_and_merges_is_used(here: Path, capsys: pytest.Ca
 
 
 def test_a_continued_run_keeps_its_tokenizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One trained on the data, replaced in the cache by another one: the checkpoint's counts; the same one goes on."""
+    """One trained on the data, and another one in the cache, as of another version of tokenizers: the checkpoint's counts; the same one goes on."""
     (folder / "text.txt").write_text(TEXT)
     (folder / "small.json").write_text(
         json.dumps({"model_type": "gpt2", "vocab_size": 280, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3})
@@ -156,6 +157,7 @@ def test_a_continued_run_keeps_its_tokenizer(folder: Path, capsys: pytest.Captur
     (data,) = Path(os.environ["NNTASK_CACHE"]).glob("data/text-*")
     (data / "train.bin").unlink()
     train_bpe(["quite another text " * 50], 280).save(data)
+    (data / "tokenizer.crc32").write_text(block_checksums(data / "tokenizer.json"))
     capsys.readouterr()
     words = refuse(["train", "--resume=run", "--steps=4", "--sample-tokens=0"], 4, capsys)
     assert "was trained with its tokenizer.json, and the tokenizer of" in words
