@@ -45,7 +45,7 @@ _PLAIN: Final = frozenset(
 """Steps without numbers and texts of their own, and whose repetition changes nothing."""
 _ONCE: Final = (("ByteLevel", 0, 2), ("Precompiled", 0, 2), ("TemplateProcessing", 2, 3))
 """Steps that lengthen a text each time, and the sections in which they do."""
-_PARTS: Final = ("normalizers", "pretokenizers", "processors", "decoders")
+_LISTS: Final = ("normalizers", "pretokenizers", "processors", "decoders")
 _SECTIONS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
@@ -156,9 +156,9 @@ def _flat(component: Any) -> Iterable[Mapping[str, Any]]:
     waiting = [] if component is None else [component]
     while waiting:
         step = waiting.pop()
-        parts = next((step[key] for key in _PARTS if key in step), None) if isinstance(step, Mapping) and step.get("type") == "Sequence" else None
-        if isinstance(parts, list):
-            waiting.extend(reversed(parts))
+        inside = next((step[key] for key in _LISTS if key in step), None) if isinstance(step, Mapping) and step.get("type") == "Sequence" else None
+        if isinstance(inside, list):
+            waiting.extend(reversed(inside))
         else:
             yield step if isinstance(step, Mapping) else {"type": str(step)}
 
