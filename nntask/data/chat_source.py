@@ -15,6 +15,7 @@ from .special_tokens import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENIZE
 from .tokenizer import ByteTokenizer, Tokenizer
 
 _TOOL_USE: Final = "tool_use"
+_DIFFER: Final = "differ"
 
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -64,7 +65,24 @@ class ChatSource:
                 "or the tokenizer of a model for conversations with --tokenizer-path DIR"
             )
         source, tools = named["default"], named.get(_TOOL_USE, "")
-        return cls(source, TOKENIZER_CONFIG, _words(tokenizer, config, source + tools), tools)
+        holder = CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG
+        return cls(source, holder, _words(tokenizer, config, source + tools), tools)
+
+    @staticmethod
+    def notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
+        """Return what of a tokenizer's own templates is not followed: all that is wrong with them, or one of two that differ.
+
+        Args:
+            tokenizer: the tokenizer.
+            file: path of the template that replaces its own; "" for its own.
+        """
+        flaws = _flaws(tokenizer)
+        if not file:
+            return tuple(f"{flaw}; the former is used" for flaw in flaws if flaw.endswith(_DIFFER))
+        if mistake := _mistake(tokenizer):
+            flaws.append(mistake)
+        where = f"--chat-template {file} replaces the tokenizer's own chat template"
+        return (f"{where}, with which something is wrong: {', and '.join(flaws)}",) if flaws else ()
 
 
 def templates_of(files: Mapping[str, str]) -> dict[str, str]:
@@ -100,6 +118,37 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
     found = copy.copy(tokenizer)
     found.special = replace(tokenizer.special, files=files)
     return found
+
+
+def _flaws(tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with a tokenizer's own chat templates, a clause each."""
+    files, flaws = tokenizer.special.files, list(tokenizer.special.flaws)
+    inside, named = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template"), templates_of(files)
+    entries = inside if isinstance(inside, list) else []
+    if not (inside is None or isinstance(inside, str) or (entries and all(map(_is_named, entries)))):
+        flaws.append(f"chat_template in {TOKENIZER_CONFIG} is neither a text nor a list of names and templates: {json.dumps(inside)[:40]}")
+    elif entries and CHAT_TEMPLATE not in files and "default" not in named:
+        flaws.append(f"{TOKENIZER_CONFIG} names the templates {', '.join(sorted(named))} and none default")
+    if isinstance(inside, str) and CHAT_TEMPLATE in files and inside.strip() != files[CHAT_TEMPLATE].strip():
+        flaws.append(f"{CHAT_TEMPLATE} and chat_template in {TOKENIZER_CONFIG} {_DIFFER}")
+    return flaws
+
+
+def _mistake(tokenizer: Tokenizer) -> str:
+    """Why a tokenizer's own template does not compile, in a process that is confined as that of templates that are used; "" if it does."""
+    from .chat_process import ChatProcess
+
+    if "default" not in templates_of(tokenizer.special.files):
+        return ""
+    try:
+        ChatProcess(ChatSource.of(tokenizer, "")).close()
+    except DataError as error:
+        return str(error).partition(";")[0]
+    return ""
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
 
 
 def _words(tokenizer: Tokenizer, config: Mapping[str, Any], source: str) -> dict[str, str]:

@@ -19,7 +19,9 @@ from typing import Final
 from ..errors import DataError
 from .directories import DataFiles, data_files, scored_files, walk
 from .findings import Finding
+from .objectives import Objective
 from .opening import inner_suffix
+from .row_counts import RowCounts
 from .tables import TableTexts, check_tables, is_table
 from .texts import VALIDATION_SHARE, Corpus, Text, Texts, in_files
 
@@ -67,20 +69,22 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
         DataError: the path does not exist, holds no text, or holds a dangling link or a table that cannot be read.
     """
     found = data_files(str(path), "--dataset-path", _is_any, _has_rows)
-    files, empty = _filled(found.train, f"--dataset-path {path}")
+    where = f"--dataset-path {path}"
+    files, empty = _filled(found.train, where)
     sentences, findings = tuple(filter(None, (found.sentence,))), (*found.findings, *empty)
-    name = Path(path).name
+    has_split = bool(val_path or found.validation)
+    train, rows = _texts(found, files, "training" if has_split else "")
+    _check_rows(train, rows, where)
+    findings += tuple(rows.findings())
+    corpus = Corpus(Path(path).name, _first(train, select), (), sentences, findings)
     if val_path:
         scored = scored_corpus(val_path)
-        validation, sentences, findings = scored.train, sentences + scored.sentences, findings + scored.findings
-    elif found.validation:
-        held, empty = _filled(found.validation, f"--dataset-path {path}")
-        validation = _texts(found, held)
-        findings += empty + _empty_rows(validation)
-    else:
-        return _held_out(found, files, select, Corpus(name, (), (), sentences, findings))
-    train = _texts(found, files)
-    return Corpus(name, _first(train, select), validation, sentences, findings + _empty_rows(train))
+        return replace(corpus, validation=scored.train, sentences=sentences + scored.sentences, findings=findings + scored.findings)
+    if found.validation:
+        held, empty = _filled(found.validation, f"the validation split of {where}")
+        validation, rows = _texts(found, held, "validation")
+        return replace(corpus, validation=validation, findings=(*findings, *empty, *rows.findings()))
+    return _held_out(found, files, select, train, corpus)
 
 
 def scored_corpus(path: str) -> Corpus:
@@ -91,24 +95,23 @@ def scored_corpus(path: str) -> Corpus:
     """
     found = scored_files(path, "--val-path", _is_any, _has_rows)
     files, empty = _filled(found.train, f"--val-path {path}")
-    texts = _texts(found, files)
-    findings = (*found.findings, *empty, *_empty_rows(texts))
+    texts, rows = _texts(found, files, "validation")
+    _check_rows(texts, rows, f"--val-path {path}")
+    findings = (*found.findings, *empty, *rows.findings())
     return Corpus(Path(path).name, texts, (), (found.sentence,) if found.sentence else (), findings)
 
 
-def _held_out(found: DataFiles, files: Sequence[Path], select: int, corpus: Corpus) -> Corpus:
+def _held_out(found: DataFiles, files: Sequence[Path], select: int, texts: Texts, corpus: Corpus) -> Corpus:
     """The corpus with the texts of files without a validation split, about one in twenty of which is held out."""
     if not any(is_table(file.name) for file in files):
         whole = [Text(found.name_of(file), file) for file in files]
         split = _split(corpus.name, whole[:select] if select > 0 else whole)
         return replace(corpus, train=split.train, validation=split.validation)
-    texts = _texts(found, files)
     held = frozenset(_split(corpus.name, [*in_files(texts)]).validation)
     train, validation = Texts([_kept(each, held) for each in texts.innermost()]), Texts([_held(each, held) for each in texts.innermost()])
     if not len(train):
         train, validation = texts, Texts(())
-    findings = (*corpus.findings, *_empty_rows(train))
-    return replace(corpus, train=_first(train, select), validation=validation if len(validation) else (), findings=findings)
+    return replace(corpus, train=_first(train, select), validation=validation if len(validation) else ())
 
 
 def _kept(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
@@ -119,24 +122,29 @@ def _held(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
     return texts.of("validation") if isinstance(texts, TableTexts) else tuple(text for text in texts if text in held)
 
 
-def _texts(found: DataFiles, files: Sequence[Path]) -> Texts:
-    """The texts of files, neighbouring tables as one collection of rows."""
+def _texts(found: DataFiles, files: Sequence[Path], split: str) -> tuple[Texts, RowCounts]:
+    """The texts of files, neighbouring tables as one collection of rows, and the counts of the rows of a split; "" for both splits."""
     members: list[Collection[Text]] = []
+    counts = RowCounts(Objective(), split)
     for tables, group in itertools.groupby(files, lambda file: is_table(file.name)):
         neighbours = tuple(group)
-        members.append(TableTexts(neighbours) if tables else tuple(Text(found.name_of(file), file) for file in neighbours))
-    return Texts(members)
+        members.append(TableTexts(neighbours, counts) if tables else tuple(Text(found.name_of(file), file) for file in neighbours))
+    return Texts(members), counts
 
 
 def _first(texts: Texts, select: int) -> Collection[Text]:
     return Texts((texts,), select) if select > 0 else texts
 
 
-def _empty_rows(*texts: Collection[Text]) -> tuple[Finding, ...]:
-    """A finding about the empty rows of tables; none if there are none."""
-    tables = [table for each in texts if isinstance(each, Texts) for table in each.innermost() if isinstance(table, TableTexts)]
-    count, total = sum(table.num_empty for table in tables), sum(table.num_rows for table in tables)
-    return (Finding("rows_empty", count, total, f"{count:,} of {total:,} rows are empty and are left out"),) if count else ()
+def _check_rows(texts: Texts, rows: RowCounts, where: str) -> None:
+    """Check that there is a text.
+
+    Raises:
+        DataError: files are tables without rows, or with empty ones only.
+    """
+    if not len(texts):
+        what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
+        raise DataError(f"{where} holds no text: {what}; give rows with a text")
 
 
 def _filled(files: Sequence[Path], where: str) -> tuple[list[Path], tuple[Finding, ...]]:

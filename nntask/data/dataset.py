@@ -29,10 +29,10 @@ from .row_counts import RowCounts
 from .row_file import RowFile, write_rows
 from .rows import NUM_FIELDS, encoded_rows
 from .sampler import Examples, Shuffled
-from .spec import DataSpec
+from .spec import SPLITS, DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, made_again, reads_bytes, tokenizer_key
+from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, made_again, named_tokenizer, reads_bytes, tokenizer_key
 from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
@@ -221,8 +221,9 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
         fingerprint, key = (hashlib.sha256(f"{_TEXT_FORMAT} {texts} {tokenizer_key(spec)}".encode()).hexdigest() for texts in corpus.fingerprints())
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = cached_tokenizer(spec, corpus, directory, report)
-        train = encoded_texts(corpus.train, directory / "train.bin", tokenizer, spec.vocab_size, report)
-        validation = encoded_texts(corpus.validation, directory / "val.bin", tokenizer, spec.vocab_size, report) if corpus.validation else None
+        ids, names = (tokenizer, spec.vocab_size, report), (spec.name_of("training"), spec.name_of("validation"))
+        train = encoded_texts(corpus.train, directory / "train.bin", *ids, names[0])
+        validation = encoded_texts(corpus.validation, directory / "val.bin", *ids, names[1]) if corpus.validation else None
     findings = (*corpus.findings, *_findings(tokenizer, train, validation))
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, spec=spec, findings=findings)
 
@@ -232,6 +233,12 @@ def _findings(tokenizer: Tokenizer | None, *files: TokenFile | None) -> tuple[Fi
     notes = () if tokenizer is None else tokenizer.notes
     found = [Finding("tokenizer_notes", len(notes), 0, f"tokenizer: {'; '.join(notes)}")] if notes else []
     return (*found, *(each for file in files if file is not None for each in findings_of(file.path)))
+
+
+def _template_findings(tokenizer: Tokenizer, objective: Objective) -> list[Finding]:
+    """The finding about chat templates that are not followed."""
+    notes = ChatSource.notes(tokenizer, objective.template) if objective.form == "chat" else ()
+    return [Finding("template_notes", len(notes), 0, "; ".join(notes))] if notes else []
 
 
 def _open_tokens(spec: DataSpec) -> Dataset:
@@ -297,29 +304,31 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
         key = hashlib.sha256(f"{terms} {digests}".encode()).hexdigest()
         directory = cache_directory() / "data" / f"{spec.dataset}-{key[:24]}"
         tokenizer = cached_tokenizer(spec, corpus, directory, report)
+        found, findings = list[RowFile | None](), _template_findings(tokenizer, objective)
         tokenizer = with_template(tokenizer, objective.template) if objective.template else tokenizer
-        found, findings = list[RowFile | None](), list[Finding](_findings(tokenizer))
-        for split, name in zip(lines, ("train.rows", "val.rows"), strict=True):
-            rows = _kept_rows(directory / name, objective, report) if split else None
-            if split and rows is None:
-                report(f"tokenising {split.num_lines()} rows to {directory / name}")
-                counts = RowCounts(objective, "training" if name == "train.rows" else "validation")
-                write_rows(directory / name, encoded_rows(split, objective, tokenizer, spec.vocab_size, counts), pack, counts.findings)
-                rows = RowFile(directory / name, NUM_FIELDS[objective.form])
+        findings += _findings(tokenizer)
+        for split_lines, split, name in zip(lines, SPLITS, ("train.rows", "val.rows"), strict=True):
+            rows = _kept_rows(directory / name, objective, spec.name_of(split), report) if split_lines else None
+            if split_lines and rows is None:
+                num_lines = split_lines.num_lines()
+                report(f"tokenising {num_lines} row{'' if num_lines == 1 else 's'} of {spec.name_of(split)}")
+                counts = RowCounts(objective, split)
+                write_rows(directory / name, encoded_rows(split_lines, objective, tokenizer, spec.vocab_size, counts), pack, counts.findings)
+                rows = RowFile(directory / name, NUM_FIELDS[objective.form], spec.name_of(split))
             found.append(rows)
-            findings += read_findings(directory / name / FINDINGS) if split else ()
+            findings += read_findings(directory / name / FINDINGS) if split_lines else ()
     train, validation = found
     assert train is not None  # there are lines for training
     validation = validation if validation and validation.num_rows else None
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, (*left_out, *findings))
 
 
-def _kept_rows(path: Path, objective: Objective, report: Callable[[str], None]) -> RowFile | None:
-    """Rows of the cache; None if there are none, or if they changed since they were written."""
+def _kept_rows(path: Path, objective: Objective, name: str, report: Callable[[str], None]) -> RowFile | None:
+    """Rows of the cache, which messages call `name`; None if there are none, or if they changed since they were written."""
     if not path.is_dir():
         return None
     try:
-        return RowFile(path, NUM_FIELDS[objective.form])
+        return RowFile(path, NUM_FIELDS[objective.form], name)
     except DataError as error:
         report(made_again(error))
         return None
@@ -333,5 +342,5 @@ def _template_key(spec: DataSpec) -> str:
     """
     if spec.objective.form != "chat":
         return ""
-    tokenizer = load_tokenizer(spec.tokenizer_path) if spec.tokenizer_path else ByteTokenizer()  # one made here has no template either
+    tokenizer = named_tokenizer(spec) if spec.tokenizer_path else ByteTokenizer()  # one made here has no template either
     return hashlib.sha256(ChatSource.of(tokenizer, spec.objective.template).terms().encode("utf-8", "surrogateescape")).hexdigest()

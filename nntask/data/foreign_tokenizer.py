@@ -53,11 +53,12 @@ def have_tokenizers() -> bool:
     return importlib.util.find_spec("tokenizers") is not None
 
 
-def open_tokenizer(path: Path) -> OpenedTokenizer:
+def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer:
     """Open a tokenizer.
 
     Args:
         path: a tokenizer.json, a directory, or a GGUF file.
+        has_template: see `companions`.
 
     Raises:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
@@ -75,7 +76,7 @@ def open_tokenizer(path: Path) -> OpenedTokenizer:
     if not have_tokenizers():
         raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     directory = path if vocabulary else file.parent if inside is None else file
-    beside = companions(directory)
+    beside = companions(directory, has_template=has_template)
     objects = beside.objects
     rule = rule_of(path, objects) if vocabulary else None
     if rule is not None:

@@ -38,6 +38,11 @@ class ImageSource:
     path: Path
     labels: npt.NDArray[np.int32]
 
+    @property
+    def name(self) -> str:
+        """What messages call them."""
+        return str(self.path)
+
     def pixels(self, number: int, shape: ImageShape) -> Floats:
         """(size, size, channels) in [-1, 1].
 
@@ -121,7 +126,7 @@ class ImageRows:
 
     def __init__(self, source: ImageSource, objective: Objective) -> None:
         assert objective.image is not None  # it is about images
-        self.source, self.path, self._shape = source, source.path, objective.image
+        self.source, self.name, self._shape = source, source.name, objective.image
         self.length = self._shape.num_patches
 
     @property
@@ -131,7 +136,7 @@ class ImageRows:
 
     def too_few(self, batch: int) -> str:
         """Says that there are fewer than `batch` of them, and what to do."""
-        return f"{self.path} has {self.num_sequences} images for training, and --batch is {batch}; use more images, or a smaller --batch"
+        return f"{self.name} has {self.num_sequences} images for training, and --batch is {batch}; use more images, or a smaller --batch"
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """images (n, N, P) fp32 and targets (n, 1) int32."""

@@ -13,12 +13,15 @@ from typing import Any, Final, Literal
 from ..errors import DataError
 from .directories import DataFiles, data_files, scored_files
 from .findings import Finding
+from .objectives import Objective
 from .opening import inner_suffix, opened
+from .row_counts import RowCounts
 from .row_keys import format_hint
 from .tables import TABLES, is_table, json_rows
 from .texts import Corpus, Text, is_held_out
 
 JSONL: Final = "jsonl"
+_TEXT: Final = "text"
 _SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
 _HALVES: Final = re.compile("[\ud800-\udfff]")
 
@@ -58,11 +61,13 @@ class JsonLines:
         files: in order.
         split: all lines, about one in twenty that is held out for validation, or the others.
         select: only the first `select` of them; -1 for all.
+        nullable: column of tables that rows have without a value, too; "" for none.
     """
 
     files: tuple[Path, ...]
     split: Literal["all", "train", "validation"] = "all"
     select: int = -1
+    nullable: str = ""
 
     def __iter__(self) -> Iterator[Record]:
         """The objects in order.
@@ -83,6 +88,11 @@ class JsonLines:
                 raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; mend or remove the line')
             yield Record(values, where)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no object."""
+        return next(self._lines(), None) is None
+
     def num_lines(self) -> int:
         """How many objects there are."""
         found = sum(1 for _ in self._lines())
@@ -100,15 +110,15 @@ class JsonLines:
     def _lines(self) -> Iterator[tuple[str, str]]:
         """The lines that are not blank, each with where it is."""
         for file in self.files:
-            for line, where in _lines_of(file):
+            for line, where in _lines_of(file, self.nullable):
                 if line.strip() and (self.split == "all" or is_held_out(line) == (self.split == "validation")):
                     yield line, where
 
 
-def _lines_of(file: Path) -> Iterator[tuple[str, str]]:
+def _lines_of(file: Path, nullable: str) -> Iterator[tuple[str, str]]:
     """The lines of a file, or the rows of a table, each with where it is."""
     if is_table(file.name):
-        for number, row in enumerate(json_rows(file), 1):
+        for number, row in enumerate(json_rows(file, nullable), 1):
             yield row, f"{file} row {number}"
         return
     with opened(file) as lines:
@@ -164,11 +174,13 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         train, validation = JsonLines(files.train, select=select), JsonLines(scored)
     else:
         train, validation = JsonLines(files.train, "train", select), JsonLines(files.train, "validation")
-        if not train.num_lines():
+        if train.is_empty:
             train = replace(train, split="all")
-    if not train.num_lines():
+    if train.is_empty:
         raise DataError(f"--dataset-path {path} has no line; give a file with an object a line")
-    return train, validation if (validation.num_lines() and train.split != "all") or scored else None
+    if val_path and validation.is_empty:
+        raise DataError(f"--val-path {val_path} has no line; give a file with an object a line")
+    return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 
 def line_files(path: str) -> DataFiles:
@@ -207,34 +219,66 @@ def first_keys(path: str) -> frozenset[str]:
         return frozenset()
 
 
-class LineTexts(Collection[Text]):
-    """The strings under "text" of some lines, as texts.
+class RowTexts(Collection[Text]):
+    """All strings of some lines, those of messages included, as texts from which a tokenizer learns.
 
     Args:
         lines: the lines.
     """
 
     def __init__(self, lines: JsonLines) -> None:
-        self._lines, self._count = lines, lines.num_lines()
+        self._lines = lines
 
     def __len__(self) -> int:
-        return self._count
+        return self._lines.num_lines()
 
     def __iter__(self) -> Iterator[Text]:
-        return (Text(record.where, None, self._content(record)) for record in self._lines)
+        return (Text(record.where, None, "\n".join(_strings(record.values)) + "\n") for record in self._lines)
 
     def __contains__(self, text: object) -> bool:
         return any(each == text for each in self)
 
-    def _content(self, record: Record) -> str:
-        return record.text("text")
+
+class LineTexts(RowTexts):
+    """The strings under "text" of some lines, as texts; rows with an empty one, or null, are left out.
+
+    Args:
+        lines: the lines.
+        split: "training" or "validation", for findings.
+
+    Attributes:
+        num_rows: number of lines, those that are left out included.
+        findings: empty rows and unknown keys.
+
+    Raises:
+        DataError: a line has no text, or a key that is refused.
+    """
+
+    def __init__(self, lines: JsonLines, split: str) -> None:
+        super().__init__(replace(lines, nullable=_TEXT))
+        counts, num_empty = RowCounts(Objective(), split), 0
+        for record in self._lines:
+            counts.num_rows += 1
+            num_empty += not _text_of(record)
+            counts.check("text", (record.values,), record.where)
+        counts.add("rows_empty", num_empty)
+        self.num_rows, self._num_filled, self.findings = counts.num_rows, counts.num_rows - num_empty, tuple(counts.findings())
+
+    def __len__(self) -> int:
+        return self._num_filled
+
+    def __iter__(self) -> Iterator[Text]:
+        return (Text(record.where, None, clean(text)) for record in self._lines if (text := _text_of(record)))
 
 
-class RowTexts(LineTexts):
-    """All strings of some lines, those of messages included, as texts from which a tokenizer learns."""
+def _text_of(record: Record) -> str:
+    """The text of a line as it is there; "" for null.
 
-    def _content(self, record: Record) -> str:
-        return "\n".join(_strings(record.values)) + "\n"
+    Raises:
+        DataError: there is none.
+    """
+    value = record.values.get(_TEXT, 0)
+    return "" if value is None else value if isinstance(value, str) else record.text(_TEXT)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -246,10 +290,27 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def line_corpus(path: str, val_path: str, select: int) -> Corpus:
-    """The texts of files of JSON lines."""
-    train, validation = json_lines(path, val_path, select)
+    """The texts of files of JSON lines.
+
+    Raises:
+        DataError: as `json_lines`; a row has no text or a key that is refused; or all texts are empty.
+    """
+    lines, scored = json_lines(path, val_path, select)
+    train = LineTexts(lines, "training")
+    if not train and lines.split == "train":  # all rows with a text are held out
+        train, scored = LineTexts(replace(lines, split="all"), "training"), None
+    validation = None if scored is None else LineTexts(scored, "validation")
+    _check_filled(train, f"--dataset-path {path}")
+    if validation is not None and val_path:
+        _check_filled(validation, f"--val-path {val_path}")
     sentences, findings = told_lines(path, val_path)
-    return Corpus(Path(path).name, LineTexts(train), LineTexts(validation) if validation else (), sentences, findings)
+    findings += train.findings + (validation.findings if validation is not None else ())
+    return Corpus(Path(path).name, train, validation or (), sentences, findings)
+
+
+def _check_filled(texts: LineTexts, where: str) -> None:
+    if not texts:
+        raise DataError(f"{where} holds no text: all of its {texts.num_rows:,} rows are empty; give rows with a text")
 
 
 def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:

@@ -96,7 +96,7 @@ class MaskedWindows:
     names: Sequence[str] = ("tokens", "targets", "factor")
 
     def __init__(self, file: TokenFile, length: int, masking: Masking) -> None:
-        self.file, self.path, self.length, self._masking = file, file.path, length, masking
+        self.file, self.name, self.length, self._masking = file, file.name, length, masking
 
     @property
     def num_sequences(self) -> int:

@@ -50,7 +50,7 @@ class PlacedTexts:
     """
 
     def __init__(self, examples: Examples) -> None:
-        self._examples, self.path, self.length = examples, examples.path, examples.length
+        self._examples, self.name, self.length = examples, examples.name, examples.length
         self.names: Sequence[str] = (*(name for name in examples.names if name not in ("positions", "factor")), "positions", "factor")
 
     @property
@@ -83,7 +83,7 @@ class SeparateWindows:
     names: Sequence[str] = ("tokens", "targets", "documents", "factor")
 
     def __init__(self, file: TokenFile, length: int, begin: int, end: int) -> None:
-        self.file, self.path, self.length, self._begin, self._end = file, file.path, length, begin, end
+        self.file, self.name, self.length, self._begin, self._end = file, file.name, length, begin, end
 
     @property
     def num_sequences(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .findings import Finding
 from .objectives import Objective
-from .row_keys import RowKind, unknown_keys
+from .row_keys import ROW_KEYS, RowKind, unknown_keys
 
 _MOST_NAMED: Final = 8
 """Unknown keys that a sentence names."""
@@ -35,7 +35,7 @@ class RowTally:
         Raises:
             DataError: a key is refused.
         """
-        for key in {key for row in rows for key in unknown_keys(row, kind, where)}:
+        for key in dict.fromkeys(key for row in rows for key in unknown_keys(row, kind, where)):
             self.unknown[f'"{key}"' + (" of messages" if kind == "message" else "")] += 1
 
 
@@ -44,7 +44,7 @@ class RowCounts(RowTally):
 
     Args:
         objective: what is learnt, with the lengths that rows are cut to.
-        split: "training" or "validation".
+        split: "training" or "validation"; "" for rows of both.
 
     Attributes:
         num_rows: number of rows.
@@ -55,14 +55,21 @@ class RowCounts(RowTally):
         self._objective, self._split = objective, split
         self.num_rows = 0
 
+    def add_columns(self, kind: RowKind, columns: Iterable[str], num_rows: int) -> None:
+        """Count the unknown columns of a table once for each of its rows."""
+        for key in columns:
+            if key not in ROW_KEYS[kind] and num_rows:
+                self.unknown[f'"{key}"'] += num_rows
+
     def findings(self) -> Iterator[Finding]:
         """Return what there is to say."""
-        before = "" if self._split == "training" else "validation_"
+        before = "validation_" if self._split == "validation" else ""
+        split = self._split and f"{self._split} "
         for key, sentence in _SENTENCES.items():
             number, total = self.numbers[key], self.numbers["answers"] if key == "answers_changed" else self.num_rows
             if number:
                 terms = {"length": self._objective.length, "target_length": self._objective.target_length}
-                yield Finding(before + key, number, total, sentence.format(number=number, total=total, split=self._split, **terms))
+                yield Finding(before + key, number, total, sentence.format(number=number, total=total, split=split, **terms))
         if self.unknown:
             named = ", ".join(f"{key} in {number}" for key, number in self.unknown.most_common(_MOST_NAMED))
             more = f" and {len(self.unknown) - _MOST_NAMED} others" if len(self.unknown) > _MOST_NAMED else ""
@@ -70,22 +77,23 @@ class RowCounts(RowTally):
                 f"{before}unknown_keys",
                 len(self.unknown),
                 0,
-                f"keys that mean nothing here are ignored in {self.num_rows} {self._split} rows: {named}{more}",
+                f"keys that mean nothing here are ignored in {self.num_rows} {split}rows: {named}{more}",
             )
 
 
 _SENTENCES: Final = {
-    "rows_left_out": "{number} of {total} {split} conversations have no answer to learn within --seq-len {length} and are left out; raise --seq-len",
-    "rows_without_answers": "{number} of {total} {split} conversations have no answer that is learnt (weight 0, or none at all) and are left out",
-    "rows_cut": "{number} of {total} {split} rows are longer than --seq-len {length} and are cut; raise --seq-len",
-    "inputs_cut": "{number} of {total} {split} inputs are longer than --seq-len {length} and are cut; raise --seq-len",
-    "outputs_cut": "{number} of {total} {split} outputs are longer than --target-len {target_length} and are cut; raise --target-len",
+    "rows_empty": "{number} of {total} {split}rows have an empty text and are left out",
+    "rows_left_out": "{number} of {total} {split}conversations have no answer to learn within --seq-len {length} and are left out; raise --seq-len",
+    "rows_without_answers": "{number} of {total} {split}conversations have no answer that is learnt (weight 0, or none at all) and are left out",
+    "rows_cut": "{number} of {total} {split}rows are longer than --seq-len {length} and are cut; raise --seq-len",
+    "inputs_cut": "{number} of {total} {split}inputs are longer than --seq-len {length} and are cut; raise --seq-len",
+    "outputs_cut": "{number} of {total} {split}outputs are longer than --target-len {target_length} and are cut; raise --target-len",
     "nulls_in_tools": (
-        "{number} of {total} {split} conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
+        "{number} of {total} {split}conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
         "tool does not have: those of tools are left out, and those of arguments are learnt; write such rows without them"
     ),
     "answers_changed": (
-        "{number} of {total} {split} answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "
+        "{number} of {total} {split}answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "
         "with what is between <think> and </think>, or writes it otherwise"
     ),
 }

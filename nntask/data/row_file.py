@@ -38,26 +38,28 @@ class RowFile:
     Args:
         path: their directory.
         num_fields: fields of a row.
+        name: what messages call the rows; the path unless given.
         is_written: whether the directory is complete, and so has checksums.
 
     Raises:
         DataError: a file is missing, cut short, or changed since it was written.
     """
 
-    def __init__(self, path: Path, num_fields: int, is_written: bool = True) -> None:
-        self.path, self._num_fields = path, num_fields
+    def __init__(self, path: Path, num_fields: int, name: str = "", *, is_written: bool = True) -> None:
+        self.path, self.name, self._num_fields = path, name or str(path), num_fields
+        self._of = f" (cached rows of {name})" if name else ""
         self._open: dict[str, int] = {}
         self._checksums: dict[str, BlockChecksums] = {}
         try:
-            for name in (_VALUES, _ENDS, _BEGINS):
-                if name != _BEGINS or (path / name).exists():
-                    self._open[name] = open_regular(path / name)
+            for file in (_VALUES, _ENDS, _BEGINS):
+                if file != _BEGINS or (path / file).exists():
+                    self._open[file] = open_regular(path / file)
             size = os.fstat(self._open[_ENDS]).st_size // _END.itemsize - 1
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}; remove it to have it made again") from None
+            raise DataError(f"cannot read {path}{self._of}: {error.strerror}; remove {path} to have it made again") from None
         self.num_rows = size // num_fields
         if size % num_fields or size < 0:
-            raise DataError(f"{path / _ENDS} is cut short; remove {path} to have it made again")
+            raise DataError(f"{path / _ENDS}{self._of} is cut short; remove {path} to have it made again")
         if is_written:
             self._check_heads()
 
@@ -114,7 +116,7 @@ class RowFile:
         self._compare(name, first * dtype.itemsize, (first + count) * dtype.itemsize)
         data = os.pread(self._open[name], count * dtype.itemsize, first * dtype.itemsize)
         if len(data) != count * dtype.itemsize:
-            raise DataError(f"{self.path / name} is shorter than its rows; remove {self.path} to have it made again")
+            raise DataError(f"{self.path / name}{self._of} is shorter than its rows; remove {self.path} to have it made again")
         return np.frombuffer(data, dtype).astype(np.int64)
 
     def close(self) -> None:

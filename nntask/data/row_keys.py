@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from ..errors import DataError
 
-RowKind = Literal["pairs", "labels", "chat", "message"]
+RowKind = Literal["text", "pairs", "labels", "chat", "message"]
 Use = Literal["used", "written", "ignored", "refused"]
 
 
@@ -63,31 +63,80 @@ _PREFERENCES: Final = _all(
     "margin",
 )
 
+_IDS: Final = {
+    **_all("refused", "ids that another program made; write them as a train.bin", "input_ids", "token_ids"),
+    **_all(
+        "refused",
+        'which tokens are learnt follows from --objective and, of messages, from their "weight"; use these',
+        *("loss_mask", "completion_mask", "assistant_masks"),
+    ),
+    **_all(
+        "ignored",
+        "goes with ids that another program made",
+        *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids", "overflow_to_sample_mapping"),
+    ),
+}
+_TABLE_INDEX: Final = _all("ignored", "names the row", "__index_level_0__", "Unnamed: 0")
+"""The index of pandas, in tables and in CSV files that were converted."""
+_CORPORA: Final = {
+    **_all("ignored", "names what the text is from", "title", "doc_id", "docid", "digest", "blob_id", "hexsha", "warc_record_id", "warcinfo"),
+    **_all("ignored", "names what the text is from", "dump", "segment", "cc_segment", "bucket", "file_path", "filename", "path", "repo_name", "ext"),
+    **_all("ignored", "names what the text is from", "domain_name", "source_domain", "pile_set_name", "red_pajama_subset", "short_book_title"),
+    **_all("ignored", "describes the text", "description", "attributes", "format", "audience", "seed_data", "content_type", "keywords", "top_langs"),
+    **_all("ignored", "describes the text", "language_script", "language_score", "language_id_whole_page_fasttext", "warc_headers", "meta_data"),
+    **_all("ignored", "says when the text was written or added", "added", "date_download", "publication_date", "last_modified", "year"),
+    **_all("ignored", "measures the text", "int_score", "edu_int_score", "quality_signals", "perplexity", "size", "nlines", "line_ids", "count"),
+    **_all("ignored", "measures the text", "text_token_length", "char_count", "word_count", "previous_word_count", "original_length"),
+    **_all("ignored", "measures the text", "original_nlines", "minhash_cluster_size", "bff_contained_ngram_count_before_dedupe", "embedding"),
+    **_all("ignored", "a class, which --objective classify learns", "label"),
+}
+"""Keys of public corpora: C4, the Pile, OpenWebText, FineWeb, Dolma, RedPajama, SlimPajama, DCLM, OSCAR, Cosmopedia, PG-19 and their like."""
+_SECOND_TEXTS: Final = ("text_pair", "text2", "text_b", "sentence2")
+
 ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
-    "pairs": {
+    "text": {
         **_PROVENANCE,
+        **_TABLE_INDEX,
+        **_CORPORA,
         **_MEDIA,
         **_WEIGHTS,
         **_PREFERENCES,
+        **_IDS,
+        **_all("used", "the text", "text"),
+        **_all("refused", 'a second text; join it with the first under "text"', "pair", *_SECOND_TEXTS),
+        **_all("refused", "a stream of texts is learnt whole, token by token; use --objective classify for classes", "labels"),
+    },
+    "pairs": {
+        **_PROVENANCE,
+        **_TABLE_INDEX,
+        **_MEDIA,
+        **_WEIGHTS,
+        **_PREFERENCES,
+        **_IDS,
+        **_all("refused", 'what is learnt of a pair is its "target"; write it there', "labels"),
         **_all("used", "what the model reads", "input"),
         **_all("used", "what the model learns to write", "target"),
         **_all("refused", 'text that belongs to the input; put it into "input"', "instruction", "system", "prefix", "context", "history"),
     },
     "labels": {
         **_PROVENANCE,
+        **_TABLE_INDEX,
         **_MEDIA,
         **_WEIGHTS,
+        **_IDS,
         **_all("used", "the text", "text"),
         **_all("used", "the second text", "pair"),
         **_all("used", "the class", "label"),
-        **_all("refused", 'name the second text "pair"', "text_pair", "text2", "text_b", "sentence2"),
+        **_all("refused", 'name the second text "pair"', *_SECOND_TEXTS),
         **_all("refused", 'a row has one class; name it "label"', "labels"),
     },
     "chat": {
         **_PROVENANCE,
+        **_TABLE_INDEX,
         **_MEDIA,
         **_WEIGHTS,
         **_PREFERENCES,
+        **_IDS,
         **_all("used", "the conversation", "messages"),
         **_all("used", "functions that the assistant may call, for the chat template", "tools"),
         **_all("used", "documents that the conversation is about, for the chat template", "documents"),

@@ -34,7 +34,7 @@ class Rows:
     """
 
     def __init__(self, file: RowFile, objective: Objective) -> None:
-        self.file, self.path, self.length = file, file.path, objective.length
+        self.file, self.name, self.length = file, file.name, objective.length
         self.names: Sequence[str] = objective.names
         self._objective = objective
 
@@ -49,7 +49,7 @@ class Rows:
         advice = f"use more rows, or --batch {found}" if found else "use more rows"
         if not found and self._objective.form == "chat":
             advice = f"use conversations with an answer within --seq-len {self.length}, and a chat template that writes it"
-        return f"{self.path} has {found} row{'' if found == 1 else 's'}{packs}, and --batch is {batch}; {advice}"
+        return f"{self.name} has {found} row{'' if found == 1 else 's'}{packs}, and --batch is {batch}; {advice}"
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """The arrays of the objective but `factor`."""

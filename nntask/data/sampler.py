@@ -8,7 +8,6 @@ with the stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -29,12 +28,12 @@ class Examples(Protocol):
     """Training data as sequences that are read by number.
 
     Attributes:
-        path: where they are, for messages.
+        name: what messages call them.
         names: names of the arrays of a batch of them.
         length: tokens of a sequence, or patches of an image.
     """
 
-    path: Path
+    name: str
     names: Sequence[str]
     length: int
 
@@ -68,7 +67,7 @@ class Windows:
     names: Sequence[str] = ("tokens", "targets")
 
     def __init__(self, file: TokenFile, length: int) -> None:
-        self.file, self.path, self.length = file, file.path, length
+        self.file, self.name, self.length = file, file.name, length
 
     @property
     def num_sequences(self) -> int:
@@ -96,7 +95,7 @@ def windows_of(file: TokenFile, numbers: npt.NDArray[np.int64], stride: int, cou
 def too_few_tokens(file: TokenFile, length: int, found: int, batch: int, need: int) -> str:
     """Says that a file has `found` sequences of `length` tokens, and would have to have `need` tokens for a batch."""
     return (
-        f"{file.path} is too short: {file.num_tokens} tokens give {found} sequences of {length}, and --batch is {batch}; "
+        f"{file.name} is too short: {file.num_tokens} tokens give {found} sequences of {length}, and --batch is {batch}; "
         f"use at least {need} tokens" + (f", or --batch {found}" if found else "")
     )
 
@@ -142,7 +141,7 @@ class Shuffled:
     """
 
     def __init__(self, examples: Examples) -> None:
-        self._examples, self.path, self.names, self.length = examples, examples.path, examples.names, examples.length
+        self._examples, self.name, self.names, self.length = examples, examples.name, examples.names, examples.length
 
     @property
     def num_sequences(self) -> int:

@@ -122,7 +122,7 @@ class CorruptedSpans:
         sizes = longest(objective.length, objective.target_length, objective.mask_probability)
         assert sizes is not None  # `config.objective` has asked
         assert objective.target_length is not None  # which it has filled in
-        self.file, self.path, self.length = file, file.path, objective.length
+        self.file, self.name, self.length = file, file.name, objective.length
         self._sizes, self._objective, self._seed = sizes, objective, seed
         self._first = first_sentinel(tokenizer, vocab_size, sizes.spans)
         self._end = [] if tokenizer is None else [tokenizer.end_of_text]

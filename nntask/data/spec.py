@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from .objectives import Objective
+
+SplitName = Literal["training", "validation"]
+SPLITS: Final[tuple[SplitName, SplitName]] = ("training", "validation")
+"""Names of splits in messages and findings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +36,9 @@ class DataSpec:
     tokenizer_path: str = ""
     vocab_size: int = 4096
     objective: Objective = field(default_factory=Objective)
+
+    def name_of(self, split: SplitName) -> str:
+        """Return the name of a split in messages, by the flag that named its data."""
+        if split == "validation" and self.val_path:
+            return f"--val-path {self.val_path}"
+        return f"the {split} split of " + (f"--dataset-path {self.path}" if self.path else f"--dataset {self.dataset}")

@@ -47,12 +47,14 @@ class Special:
         eos: ids that end a text, the id behind training texts first; empty where no file declares one.
         files: name -> content of the files to save beside tokenizer.json, which declare the same ids.
         mask: id that hides a token from a masked language model; None where there is none.
+        flaws: why chat templates among the files are not read, a clause each.
     """
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     mask: int | None = None
+    flaws: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The keys bos_token_id and eos_token_id of Hugging Face's configs; the latter is a list where several ids end a text."""
@@ -66,17 +68,20 @@ class Companions:
     Args:
         files: name -> text of the files to save with the tokenizer.
         objects: name -> content of all JSON files.
+        flaws: why chat templates are not read, a clause each.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
     objects: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    flaws: tuple[str, ...] = ()
 
 
-def companions(directory: Path) -> Companions:
+def companions(directory: Path, *, has_template: bool = False) -> Companions:
     """Read the files beside a tokenizer.json.
 
     Args:
         directory: directory of the tokenizer's files, or a GGUF file.
+        has_template: whether another chat template is used, so that one that cannot be read here is a flaw and no error.
 
     Raises:
         DataError: a file is broken.
@@ -84,9 +89,17 @@ def companions(directory: Path) -> Companions:
     if is_gguf(directory):
         files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
         return Companions(files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")})
-    files = {name: _text(directory / name) for name in _KEPT if (directory / name).is_file()}
     objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
-    return Companions({name: text for name, text in {**files, **_named_templates(directory, files, objects)}.items() if text}, objects)
+    files = {name: _text(directory / name) for name in _KEPT if name != CHAT_TEMPLATE and (directory / name).is_file()}
+    flaws = []
+    try:
+        templates = {CHAT_TEMPLATE: _text(directory / CHAT_TEMPLATE)} if (directory / CHAT_TEMPLATE).is_file() else {}
+        templates |= _named_templates(directory, templates, objects)
+    except DataError as error:
+        if not has_template:
+            raise
+        templates, flaws = {}, [str(error).partition(";")[0]]
+    return Companions({name: text for name, text in {**files, **templates}.items() if text}, objects, tuple(flaws))
 
 
 def special_of(inner: Any, beside: Companions) -> Special:
@@ -110,7 +123,7 @@ def special_of(inner: Any, beside: Companions) -> Special:
                 bos, eos = bos or begin, end
                 break
     mask = _by_word(objects, "mask_token", inner) or tuple(each for each in map(inner.token_to_id, _MASKS) if each in special)
-    return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None)
+    return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None, beside.flaws)
 
 
 def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -18,12 +18,15 @@ from typing import Any, Final, Literal
 from ..errors import DataError
 from ..io.regular_file import open_regular
 from .opening import check_head, opened
+from .row_counts import RowCounts
+from .row_keys import ROW_KEYS
 from .texts import PIECE_NBYTES, Replaced, Text, decoded, is_held_out
 
 TABLES: Final = (".parquet", ".arrow", ".feather")
 _COLUMN: Final = "text"
 _ROWS_AT_ONCE: Final = 4096
 _MAGIC_NBYTES: Final = 512
+_RULES: Final = ROW_KEYS["text"]
 
 
 def is_table(name: str) -> bool:
@@ -36,20 +39,21 @@ class TableTexts(Collection[Text]):
 
     Args:
         files: the tables, in order.
+        counts: counts empty rows and unknown columns of all splits.
 
-    Attributes:
-        num_rows: number of rows of all splits, empty ones included.
-        num_empty: number of empty rows.
+    Raises:
+        DataError: a table cannot be read or has no column of texts, or a row has a key that is refused.
     """
 
-    def __init__(self, files: tuple[Path, ...]) -> None:
+    def __init__(self, files: tuple[Path, ...], counts: RowCounts) -> None:
         self._files = files
         self._split: Literal["all", "train", "validation"] = "all"
-        self.num_rows = self.num_empty = self._num_held_out = 0
+        self._num_filled = self._num_held_out = 0
         for file in files:
-            for row in rows_of(file):
-                self.num_rows += 1
-                self.num_empty += not row
+            for row in _counted_rows(file, counts):
+                counts.num_rows += 1
+                counts.add("rows_empty", not row)
+                self._num_filled += bool(row)
                 self._num_held_out += bool(row) and is_held_out(row)
 
     def of(self, split: Literal["train", "validation"]) -> TableTexts:
@@ -59,8 +63,8 @@ class TableTexts(Collection[Text]):
         return found
 
     def __len__(self) -> int:
-        filled = self.num_rows - self.num_empty
-        return {"all": filled, "train": filled - self._num_held_out, "validation": self._num_held_out}[self._split]
+        num_train = self._num_filled - self._num_held_out
+        return {"all": self._num_filled, "train": num_train, "validation": self._num_held_out}[self._split]
 
     def __iter__(self) -> Iterator[Text]:
         for file in self._files:
@@ -119,22 +123,53 @@ def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
         DataError: the file cannot be read or has no column of texts, or pyarrow is missing.
     """
     if is_table(file.name):
-        for batch in _batches(file, lambda schema: _text_column(file, schema)):
+        for batch in _batches(file, lambda schema: [_text_column(file, schema)]):
             yield from (value or "" for value in batch.column(0).to_pylist())
     else:
         with opened(file) as lines:
             yield from _lines(decoded(lines, file, replaced))
 
 
-def json_rows(file: Path) -> Iterator[str]:
+def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
+    """The texts of the rows of a table, whose unknown columns are counted.
+
+    Raises:
+        DataError: as `rows_of`; or a row has a value in a column that is refused.
+    """
+    text, others, num_rows = "", list[str](), 0
+
+    def columns_of(schema: Any) -> list[str]:
+        nonlocal text, others
+        text = _text_column(file, schema)
+        others = [name for name in schema.names if name != text]
+        return [text, *(name for name in others if name in _RULES and _RULES[name].use == "refused")]
+
+    for batch in _batches(file, columns_of):
+        if batch.num_columns > 1:
+            refused = batch.select([name for name in batch.schema.names if name != text])
+            for number, row in enumerate(refused.to_pylist(), num_rows + 1):
+                counts.check("text", (row,), f"{file} row {number}")
+        num_rows += batch.num_rows
+        yield from (value or "" for value in batch.column(text).to_pylist())
+    counts.add_columns("text", others, num_rows)
+
+
+def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
     """The rows of a table as JSON objects; keys without a value are left out, since a table gives every row the keys of all.
+
+    Args:
+        file: the table.
+        nullable: column that is kept without a value, too.
 
     Raises:
         DataError: the file cannot be read, or pyarrow is missing.
     """
-    for batch in _batches(file, lambda schema: None):
+    for batch in _batches(file, lambda schema: schema.names):
         for row in batch.to_pylist():
-            yield json.dumps(_without_nulls(row), ensure_ascii=False, default=str)
+            filled = _without_nulls(row)
+            if nullable in row and nullable not in filled:
+                filled = {**filled, nullable: None}
+            yield json.dumps(filled, ensure_ascii=False, default=str)
 
 
 def _lines(pieces: Iterable[str]) -> Iterator[str]:
@@ -164,12 +199,12 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _batches(file: Path, column_of: Callable[[Any], str | None]) -> Iterator[Any]:
+def _batches(file: Path, columns_of: Callable[[Any], list[str]]) -> Iterator[Any]:
     """The rows of a table in batches.
 
     Args:
         file: the table.
-        column_of: the wanted column of a schema, or None for all; may refuse.
+        columns_of: the wanted columns of a schema; may refuse.
     """
     check_tables([file])
     import pyarrow as pa
@@ -181,8 +216,7 @@ def _batches(file: Path, column_of: Callable[[Any], str | None]) -> Iterator[Any
         if magic.startswith(b"FEA1"):
             raise DataError(f"{file} is a file of Feather 1, which is not read; write it again with pyarrow.feather.write_feather, or as parquet")
         schema, batches = _opened(file, magic)
-        column = column_of(schema)
-        yield from batches(schema.names if column is None else [column])
+        yield from batches(columns_of(schema))
     except pa.ArrowException as error:
         raise DataError(f"{file} is not a whole {file.suffix[1:]} file: {str(error).splitlines()[0]}; copy it again") from None
     except OSError as error:

@@ -43,6 +43,7 @@ _FEWEST: Final = 64
 _DISTINCT: Final = 8
 _SAMPLES: Final = 64
 _SAMPLE_NBYTES: Final = 64 << 10
+_MADE_AGAIN: Final = "it is nntask's own cache, which the next run makes again"
 
 
 class TokenFile:
@@ -53,9 +54,11 @@ class TokenFile:
         vocab_size: ids must be below this number.
         scan_nbytes: number of bytes at the head of the file that are checked on opening.
         flag: the command-line flag that named the file, for error messages.
-        is_cache: whether nntask can make the file again. Its checksums are required, and those at its head are compared on opening.
+        name: the data of the user that the ids were made of, for messages; "" for a file of the user. The checksums of a file that nntask can make
+            again are required, and those at its head are compared on opening.
 
     Attributes:
+        name: what messages call the data: `name`, or the path of a file of the user.
         dtype: element type.
         is_declared: whether a sidecar says it.
 
@@ -64,18 +67,13 @@ class TokenFile:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        vocab_size: int,
-        scan_nbytes: int = SCAN_NBYTES,
-        flag: str = "--dataset-path",
-        is_cache: bool = False,
+        self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES, flag: str = "--dataset-path", name: str = ""
     ) -> None:
         self._fd = -1
-        self.path = Path(path)
+        self.path, self.name = Path(path), name or str(path)
+        self._where = f"{path} (cached tokens of {name})" if name else str(path)
         self.vocab_size = vocab_size
-        self._is_cache = is_cache
+        self._is_cache = bool(name)
         given, digits = _sidecar_of(self.path)
         self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
@@ -84,16 +82,16 @@ class TokenFile:
         except OSError as error:
             raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
         if nbytes == 0:
-            raise DataError(f"{self.path} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
+            raise DataError(f"{self._where} is empty; a token file holds at least one sequence of {self.dtype.name} ids")
         self._check_format(nbytes)
         if nbytes % self.dtype.itemsize:
             raise DataError(
-                f"{self.path} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
+                f"{self._where} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
                 f'or its ids are of another type: say so in {self.path.name}.json as {{"dtype": "uint32"}}'
             )
         self.num_tokens = nbytes // self.dtype.itemsize
         self._checksums = self._checksums_of(digits, nbytes)
-        if is_cache:  # its ids were inside the vocabulary when it was written
+        if name:  # its ids were inside the vocabulary when it was written
             self._compare(0, min(nbytes, scan_nbytes, HEAD_NBYTES))
         else:
             self._scan(min(nbytes, scan_nbytes))
@@ -105,7 +103,7 @@ class TokenFile:
             DataError: the window leaves the file, the file cannot be read or changed since it was written, or an id is beyond the vocabulary.
         """
         if first < 0 or count < 1 or first + count > self.num_tokens:
-            raise DataError(f"{self.path} holds tokens 0 to {self.num_tokens - 1}; asked for {count} from {first}")
+            raise DataError(f"{self._where} holds tokens 0 to {self.num_tokens - 1}; asked for {count} from {first}")
         ids = self._compared(first, count)
         self._check(ids, first)
         return ids.astype(np.int32)
@@ -153,9 +151,10 @@ class TokenFile:
             try:
                 piece = os.pread(self._fd, count * size - len(data), first * size + len(data))
             except OSError as error:
-                raise DataError(f"cannot read {self.path}: {error.strerror}; check the disk, or restore the file") from error
+                raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
             if not piece:
-                raise DataError(f"{self.path} became shorter while it was read; {first + count} tokens were expected")
+                expected = f"{first + count} tokens were expected"
+                raise DataError(f"{self._where} became shorter while it was read, {expected}; {self._advice('restore the file')}")
             data += piece
         return np.frombuffer(data, self.dtype)
 
@@ -164,11 +163,11 @@ class TokenFile:
         if digits is None and not self._is_cache:
             return None
         if digits is None:
-            raise DataError(f"{self.path} has no checksums; {self._remedy()}")
+            raise DataError(f"{self._where} has no checksums; {_MADE_AGAIN}")
         try:
             return BlockChecksums(digits, nbytes)
         except ValueError as error:
-            raise DataError(f"{self.path} changed since {_sidecar(self.path).name} was written: {error}; {self._remedy()}") from None
+            raise DataError(f"{self._where} changed since {_sidecar(self.path).name} was written: {error}; {self._of_changes()}") from None
 
     def _compare(self, begin: int, end: int) -> None:
         """Check that the bytes [begin, end) are those that were written, if there are checksums."""
@@ -177,18 +176,20 @@ class TokenFile:
         try:
             changed = self._checksums.first_changed(self._fd, begin, end)
         except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}; check the disk, or restore the file") from error
+            raise DataError(f"cannot read {self._where}: {error.strerror}; check the disk, or restore the file") from error
         if changed is not None:
             first = changed // self.dtype.itemsize
             if self._is_cache:  # a file without checksums is made again by the next run
                 with contextlib.suppress(OSError):
                     _sidecar(self.path).unlink()
-            raise DataError(f"{self.path} changed since it was written: the ids from position {first} have another checksum; {self._remedy()}")
+            raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum; {self._of_changes()}")
 
-    def _remedy(self) -> str:
-        if self._is_cache:
-            return "it is nntask's own cache, which the next run makes again"
-        return (
+    def _advice(self, owner: str) -> str:
+        """What to do: nothing about a file of the cache, or what its owner may do."""
+        return _MADE_AGAIN if self._is_cache else owner
+
+    def _of_changes(self) -> str:
+        return self._advice(
             "copy it again, or make it again with nntask data prepare; if the change is wanted, "
             f'write {{"dtype": "{self.dtype.name}"}} to {_sidecar(self.path).name}'
         )
@@ -230,8 +231,8 @@ class TokenFile:
             return
         where = int(np.argmax(ids >= self.vocab_size))
         raise DataError(
-            f"{self.path}: token id {int(ids[where])} at position {first + where} is beyond the vocabulary (ids 0 to {self.vocab_size - 1}); "
-            "use the config of the tokenizer that wrote the file"
+            f"{self._where}: token id {int(ids[where])} at position {first + where} is beyond the vocabulary (ids 0 to {self.vocab_size - 1}); "
+            f"{self._advice('use the config of the tokenizer that wrote the file')}"
         )
 
 

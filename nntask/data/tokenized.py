@@ -39,7 +39,7 @@ _LARGEST_CHECKSUM: Final = 1 << 20
 def tokenizer_key(spec: DataSpec) -> str:
     """A key for the cache: it differs between tokenizers that may give a text different tokens."""
     if spec.tokenizer_path:
-        tokenizer, file = load_tokenizer(spec.tokenizer_path), Path(spec.tokenizer_path)
+        tokenizer, file = named_tokenizer(spec), Path(spec.tokenizer_path)
         digest = hashlib.sha256(stored_tokenizer(file))
         digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}{tokenizer.terms}".encode())
         if tokenizer.vocab_size > spec.vocab_size:  # so that texts are encoded, and their ids checked, for each model
@@ -47,6 +47,11 @@ def tokenizer_key(spec: DataSpec) -> str:
         return digest.hexdigest()
     kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
     return f"{kind} {spec.vocab_size}{_own_terms(spec)}"
+
+
+def named_tokenizer(spec: DataSpec) -> Tokenizer:
+    """The tokenizer at the path of a spec; its own chat template need not be readable if the spec names another."""
+    return load_tokenizer(spec.tokenizer_path, has_template=bool(spec.objective.template))
 
 
 def _own_terms(spec: DataSpec) -> str:
@@ -62,7 +67,7 @@ def reads_bytes(spec: DataSpec) -> bool:
 def tokenizer_of(spec: DataSpec, corpus: Corpus, report: Callable[[str], None]) -> Tokenizer:
     """The tokenizer of `spec`: loaded from its path, plain bytes, or trained on the corpus."""
     if spec.tokenizer_path:
-        return load_tokenizer(spec.tokenizer_path)
+        return named_tokenizer(spec)
     if reads_bytes(spec):
         return ByteTokenizer(spec.vocab_size)
     report(f"training a byte-level BPE of {spec.vocab_size} ids on {corpus.name}")
@@ -110,15 +115,15 @@ def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:
             yield piece
 
 
-def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None]) -> TokenFile:
-    """The token file of `texts`: from the cache, or written now if it is not there or changed since it was written."""
+def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], name: str) -> TokenFile:
+    """The token file of `texts`, which messages call `name`: from the cache, or written now if it is not there or changed since it was written."""
     if path.is_file():
         try:
-            return TokenFile(path, vocab_size=vocab_size, is_cache=True)
+            return TokenFile(path, vocab_size=vocab_size, name=name)
         except DataError as error:
             report(made_again(error))
-    write_tokens(texts, path, tokenizer, vocab_size, report)
-    return TokenFile(path, vocab_size=vocab_size, is_cache=True)
+    write_tokens(texts, path, tokenizer, vocab_size, report, f"of {name}")
+    return TokenFile(path, vocab_size=vocab_size, name=name)
 
 
 def made_again(error: DataError) -> str:
@@ -126,9 +131,7 @@ def made_again(error: DataError) -> str:
     return f"{str(error).partition(';')[0]}; it is nntask's own cache and is made again"
 
 
-def write_tokens(
-    texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], name: Path | None = None
-) -> int:
+def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], about: str = "") -> int:
     """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
 
     Args:
@@ -137,7 +140,7 @@ def write_tokens(
         tokenizer: the tokenizer that encodes the texts.
         vocab_size: number of ids of the model.
         report: called with a sentence before the work.
-        name: the path that the file will have in the end; `path` unless given.
+        about: end of that sentence; the path unless given.
 
     Returns:
         The number of tokens.
@@ -150,7 +153,7 @@ def write_tokens(
     check_known(around, tokenizer, vocab_size, "every text, at its beginning or end,")
     end = around[1:].astype(dtype).tobytes()
     begin = b"" if around[0] == around[1] else around[:1].astype(dtype).tobytes()
-    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} to {name or path}")
+    report(f"tokenising {len(texts)} text{'s' if len(texts) > 1 else ''} {about or f'to {path}'}")
     replaced = Replaced()
     with written_aside(path) as new:
         with new.open("wb") as file:

@@ -239,16 +239,17 @@ def _save_files(special: Special, directory: Path) -> None:
         (directory / name).write_text(content, encoding="utf-8")
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) -> Tokenizer:
     """The tokenizer in a tokenizer.json.
 
     Args:
         path: the file, its directory, a directory with vocab.json and merges.txt or with BERT's vocab.txt, or a GGUF file.
+        has_template: whether another chat template replaces its own, which then need not be readable.
 
     Raises:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
-    found = open_tokenizer(Path(path))
+    found = open_tokenizer(Path(path), has_template=has_template)
     return BpeTokenizer(found.inner, found.beside, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
 
 

@@ -54,7 +54,7 @@ def perplexity(
     """
     config = source.config
     if file.num_tokens < 2:
-        raise DataError(f"{file.path} holds {file.num_tokens} tokens, and scoring takes at least 2; use a longer text")
+        raise DataError(f"{file.name} holds {file.num_tokens} tokens, and scoring takes at least 2; use a longer text")
     length = min(length, file.num_tokens - 1)
     tiling = default_tiling(config, batch, length, device="cuda" if runtime.has_gpus else "cpu")
     scorer = Inference(source.build(runtime, tiling, dtype), runtime, length)
@@ -63,7 +63,7 @@ def perplexity(
     assert found is not None  # nothing stops it
     if not isfinite(found.loss):
         raise Diverged(
-            f"the loss of {file.path} is {found.loss}: weights are not finite, or too large for the element type; "
+            f"the loss of {file.name} is {found.loss}: weights are not finite, or too large for the element type; "
             "use an earlier checkpoint, or --dtype fp32"
         )
     return found

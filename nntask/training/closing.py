@@ -26,7 +26,7 @@ def validate(session: Session, step: int) -> Evaluation | None:
         return None
     batches = in_order(validation, run.step.minibatch, run.settings.run.eval_batches)
     if not batches:
-        session.printer.say(f"{validation.path} is shorter than one sequence of {validation.length} tokens; nothing to validate on")
+        session.printer.say(f"{validation.name} is shorter than one sequence of {validation.length} tokens; nothing to validate on")
         return None
     result = evaluate(session.engine, batches, session.byte_lengths, session.interrupts.pending)
     if result is not None:

@@ -141,7 +141,7 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     cursor = None
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
-            raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.path} holds now; restore it, or start a new run")
+            raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.name} holds now; restore it, or start a new run")
         _check_tokenizer(resumed, dataset)
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
@@ -166,7 +166,7 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
     then = load_tokenizer(resumed.path)
     if isinstance(then, BpeTokenizer) and then.content() != now.content():
         raise DataError(
-            f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.path} is another one now, so texts "
+            f"--resume {resumed.path} was trained with its {TOKENIZER_FILE}, and the tokenizer of {dataset.train.name} is another one now, so texts "
             "would have other ids; restore it, or start a new run"
         )
 

@@ -87,7 +87,7 @@ def test_a_cache_of_an_earlier_version_is_made_again(tmp_path: Path) -> None:
     path.with_name("train.bin.json").write_text('{"dtype": "uint16"}')
     said: list[str] = []
     open_dataset(spec, said.append)
-    assert any(f"{path} has no checksums; {AGAIN}" in sentence for sentence in said)
+    assert any(f"{path} (cached tokens of " in sentence and f" has no checksums; {AGAIN}" in sentence for sentence in said)
     assert path.read_bytes() == ids
 
 
@@ -98,13 +98,13 @@ def test_no_id_of_a_large_file_is_learnt_unread(tmp_path: Path) -> None:
     path.write_bytes(ids.tobytes())
     write_sidecar(path, path, ids.dtype)
     flip(path, 3 * BLOCK_NBYTES + 8)
-    file = TokenFile(path, vocab_size=400, scan_nbytes=BLOCK_NBYTES, is_cache=True)
+    file = TokenFile(path, vocab_size=400, scan_nbytes=BLOCK_NBYTES, name="the texts")
     third = 3 * BLOCK_NBYTES // 2
     assert file.window(third - 40, 40).tolist() == ids[third - 40 : third].tolist()
     with pytest.raises(DataError, match=rf"the ids from position {third} have another checksum; .* the next run makes again"):
         file.window(third - 40, 41)
     with pytest.raises(DataError, match="has no checksums"):
-        TokenFile(path, vocab_size=400, is_cache=True)
+        TokenFile(path, vocab_size=400, name="the texts")
 
 
 def test_no_row_of_a_large_file_is_learnt_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

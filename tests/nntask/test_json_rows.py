@@ -163,7 +163,7 @@ def test_rows_come_from_the_cache(tmp_path: Path) -> None:
     again = open_dataset(dataset.spec, said.append)
     assert (said, again.fingerprint) == ([], dataset.fingerprint)
     (again.train.path / "values.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"values\.bin is shorter than its rows; remove"):
+    with pytest.raises(DataError, match=r"values\.bin \(cached rows of the training split of --dataset-path .*\) is shorter than its rows; remove"):
         again.examples(0).arrays(np.array([2]), 0)
     assert dataset_of(tmp_path, [{"input": "abc", "target": "de"}] * 3, Learner("seq2seq"), 9, tokenizer="bytes").fingerprint != again.fingerprint
 

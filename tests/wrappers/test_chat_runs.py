@@ -87,6 +87,34 @@ def test_the_template_given_is_kept(here: Path, has_template: bool, capsys: pyte
         assert conversation(place) == expected, place
 
 
+def test_a_broken_template_of_the_model_is_said_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the header of a run that is given another one, and in summary.json; the export has the template given."""
+    (here / "base" / "chat_template.jinja").write_bytes(b"\xff")
+    argv = [*TRAIN, "--init-from=base", "--seq-len=128"]
+    code, err = refuse(capsys, argv)
+    assert (code, "chat_template.jinja cannot be read" in err) == (4, True)
+    assert main([*argv, "--chat-template=qwen.jinja", "--run-dir=run"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("--chat-template qwen.jinja replaces the tokenizer's own chat template, with which something is wrong: base/chat_template") == 1
+    assert json.loads((here / "run" / "summary.json").read_text())["data"]["template_notes"] == {"number": 1, "total": 0}
+    assert main(["export", "run", "out"]) == 0
+    assert (here / "out" / "chat_template.jinja").read_text() == QWEN2
+    assert main(["train", "--resume=run", "--steps=2"]) == 0
+
+
+def test_keys_and_empty_rows_of_texts_are_said_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the header of a run on plain texts, and in summary.json."""
+    lines_in(here / "x.jsonl", [{"text": "a text of some length " * 9, "colour": 1, "url": "u"}] * 4 + [{"text": ""}])
+    assert main([*TRAIN, "--init-from=base", "--seq-len=32", "--run-dir=run"]) == 0
+    said = capsys.readouterr().out
+    for split in ("training", "validation"):
+        assert said.count(f'keys that mean nothing here are ignored in 5 {split} rows: "colour" in 4\n') == 1
+        assert said.count(f"1 of 5 {split} rows have an empty text and are left out\n") == 1
+    data = json.loads((here / "run" / "summary.json").read_text())["data"]
+    assert data["rows_empty"] == data["validation_rows_empty"] == {"number": 1, "total": 5}
+    assert data["unknown_keys"]["number"] == data["validation_unknown_keys"]["number"] == 1
+
+
 def test_a_template_by_name_is_in_a_gguf_file(here: Path) -> None:
     """Of several templates the default one; a file has one."""
     about = json.loads((here / "base" / "tokenizer_config.json").read_text())

@@ -171,7 +171,7 @@ class TrainingNode:
         dataset = open_dataset(run.data)
         if dataset.fingerprint != order.fingerprint:
             raise DataError(
-                f"worker {self._name} holds other data at {dataset.train.path} than the client; copy the same files to every worker, or use a place "
+                f"worker {self._name} holds other data at {dataset.train.name} than the client; copy the same files to every worker, or use a place "
                 "that they share"
             )
         run = self._run_config = run.on(self._machine(run, order))
