@@ -15,7 +15,8 @@ from .special_tokens import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENIZE
 from .tokenizer import ByteTokenizer, Tokenizer
 
 _TOOL_USE: Final = "tool_use"
-_DIFFER: Final = "differ"
+DIFFER: Final = "differ"
+"""End of the flaw of two templates, of which the first is used."""
 
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -68,22 +69,6 @@ class ChatSource:
         holder = CHAT_TEMPLATE if CHAT_TEMPLATE in files else TOKENIZER_CONFIG
         return cls(source, holder, _words(tokenizer, config, source + tools), tools)
 
-    @staticmethod
-    def notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
-        """Return what of a tokenizer's own templates is not followed: all that is wrong with them, or one of two that differ.
-
-        Args:
-            tokenizer: the tokenizer.
-            file: path of the template that replaces its own; "" for its own.
-        """
-        flaws = _flaws(tokenizer)
-        if not file:
-            return tuple(f"{flaw}; the former is used" for flaw in flaws if flaw.endswith(_DIFFER))
-        if mistake := _mistake(tokenizer):
-            flaws.append(mistake)
-        where = f"--chat-template {file} replaces the tokenizer's own chat template"
-        return (f"{where}, with which something is wrong: {', and '.join(flaws)}",) if flaws else ()
-
 
 def templates_of(files: Mapping[str, str]) -> dict[str, str]:
     """Return the templates in a tokenizer's files by name; the one that is used without a name is "default".
@@ -120,8 +105,8 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
     return found
 
 
-def _flaws(tokenizer: Tokenizer) -> list[str]:
-    """What is wrong with a tokenizer's own chat templates, a clause each."""
+def template_flaws(tokenizer: Tokenizer) -> list[str]:
+    """Return what is wrong with a tokenizer's own chat templates as far as is seen without compiling them, a clause each."""
     files, flaws = tokenizer.special.files, list(tokenizer.special.flaws)
     inside, named = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template"), templates_of(files)
     entries = inside if isinstance(inside, list) else []
@@ -130,21 +115,8 @@ def _flaws(tokenizer: Tokenizer) -> list[str]:
     elif entries and CHAT_TEMPLATE not in files and "default" not in named:
         flaws.append(f"{TOKENIZER_CONFIG} names the templates {', '.join(sorted(named))} and none default")
     if isinstance(inside, str) and CHAT_TEMPLATE in files and inside.strip() != files[CHAT_TEMPLATE].strip():
-        flaws.append(f"{CHAT_TEMPLATE} and chat_template in {TOKENIZER_CONFIG} {_DIFFER}")
+        flaws.append(f"{CHAT_TEMPLATE} and chat_template in {TOKENIZER_CONFIG} {DIFFER}")
     return flaws
-
-
-def _mistake(tokenizer: Tokenizer) -> str:
-    """Why a tokenizer's own template does not compile, in a process that is confined as that of templates that are used; "" if it does."""
-    from .chat_process import ChatProcess
-
-    if "default" not in templates_of(tokenizer.special.files):
-        return ""
-    try:
-        ChatProcess(ChatSource.of(tokenizer, "")).close()
-    except DataError as error:
-        return str(error).partition(";")[0]
-    return ""
 
 
 def _is_named(entry: Any) -> bool:
