@@ -1,6 +1,7 @@
 from .batch import Batch, Cursor
 from .chat import ChatSource, ChatTemplate
 from .chat_process import ChatProcess
+from .chat_source import template_notes
 from .dataset import DATASETS, Dataset, check_spec, open_dataset
 from .foreign_tokenizer import TOKENIZER_FILE
 from .hub import WIKITEXT
@@ -37,5 +38,6 @@ __all__ = [
     "load_tokenizer",
     "open_dataset",
     "random_batch",
+    "template_notes",
     "tokenize_dataset",
 ]

@@ -15,10 +15,9 @@ from typing import Final
 
 from ..confined.process import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
 from ..errors import DataError
-from .chat_source import DIFFER, ChatSource, template_flaws, templates_of
+from .chat_source import ChatSource
 from .json_lines import Record
 from .row_counts import RowCounts
-from .tokenizer import Tokenizer
 
 CPU_SECONDS: Final = 5
 """Seconds of a processor for compiling and for each conversation."""
@@ -74,28 +73,6 @@ class ChatProcess:
         subject = Subject(f"the chat template of {source.name}", "name another with --chat-template FILE")
         opening = ConfinedRequest(json.dumps(content), self._limits(_NBYTES, 0), subject)
         self._process = ConfinedProcess("nntask.data.chat_service", opening, _WORDING)
-
-    @classmethod
-    def notes(cls, tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
-        """Return what of a tokenizer's own templates is not followed: all that is wrong with them, or one of two that differ.
-
-        Args:
-            tokenizer: the tokenizer.
-            file: path of the template that replaces its own; "" for its own.
-
-        Raises:
-            ProcessUnavailable: the process that compiles its own does not start.
-        """
-        flaws = template_flaws(tokenizer)
-        if not file:
-            return tuple(f"{flaw}; the former is used" for flaw in flaws if flaw.endswith(DIFFER))
-        if "default" in templates_of(tokenizer.special.files):
-            try:
-                cls(ChatSource.of(tokenizer, "")).close()
-            except DataError as error:
-                flaws.append(str(error).partition(";")[0])
-        where = f"--chat-template {file} replaces the tokenizer's own chat template"
-        return (f"{where}, with which something is wrong: {', and '.join(flaws)}",) if flaws else ()
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text of a conversation up to where the assistant's next answer begins.

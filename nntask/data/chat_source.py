@@ -15,8 +15,7 @@ from .special_tokens import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENIZE
 from .tokenizer import ByteTokenizer, Tokenizer
 
 _TOOL_USE: Final = "tool_use"
-DIFFER: Final = "differ"
-"""End of the flaw of two templates, of which the first is used."""
+_DIFFER: Final = "differ"
 
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -105,8 +104,22 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
     return found
 
 
-def template_flaws(tokenizer: Tokenizer) -> list[str]:
-    """Return what is wrong with a tokenizer's own chat templates as far as is seen without compiling them, a clause each."""
+def template_notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
+    """Return what of a tokenizer's own chat templates is not followed, a sentence each.
+
+    Args:
+        tokenizer: the tokenizer.
+        file: path of the template that replaces its own, which are not compiled then; "" for its own.
+    """
+    flaws = _flaws(tokenizer)
+    if not file:
+        return tuple(f"{flaw}; the former is used" for flaw in flaws if flaw.endswith(_DIFFER))
+    where = f"--chat-template {file} replaces the tokenizer's own chat template"
+    return (f"{where}, with which something is wrong: {', and '.join(flaws)}",) if flaws else ()
+
+
+def _flaws(tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with a tokenizer's own chat templates, a clause each."""
     files, flaws = tokenizer.special.files, list(tokenizer.special.flaws)
     inside, named = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template"), templates_of(files)
     entries = inside if isinstance(inside, list) else []
@@ -115,7 +128,7 @@ def template_flaws(tokenizer: Tokenizer) -> list[str]:
     elif entries and CHAT_TEMPLATE not in files and "default" not in named:
         flaws.append(f"{TOKENIZER_CONFIG} names the templates {', '.join(sorted(named))} and none default")
     if isinstance(inside, str) and CHAT_TEMPLATE in files and inside.strip() != files[CHAT_TEMPLATE].strip():
-        flaws.append(f"{CHAT_TEMPLATE} and chat_template in {TOKENIZER_CONFIG} {DIFFER}")
+        flaws.append(f"{CHAT_TEMPLATE} and chat_template in {TOKENIZER_CONFIG} {_DIFFER}")
     return flaws
 
 

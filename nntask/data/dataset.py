@@ -15,8 +15,7 @@ from typing import Final
 
 from ..config.environment import cache_directory
 from ..errors import DataError, UsageError
-from .chat_process import ChatProcess
-from .chat_source import ChatSource, with_template
+from .chat_source import ChatSource, template_notes, with_template
 from .corpora import scored_corpus, stdlib_corpus, text_corpus
 from .directories import is_named
 from .examples import Source, examples_of
@@ -238,7 +237,7 @@ def _findings(tokenizer: Tokenizer | None, *files: TokenFile | None) -> tuple[Fi
 
 def _template_findings(tokenizer: Tokenizer, objective: Objective) -> list[Finding]:
     """The finding about chat templates that are not followed."""
-    notes = ChatProcess.notes(tokenizer, objective.template) if objective.form == "chat" else ()
+    notes = template_notes(tokenizer, objective.template) if objective.form == "chat" else ()
     return [Finding("template_notes", len(notes), 0, "; ".join(notes))] if notes else []
 
 

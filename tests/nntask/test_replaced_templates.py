@@ -15,8 +15,6 @@ from nntask.errors import DataError
 TALK = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a cat"}]
 WHOLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 FLAWS: list[tuple[Any, str | bytes | None, str]] = [
-    ("{% for m in messages %}", None, "the chat template of tokenizer_config.json has a mistake: Unexpected end of template"),
-    (None, "{{ messages | nowhere }}", "the chat template of chat_template.jinja has a mistake: No filter named 'nowhere'"),
     (None, b"\xff\xfe{{ messages }}", "chat_template.jinja cannot be read: "),
     (5, None, "chat_template in tokenizer_config.json is neither a text nor a list of names and templates: 5"),
     ({"default": WHOLE}, None, "chat_template in tokenizer_config.json is neither a text nor a list of names and templates: "),

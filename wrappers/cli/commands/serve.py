@@ -162,7 +162,7 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> ChatProcess | None
     """
     from nntask import DataError
     from nntask.config import parse_size
-    from nntask.data import ChatProcess, ChatSource
+    from nntask.data import ChatProcess, ChatSource, template_notes
 
     try:
         source = ChatSource.of(ids.tokenizer, asked.chat_template)
@@ -170,7 +170,7 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> ChatProcess | None
         if asked.chat_template:
             raise
         return None
-    for note in ChatProcess.notes(ids.tokenizer, asked.chat_template) if asked.chat_template else ():
+    for note in template_notes(ids.tokenizer, asked.chat_template) if asked.chat_template else ():
         print(f"nntask: {note}", file=sys.stderr)
     try:
         return ChatProcess(replace(source, tools=""), parse_size(asked.max_body, "--max-body"), _clock(asked.template_date))
