@@ -169,11 +169,11 @@ def save_checkpoint(
                     tokenizer.save(new)
                 if config is not None:
                     _write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
-                checksums |= {file.name: checksum_of(file) for file in sorted(new.iterdir()) if file.name not in checksums}
+                checksums |= {file.name: checksum_of(file) for file in sorted(new.iterdir()) if file.is_file() and file.name not in checksums}
                 _write_text(new / STATE, sealed({"format": FORMAT, **state, "checksums": checksums}))
         except Diverged as error:
             raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
-        except (OSError, StorageError) as error:
+        except (OSError, StorageError, DataError) as error:  # DataError: what was just written cannot be read
             raise _cannot_save(run, state["step"], error) from error
     try:
         _point_latest(run, final)
@@ -310,7 +310,7 @@ def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
 
 
 def _point_latest(run: Path, final: Path) -> None:
-    link = run / f".latest.{os.getpid()}.tmp"
+    link = run / ".latest.tmp"  # one name, so that the next save removes what a killed one left
     link.unlink(missing_ok=True)
     link.symlink_to(final.relative_to(run), target_is_directory=True)
     os.replace(link, run / "latest")
