@@ -6,26 +6,17 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from time import monotonic
-from typing import Any
 
 import pytest
 from support.deadline import DEADLINE
+from support.honest_clients import ASKED, answered, text_in
+from support.rude_clients import AUTHORIZED, EARLY, HELD, JSON, MORE_HELD, address, answered_early, held, request
 from support.served import KEY, Alone, Served, served, write_served_model
+
+from wrappers.serve.server import listening
 
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
 """What a server's process runs first."""
-AUTHORIZED = f"authorization: Bearer {KEY}\r\n"
-JSON = "content-type: application/json\r\n"
-EARLY: dict[str, tuple[str, str]] = {
-    "401": ("POST /v1/completions", JSON),
-    "403": ("POST /v1/completions", f"{JSON}{AUTHORIZED}x: y\r\n"),
-    "404": ("POST /v1/nothing", f"{JSON}{AUTHORIZED}"),
-    "405": ("GET /v1/completions", f"{JSON}{AUTHORIZED}"),
-    "415": ("POST /v1/completions", f"content-type: text/plain\r\n{AUTHORIZED}"),
-    "200": ("GET /", AUTHORIZED),
-}
-"""Status of an answer that comes before the body of its request -> request line and headers."""
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +41,19 @@ def server(model: Path, key_file: str) -> Iterator[Served]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[Alone]:
+    """The same model without a server."""
+    found = Alone(model)
+    yield found
+    found.close()
+
+
 @contextmanager
 def connected(server: Served) -> Iterator[socket.socket]:
     """A connection to a server."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), DEADLINE) as found:
+    with socket.create_connection(address(server.url), DEADLINE) as found:
         yield found
-
-
-def request(line: str, headers: str, host: str = "127.0.0.1") -> bytes:
-    """The head of a request whose body of 50 bytes does not follow."""
-    return f"{line} HTTP/1.1\r\nhost: {host}\r\n{headers}content-length: 50\r\n\r\n".encode()
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -80,9 +73,8 @@ def until_closed(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize("status", EARLY)
 def test_a_request_that_was_answered_early_does_not_hold_its_connection(status: str, more: bytes, server: Served) -> None:
     """The answer comes at once, and the rest of the body is not waited for without limit, also where a byte of it follows."""
-    line, headers = EARLY[status]
     with connected(server) as connection:
-        connection.sendall(request(line, headers, "evil.example" if status == "403" else "127.0.0.1"))
+        connection.sendall(answered_early(status))
         first = connection.recv(1 << 16)
         assert first.startswith(f"HTTP/1.1 {status}".encode())
         if more:
@@ -99,6 +91,19 @@ def test_a_body_that_comes_after_its_answer_keeps_the_connection(server: Served)
             answer += connection.recv(1 << 16)
         connection.sendall(b"x" * 50 + b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
         assert b'{"status":"ok"}' in until_closed(connection)
+
+
+def test_requests_that_come_at_once_are_answered_in_order(server: Served) -> None:
+    """Also in pieces that end anywhere, with a body that is not read, and behind the last one the connection closes."""
+    paths = ["/health", "/nothing", "/health", "/metrics"] * 20
+    heads = [f"GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n{AUTHORIZED}content-length: 3\r\n\r\nabc" for path in paths]
+    sent = "".join([*heads, "GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"]).encode()
+    with connected(server) as connection:
+        for begin in range(0, len(sent), 777):
+            connection.sendall(sent[begin : begin + 777])
+        answers = until_closed(connection)
+    statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [404 if path == "/nothing" else 200 for path in paths] + [200]
 
 
 def send_without_end(connection: socket.socket, piece: bytes) -> None:
@@ -128,33 +133,42 @@ def test_two_lengths_are_refused(server: Served) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
-@pytest.mark.parametrize("kind", ["silent", "half a head", "answered early", "pages that nobody reads"])
-def test_many_connections_keep_nobody_out(kind: str, model: Path, key_file: str) -> None:
-    """150 connections and 128 descriptors: health and a stream are answered, and nothing is written to the log."""
-    sends = {
-        "silent": b"",
-        "half a head": b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n",
-        "answered early": request("POST /v1/completions", JSON),
-        "pages that nobody reads": b"GET / HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 200,
-    }
-    with served(model, key_file, "--receive-seconds", "3600", script=LIMIT) as server, server.client() as client, ExitStack() as held:
-        long: dict[str, Any] = {"model": "small", "prompt": "a", "temperature": 0, "max_tokens": 100}
-        stream = client.completions.create(**long, stream=True)
+FEW = ("silent", "half a head", "answered early, 401", "pages that nobody reads")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each in FEW else pytest.mark.long) for each in (HELD | MORE_HELD)])
+def test_many_connections_keep_nobody_out(kind: str, model: Path, alone: Alone, key_file: str) -> None:
+    """150 connections and 128 descriptors: health, new clients and a stream that runs are answered, and nothing is written to the log."""
+    with served(model, key_file, "--receive-seconds", "3600", "--slots", "4", script=LIMIT) as server, server.client() as client:
+        stream = client.completions.create(model="small", prompt="a", temperature=0, max_tokens=100, stream=True)
         texts = [next(stream).choices[0].text]
-        for _ in range(150):
-            connection = held.enter_context(connected(server))
-            connection.setblocking(False)
-            connection.send(sends[kind])
-        begin = monotonic()
-        with server.http() as http:
-            assert http.get("/health").json() == {"status": "ok"}
-        assert monotonic() - begin < DEADLINE / 4
-        texts += [event.choices[0].text for event in stream]
-        alone = Alone(model)
-        assert "".join(texts) == alone.text("a", 100)
-        alone.close()
+        with held(server.url, (HELD | MORE_HELD)[kind], 150):
+            for _ in range(5):
+                assert answered(server.url, "/health")[:2] == (200, '{"status":"ok"}')
+                status, answer, _ = answered(server.url, *ASKED["completion"])
+                assert status == 200
+                assert text_in(answer) == alone.text("once upon", 20)
+            texts += [event.choices[0].text for event in stream]
+            assert "".join(texts) == alone.text("a", 100)
+        assert server.end() == (0, "")
+
+
+@pytest.mark.long
+def test_texts_that_fill_the_queue_leave_room_for_others(model: Path, key_file: str) -> None:
+    """150 clients with the key, 128 descriptors and a queue that is longer: fewer texts are taken, and health is answered."""
+    with served(model, key_file, "--queue", "1000", "--slots", "1", script=LIMIT) as server, held(server.url, MORE_HELD["answers that nobody reads"], 150):
+        assert answered(server.url, "/health")[0] == 200
+        server.until("nntask_serve_texts_waiting", 0)
         code, err = server.end()
-        assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("nntask: at most ")
+    assert err.count("\n") == 1
+
+
+def test_connections_send_what_is_written_at_once() -> None:
+    """The parts of an answer do not wait for acknowledgements of the parts before."""
+    with listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), DEADLINE), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])

@@ -5,7 +5,8 @@ what was written, and for the end of what a closed connection still has to send.
 waited too long. (The body of a request that is being answered has a limit of its own, in `app`.)
 
 When there are too many connections, the one that has been silent longest makes room; one whose answer is being computed never does. So clients that
-hold connections cannot keep others out.
+hold connections cannot keep others out. Requests that arrive before the answer to the one before wait for a turn of the event loop each, so clients
+that send hundreds of them at once do not delay others.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+from collections import deque
 from typing import Any, Final, Literal
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-ACCEPTED_AT_ONCE: Final = 16
-"""Connections that the event loop accepts before any of them is counted."""
+ACCEPTED_AT_ONCE: Final = 4
+"""Connections that the event loop accepts in one turn. It reads what a new connection sent two turns later."""
+_YOUNG: Final = 4 * ACCEPTED_AT_ONCE
+"""Connections that are kept free of running texts, so that a new one is read before it has to make room for newer ones."""
 _MOST: Final = 1000
-_SPARE: Final = 3 * ACCEPTED_AT_ONCE
-"""Open files that are left for those being accepted, those being closed, and the program."""
-_LEAST: Final = 8
+_SPARE: Final = 32
+"""Open files that are left for connections being accepted, those being closed, and the program."""
+_LEAST: Final = 2 * _YOUNG
 _LINGER_SECONDS: Final = 5.0
 """For the rest of a body whose request was answered: a client that is still sending reads its answer afterwards."""
 
@@ -36,21 +40,29 @@ def most_connections() -> int:
     return max(_LEAST, min(_MOST, allowed - len(os.listdir("/proc/self/fd")) - _SPARE))
 
 
+def most_texts() -> int:
+    """Return how many texts may run and wait, so that connections remain for others."""
+    return most_connections() - _YOUNG
+
+
 class ClientConnection(H11Protocol):
     """A connection of uvicorn that knows what it waits for.
 
     Attributes:
         most: largest number of connections.
         seconds: limit of each wait for the client; of the rest of a body at most `_LINGER_SECONDS`.
+        queued: connections of the server with a request that waits for its turn.
     """
 
     most = _MOST
     seconds = 30.0
+    queued: deque[ClientConnection] = deque()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._heard_at = self.loop.time()
         self._num_pauses = 0
+        self._is_queued = False
         self._wait: tuple[Awaited, Any, int] | None = None
         self._waits_since = 0.0
 
@@ -66,6 +78,32 @@ class ClientConnection(H11Protocol):
         """Note when the client was heard."""
         self._heard_at = self.loop.time()
         super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request; one that is there already waits for its turn, and nothing more is read meanwhile."""
+        is_next = (self.conn.our_state, self.conn.their_state) == (h11.DONE, h11.DONE) and bool(self.conn.trailing_data[0])
+        self._is_queued = is_next and not self.transport.is_closing()
+        super().on_response_complete()
+        if self._is_queued:
+            self.flow.pause_reading()
+            self.queued.append(self)
+            if len(self.queued) == 1:
+                self.loop.call_soon(self._begin_next)
+
+    def handle_events(self) -> None:
+        """Handle what has arrived, unless it waits for its turn."""
+        if not self._is_queued:
+            super().handle_events()
+
+    def _begin_next(self) -> None:
+        """Let the first of the requests that wait for their turn begin, and the next one in the next turn."""
+        first = self.queued.popleft()
+        if self.queued:
+            self.loop.call_soon(self._begin_next)
+        first._is_queued = False
+        if not first.transport.is_closing():
+            first.flow.resume_reading()
+            first.handle_events()
 
     def pause_writing(self) -> None:
         """Note that the client reads more slowly than is written."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ _MARGIN_SECONDS: Final = 5
 """For clients to read what they are told at the end."""
 _BACKLOG: Final = 512
 """Connections that wait to be accepted."""
+_UNREAD_NBYTES: Final = 16 << 10
+"""Bytes that the kernel keeps for a client that does not read. (It doubles the number; the event loop keeps 64 KiB more.)"""
 _LAST_SECONDS: Final = 1
 """The same, after the second signal."""
 _OF_CLIENTS_THAT_LEFT: Final = "socket.send() raised exception."
@@ -83,14 +86,17 @@ class _Server(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A socket that listens; its connections send what is written to them at once, and keep little for clients that do not read.
 
     Raises:
         UsageError: the address cannot be had.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; asyncio sets it only where a socket names its protocol
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_NBYTES)
+        return listener
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"--host {host} --port {port} cannot be listened to: {why}; choose another, or port 0 for any that is free") from None
@@ -124,7 +130,7 @@ async def _served(
 ) -> None:
     config = uvicorn.Config(
         application.asgi,
-        http=type("Protocol", (ClientConnection,), {"seconds": receive_seconds, "most": most_connections()}),
+        http=type("Protocol", (ClientConnection,), {"seconds": receive_seconds, "most": most_connections(), "queued": deque()}),
         backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",

@@ -247,6 +247,7 @@ def _key(file: str) -> str:
 def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, tiling: ModelTiling, shape: BatchShape, service: Service) -> None:
     from nntask.inference import RunningBatch, TextRequest
     from wrappers.serve.app import Application
+    from wrappers.serve.connections import most_texts
     from wrappers.serve.engine import TextEngine
     from wrappers.serve.jobs import Desk
     from wrappers.serve.metrics import Metrics
@@ -265,7 +266,10 @@ def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, til
             yield batch
 
     desk = Desk()
-    engine = TextEngine(open_batch, service.ids.tokenizer.decode, asked.slots + asked.queue, desk.deliver, desk.fail)
+    if (most_open := most_texts()) < asked.slots + asked.queue:
+        why = "fewer than --slots and --queue together, since every text has a connection; raise ulimit -n, or lower --queue"
+        print(f"nntask: at most {most_open} texts may run and wait, {why}", file=sys.stderr)
+    engine = TextEngine(open_batch, service.ids.tokenizer.decode, min(most_open, asked.slots + asked.queue), desk.deliver, desk.fail)
     with listening(asked.host, asked.port) as listener:
         engine.start()
         cache = f"{shape.num_pages * shape.page:,} tokens of cache"
