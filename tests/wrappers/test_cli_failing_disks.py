@@ -1,4 +1,4 @@
-"""Runs whose directory becomes full, read-only or somebody else's: one sentence, the checkpoint before is whole, and the continuation loses nothing."""
+"""Runs whose directory becomes full, read-only or somebody else's: one sentence, and the continuation from the checkpoint before loses nothing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_directory_that_takes_no_more(code: int, here: Path, truth: list[tuple
 def mounted(size: str, script: str, folder: Path) -> str:
     """Run a shell script in a mount namespace of its own, with a file system in memory at ``disk``; returns what it prints."""
     (folder / "disk").mkdir()
-    command = f"mount -t tmpfs -o size={size} none disk || exit 77\nnntask() {{ {sys.executable} -m nntask \"$@\"; }}\n{script}"
+    command = f'mount -t tmpfs -o size={size} none disk || exit 77\nnntask() {{ {sys.executable} -m nntask "$@"; }}\n{script}'
     if shutil.which("unshare") is None:
         pytest.skip("this machine has no command unshare")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

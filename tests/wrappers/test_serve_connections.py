@@ -133,16 +133,19 @@ def test_two_lengths_are_refused(server: Served) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
+KINDS = HELD | MORE_HELD
+UNREAD = KINDS.pop("answers that nobody reads")
+"""Texts of clients with the key, behind which texts of others wait."""
 FEW = ("silent", "half a head", "answered early, 401", "pages that nobody reads")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each in FEW else pytest.mark.long) for each in (HELD | MORE_HELD)])
+@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each in FEW else pytest.mark.long) for each in KINDS])
 def test_many_connections_keep_nobody_out(kind: str, model: Path, alone: Alone, key_file: str) -> None:
     """150 connections and 128 descriptors: health, new clients and a stream that runs are answered, and nothing is written to the log."""
     with served(model, key_file, "--receive-seconds", "3600", "--slots", "4", script=LIMIT) as server, server.client() as client:
         stream = client.completions.create(model="small", prompt="a", temperature=0, max_tokens=100, stream=True)
         texts = [next(stream).choices[0].text]
-        with held(server.url, (HELD | MORE_HELD)[kind], 150):
+        with held(server.url, KINDS[kind], 150):
             for _ in range(5):
                 assert answered(server.url, "/health")[:2] == (200, '{"status":"ok"}')
                 status, answer, _ = answered(server.url, *ASKED["completion"])
@@ -156,9 +159,11 @@ def test_many_connections_keep_nobody_out(kind: str, model: Path, alone: Alone, 
 @pytest.mark.long
 def test_texts_that_fill_the_queue_leave_room_for_others(model: Path, key_file: str) -> None:
     """150 clients with the key, 128 descriptors and a queue that is longer: fewer texts are taken, and health is answered."""
-    with served(model, key_file, "--queue", "1000", "--slots", "1", script=LIMIT) as server, held(server.url, MORE_HELD["answers that nobody reads"], 150):
-        assert answered(server.url, "/health")[0] == 200
-        server.until("nntask_serve_texts_waiting", 0)
+    flags = (key_file, "--queue", "1000", "--slots", "1", "--grace-seconds", "0")
+    with served(model, *flags, script=LIMIT) as server, held(server.url, UNREAD, 150):
+        server.until("nntask_serve_texts_running", 1)
+        for _ in range(5):
+            assert answered(server.url, "/health")[0] == 200
         code, err = server.end()
     assert code == 0
     assert err.startswith("nntask: at most ")

@@ -15,7 +15,7 @@ import asyncio
 import os
 import resource
 from collections import deque
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -56,7 +56,7 @@ class ClientConnection(H11Protocol):
 
     most = _MOST
     seconds = 30.0
-    queued: deque[ClientConnection] = deque()
+    queued: ClassVar[deque[ClientConnection]] = deque()
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
