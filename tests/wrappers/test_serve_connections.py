@@ -158,12 +158,13 @@ def test_many_connections_keep_nobody_out(kind: str, model: Path, alone: Alone, 
 
 @pytest.mark.long
 def test_texts_that_fill_the_queue_leave_room_for_others(model: Path, key_file: str) -> None:
-    """150 clients with the key, 128 descriptors and a queue that is longer: fewer texts are taken, and health is answered."""
+    """150 clients with the key, 128 descriptors and a queue that is longer: 16 connections have no texts, and health is answered."""
     flags = (key_file, "--queue", "1000", "--slots", "1", "--grace-seconds", "0")
     with served(model, *flags, script=LIMIT) as server, held(server.url, UNREAD, 150):
         server.until("nntask_serve_texts_running", 1)
         for _ in range(5):
             assert answered(server.url, "/health")[0] == 200
+            assert server.metric("nntask_serve_texts_") <= 128 - 32 - 16
         code, err = server.end()
     assert code == 0
     assert err.startswith("nntask: at most ")
