@@ -45,6 +45,39 @@ def most_texts() -> int:
     return most_connections() - _YOUNG
 
 
+class _JoinedWrites:
+    """A transport that sends what is written in one turn of the event loop together: head and body of an answer are one packet.
+
+    Args:
+        transport: that of the connection.
+        loop: its event loop.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._written: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes at the end of the turn."""
+        if not self._written:
+            self._loop.call_soon(self._send)
+        self._written.append(data)
+
+    def close(self) -> None:
+        """Close the connection once everything is sent."""
+        self._send()
+        self._transport.close()
+
+    def _send(self) -> None:
+        data = b"".join(self._written)
+        self._written.clear()
+        if data:
+            self._transport.write(data)
+
+
 class ClientConnection(H11Protocol):
     """A connection of uvicorn that knows what it waits for.
 
@@ -68,7 +101,7 @@ class ClientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take the connection, in place of the one that has been silent longest if there are too many."""
-        super().connection_made(transport)
+        super().connection_made(_JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         open_now: set[Any] = self.connections
         if len(open_now) > self.most:
             others = [each for each in open_now if each is not self and not each.is_answering and not each.transport.is_closing()]
