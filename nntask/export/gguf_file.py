@@ -14,11 +14,11 @@ from tiles import BLOCK_FORMATS
 from ..data.chat_source import templates_of
 from ..data.special_tokens import CHAT_TEMPLATE
 from ..errors import DataError, StorageError, UsageError
-from ..gguf.architectures import ARCHITECTURES, POSITIONS, ROTARY_FACTORS, Architecture, architecture_for
+from ..gguf.architectures import ALL_FACTORS, ARCHITECTURES, POSITIONS, Architecture, architecture_for
 from ..gguf.config_keys import NO_WINDOWS, config_from, metadata_of
 from ..gguf.model_file import is_gguf
 from ..gguf.new_file import FILE_TYPES, check_writer, nbytes_of, new_gguf
-from ..gguf.rope_keys import rotary_factors
+from ..gguf.rope_keys import factors_of
 from ..gguf.split_files import shard_paths
 from ..gguf.tensor_ranges import FLOATS, Heads
 from ..gguf.text_ends import id_keys
@@ -68,8 +68,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
         here[name], there = _placed(architecture, name, shape)
         tensors[here[name]] = _kind(here[name], shape, kinds[name], dtypes[name]), there
     factors = _factors(source.config)
-    if factors is not None:
-        tensors = {ROTARY_FACTORS: ("F32", factors.shape), **tensors}
+    tensors = {**{name: ("F32", values.shape) for name, values in factors.items()}, **tensors}
     metadata |= {"general.file_type": FILE_TYPES[_kind("", (1, 1), asked.type, np.dtype(np.float32))]}
     vocabulary, notes = _vocabulary(source, path.stem)
     notes += _window_notes(architecture, source.config)
@@ -77,13 +76,13 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     try:
         with written_aside(path) as new:
             made = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
-            if factors is not None:
-                made[ROTARY_FACTORS].values().write(factors)
+            for name, values in factors.items():
+                made[name].values().write(values)
             blocks = {name: made[here[name]].blocks() for name in staying(source, kinds)}
             copy_weights(source, {name: made[short].values() for name, short in here.items()}, blocks, kinds, asked)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
-    weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name != ROTARY_FACTORS)
+    weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name not in ALL_FACTORS)
     return Converted(source.nbytes, sum(nbytes_of(*each) for each in tensors.values()), weights, stayed, tuple(notes))
 
 
@@ -130,10 +129,10 @@ def _kind(name: str, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) ->
     return kind.upper() if kind in BLOCK_FORMATS or kind.upper() in FLOATS else _STORED.get(dtype, "F32").replace("F64", "F32")
 
 
-def _factors(config: Any) -> np.ndarray[Any, Any] | None:
-    """What rotary frequencies are divided by, where a Llama 3 scales them."""
+def _factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Name -> what rotary frequencies are divided by, if factors of their own scale them."""
     scaling = getattr(config, "rope_scaling", None)
-    return None if scaling is None or scaling.rope_type != "llama3" else rotary_factors(scaling.to_dict(), config.rope_theta, config.head_size)
+    return {} if scaling is None else factors_of(scaling.to_dict(), config.rope_theta, config.head_size)
 
 
 def _window_notes(architecture: Architecture, config: Any) -> list[str]:

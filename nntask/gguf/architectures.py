@@ -12,7 +12,10 @@ from typing import Final
 
 _BLOCK: Final = "blk."
 ROTARY_FACTORS: Final = "rope_freqs.weight"
-"""A tensor that says how rotary frequencies are scaled, and is no weight."""
+LONG_FACTORS: Final = "rope_factors_long.weight"
+SHORT_FACTORS: Final = "rope_factors_short.weight"
+ALL_FACTORS: Final = (ROTARY_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+"""Tensors that say how rotary frequencies are scaled, and are no weights."""
 EMBEDDING: Final = "token_embd.weight"
 HEAD: Final = "output.weight"
 POSITIONS: Final = "position_embd.weight"

@@ -30,7 +30,6 @@ _SCORE_CAP: Final = "attn_logit_softcapping"
 _GEMMA_2_WINDOW: Final = 4096
 _GEMMA_2_CAPS: Final = {_SCORE_CAP: 50.0, _CAP: 30.0}
 """llama.cpp's values where a file has none."""
-_LONG: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 _SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
 """Architecture -> number of blocks of its 27B, in which llama.cpp divides scores by root(width / heads) and not by root(size of a head)."""
 NO_WINDOWS: Final = ("llama", "phi3")
@@ -46,12 +45,12 @@ class _Tensors:
 
     Args:
         shapes: name here -> shape.
-        rotary_factors: of ``rope_freqs.weight``; None where there is none.
+        rotary_factors: name -> values of `architectures.ALL_FACTORS`, those in the file.
         is_tied: whether the head is the embedding.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    rotary_factors: np.ndarray[Any, Any] | None
+    rotary_factors: Mapping[str, np.ndarray[Any, Any]]
     is_tied: bool
 
     def has(self, name: str) -> bool:
@@ -60,7 +59,7 @@ class _Tensors:
 
 
 def config_from(
-    metadata: Values, shapes: Mapping[str, tuple[int, ...]], source: str, *, rotary_factors: np.ndarray[Any, Any] | None, ties: bool
+    metadata: Values, shapes: Mapping[str, tuple[int, ...]], source: str, *, rotary_factors: Mapping[str, np.ndarray[Any, Any]], ties: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The config of a file, in transformers' JSON, and keys of its architecture that neither llama.cpp nor this reader knows.
 
@@ -68,7 +67,7 @@ def config_from(
         metadata: of the file.
         shapes: name here -> shape.
         source: the file, for messages.
-        rotary_factors: values of ``rope_freqs.weight``; None where there is none.
+        rotary_factors: name -> values of `architectures.ALL_FACTORS`, those in the file.
         ties: whether a head that is there is the embedding again.
 
     Raises:
@@ -145,8 +144,6 @@ def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool 
         eps: key of the number in norms.
         is_partial: whether a part of a head may turn.
     """
-    if longs := [name for name in _LONG if name in tensors.shapes]:
-        raise keys.refusal("rope.scaling.type", f"LongRoPE with {longs[0]}", "none, linear or yarn")
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
     keys.equal("attention.value_length", size, "the size of a head")
@@ -240,8 +237,9 @@ def _phi(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 def _phi3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
     values = _hidden(keys, tensors, is_partial=True)
-    window = keys.number(_WINDOW, 0) or None
-    return {"model_type": "phi3", **values, "partial_rotary_factor": _turned(keys, values), "sliding_window": window, "hidden_act": "silu"}
+    values |= {"partial_rotary_factor": _turned(keys, values), "sliding_window": keys.number(_WINDOW, 0) or None, "hidden_act": "silu"}
+    scaling = values["rope_scaling"] or {}
+    return {"model_type": "phi3", **values, **{key: scaling[key] for key in ("original_max_position_embeddings",) if key in scaling}}
 
 
 def _turned(keys: Keys, values: Values) -> float:

@@ -18,11 +18,12 @@ import numpy as np
 
 from tiles import BlockFormat
 
+from ..errors import DataError
 from ..io.gguf_file import MAGIC, SUFFIX
 from ..io.regular_file import open_regular
 from ..io.strided_ranges import FileRange
 from ..io.translated_files import read_all
-from .architectures import ARCHITECTURES, EMBEDDING, HEAD, ROTARY_FACTORS
+from .architectures import ALL_FACTORS, ARCHITECTURES, EMBEDDING, HEAD
 from .config_keys import config_from
 from .metadata_keys import check_kind, unread_of_others
 from .split_files import Shards, open_shards, shard_paths
@@ -72,7 +73,7 @@ class GgufModel:
         self.path = path
         shapes = {name: entry.shape for name, (_, entry) in found.tensors.items()}
         ties = _repeats_embedding(found)
-        factors = _factors(found)
+        factors = {name: _factors(found, name) for name in ALL_FACTORS if name in found.tensors}
         check_kind(found.metadata, str(path))
         self.values, unread = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
         self.unread = (*unread, *unread_of_others(found.metadata, str(found.metadata["general.architecture"])))
@@ -82,7 +83,7 @@ class GgufModel:
         self.tensors = {
             architecture.name_there(name): LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
             for name, (file, each) in found.tensors.items()
-            if name != ROTARY_FACTORS and not (ties and name == HEAD)
+            if name not in ALL_FACTORS and not (ties and name == HEAD)
         }
         self._metadata, self._ids = found.metadata, ids
 
@@ -190,11 +191,15 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     return f"{total}-{checksum:08x}"
 
 
-def _factors(shards: Shards) -> np.ndarray[Any, Any] | None:
-    """The values of ``rope_freqs.weight``; None if there is none."""
-    file, entry = shards.tensors.get(ROTARY_FACTORS, (None, None))
-    if file is None or entry is None or entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
-        return None
+def _factors(shards: Shards, name: str) -> np.ndarray[Any, Any]:
+    """The values of a tensor of factors of rotary frequencies.
+
+    Raises:
+        DataError: they are no 32-bit floats, which is what llama.cpp computes with, or too many.
+    """
+    file, entry = shards.tensors[name]
+    if entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
+        raise DataError(f"{name} in {file.path} must be F32, at most 1 MiB, got {entry.type.name} of {entry.nbytes} bytes; convert the model again")
     values = np.empty(entry.nbytes // 4, np.float32)
     read_all(file, values.view(np.uint8).data, entry.offset)
     return values

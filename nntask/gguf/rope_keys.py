@@ -1,37 +1,45 @@
 """Scaling of rotary positions as the metadata of GGUF files, in both directions.
 
 llama.cpp takes a factor without a type for linear scaling, and has an older key for it. Llama 3's scaling is a tensor with the factor of every
-frequency. YaRN's numbers of turns are constants of llama.cpp's code for the architectures here, and its factor of cosines and sines is told as a
-multiple of the one that YaRN's paper has.
+frequency, and LongRoPE's are two: of contexts beyond the original length, and of others. Files of a Phi 3 have them without a type. YaRN's numbers of
+turns are constants of llama.cpp's code for the architectures here, and its factor of cosines and sines is told as a multiple of the one that YaRN's
+paper has.
 """
 
 from __future__ import annotations
 
-from math import log, pi
+from collections.abc import Mapping
+from math import log, pi, sqrt
 from typing import Any, Final
 
 import numpy as np
 
 from ..errors import DataError
 from ..models.rotary import RopeScaling
-from .metadata_keys import Keys, Values
+from .architectures import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from .metadata_keys import Keys, Values, shortest
 
 _LLAMA_3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of all models of Meta; a file has only the factors that follow from them."""
 _TYPE, _FACTOR, _OLD_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
+_LENGTH: Final = "original_max_position_embeddings"
 _ORIGINAL, _ATTENTION = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
+_LONG: Final = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
+"""Key of a config -> tensor."""
+_WITH_LONG: Final = ("llama", "phi3")
+"""Architectures for which llama.cpp reads these tensors; of the first one only if the type is "longrope"."""
 _TURNS: Final = {"beta_fast": ("rope.scaling.yarn_beta_fast", 32.0), "beta_slow": ("rope.scaling.yarn_beta_slow", 1.0)}
 """Key of a config -> key of a file, and llama.cpp's constant."""
 
 
-def scaling_from(keys: Keys, values: Values, size: int, factors: np.ndarray[Any, Any] | None) -> dict[str, Any] | None:
+def scaling_from(keys: Keys, values: Values, size: int, factors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any] | None:
     """The scaling of rotary frequencies as a config has it; None for none.
 
     Args:
         keys: of the architecture.
         values: the config so far.
         size: features of a head that turn.
-        factors: of ``rope_freqs.weight``; None if there is none.
+        factors: name -> values of `architectures.ALL_FACTORS`, those in the file.
 
     Raises:
         DataError: it is a scaling that is not known.
@@ -40,19 +48,41 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: np.ndarray[Any,
     factor = keys.number(_FACTOR, old_factor)
     kind = keys.text(_TYPE) or "linear"
     attention = keys.number(_ATTENTION, 1)
-    if kind not in ("none", "linear", "yarn"):
-        raise keys.refusal(_TYPE, repr(kind), "none, linear or yarn")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise keys.refusal(_TYPE, repr(kind), "none, linear, yarn or longrope")
+    if kind == "longrope" or factors.keys() & set(_LONG.values()):
+        if factor not in (0, 1):
+            raise keys.refusal(_FACTOR, factor, "absent beside LongRoPE, which scales positions by itself")
+        return _longrope(keys, values, keys.text(_TYPE), attention, factors)
     if kind != "yarn":
-        keys.equal(_ATTENTION, 1, "as cosines and sines are scaled by YaRN only")
+        keys.equal(_ATTENTION, 1, "as cosines and sines are scaled by YaRN and LongRoPE only")
         keys.text(_ORIGINAL)  # which says nothing without YaRN
-    if factors is not None:
+    if ROTARY_FACTORS in factors:
         if kind == "yarn" or factor not in (0, 1):
             raise keys.refusal(_FACTOR, factor, f"absent beside rope_freqs.weight, which scales positions by itself (type {kind})")
-        return _llama_3(values, size, factors)
+        return _llama_3(values, size, factors[ROTARY_FACTORS])
     if kind == "yarn":
         found = _yarn(keys, values, factor or 1, attention)
         return None if (found["factor"], attention) == (1, 1) else found
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else None
+
+
+def _longrope(keys: Keys, values: Values, kind: str, attention: float, factors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """LongRoPE; `kind` is its type in the file, "" if that has none."""
+    missing = [name for name in _LONG.values() if name not in factors]
+    if keys.name not in _WITH_LONG or missing or ROTARY_FACTORS in factors or kind not in ("longrope", *([""] if keys.name == "phi3" else [])):
+        there = f"{kind or 'none'} beside {', '.join(factors) or 'no tensor of factors'}"
+        rule = f"longrope beside {' and '.join(_LONG.values())} alone, for a {' or '.join(_WITH_LONG)}"
+        raise keys.refusal(_TYPE, there, rule)
+    original = keys.count(_ORIGINAL, values["max_position_embeddings"])
+    found = {"rope_type": "longrope", _LENGTH: original, **{key: [shortest(each) for each in factors[name].ravel()] for key, name in _LONG.items()}}
+    usual = _usual_of_longrope(values["max_position_embeddings"], original)
+    return found if np.float32(usual) == np.float32(attention) else {**found, "attention_factor": attention}
+
+
+def _usual_of_longrope(longest: int, original: int) -> float:
+    """LongRoPE's factor of cosines and sines (Ding et al., 2024, section 3.3)."""
+    return sqrt(1 + log(longest / original) / log(original)) if longest > original > 1 else 1.0
 
 
 def _yarn(keys: Keys, values: Values, factor: float, attention: float) -> dict[str, Any]:
@@ -86,6 +116,13 @@ def _llama_3(values: Values, size: int, found: np.ndarray[Any, Any]) -> dict[str
     return scaling
 
 
+def factors_of(scaling: Values, theta: float, size: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Name -> values (size / 2,) fp32 of the tensors of factors that a scaling has in a file."""
+    if scaling["rope_type"] == "longrope":
+        return {name: np.array(scaling[key], np.float32) for key, name in _LONG.items()}
+    return {ROTARY_FACTORS: rotary_factors(scaling, theta, size)} if scaling["rope_type"] == "llama3" else {}
+
+
 def rotary_factors(scaling: Values, theta: float, size: int) -> np.ndarray[Any, Any]:
     """(size / 2,) fp32: what each rotary frequency is divided by, as Llama 3 scales them; see `nntask.models.rotary`."""
     plain = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
@@ -98,6 +135,8 @@ def rotary_factors(scaling: Values, theta: float, size: int) -> np.ndarray[Any, 
 def scaling_keys(scaling: Values | None) -> dict[str, Any]:
     """Key -> value of a scaling, as far as a file can say it; the other direction of `scaling_from`."""
     kind = None if scaling is None else scaling["rope_type"]
+    if scaling is not None and kind == "longrope":
+        return {_TYPE: kind, _ORIGINAL: scaling[_LENGTH], _ATTENTION: RopeScaling(**scaling).angle_factor}
     if scaling is None or kind not in ("linear", "yarn"):
         return {}
     found: dict[str, Any] = {_TYPE: kind, _FACTOR: float(scaling["factor"])}

@@ -7,6 +7,8 @@ the tasks are others. Texts of unequal length need no padding: every token knows
 The context is the most tokens a model looks at. A longer prompt is refused, and a text ends when its context is full: sliding the window would give
 every cached key another position, and so compute everything again for each token.
 
+Frequencies that depend on the length of a text (LongRoPE's) are those of the longest text that may come: the longest prompt and all new tokens.
+
 Where a model has an encoder, that reads the prompts, once; texts are what the decoder says then, and begin with the token before every output.
 """
 
@@ -153,11 +155,11 @@ class Generator:
         self.check(prompts)
         begins = self.begins(prompts)
         limits = [min(count, self.context + 1 - len(begin)) for begin in begins]
+        length = self._cache_length(begins, count)
 
         def scorer(texts: list[list[int]]) -> Callable[[Rows], Scores]:
             if not self.use_cache:
-                return lambda rows: self._scores_again(prompts, texts)
-            length = self._cache_length(begins, count)
+                return lambda rows: self._scores_again(prompts, texts, length)
             cache = self.model.cache(len(prompts), length)
             self._fill(cache, begins)
             if how.num_beams > 1:
@@ -175,9 +177,10 @@ class Generator:
 
     def _scorer(self, prompts: Sequence[Sequence[int]], texts: list[list[int]], count: int) -> Callable[[], Scores]:
         """A function that scores what follows each text as it is when called  # -> (B, V)."""
+        length = self._cache_length(texts, count)
         if not self.use_cache:
-            return lambda: self._scores_again(prompts, texts)
-        cache = self.model.cache(len(texts), self._cache_length(texts, count))
+            return lambda: self._scores_again(prompts, texts, length)
+        cache = self.model.cache(len(texts), length)
         self._fill(cache, texts)
         self._attend_across(cache, prompts, 1)
         return _Steps(self.model, self.runtime, cache, texts).scores
@@ -209,11 +212,17 @@ class Generator:
             with no_grad():
                 self.model.trunk(tokens, None, cache.past(positions, range(start // cache.tile, start // cache.tile + 1)))
 
-    def _scores_again(self, prompts: Sequence[Sequence[int]], texts: list[list[int]]) -> Scores:
-        """Scores from the whole texts  # -> (B, V); of one that ended with its context full, without its last token. Prompts have equally many."""
+    def _scores_again(self, prompts: Sequence[Sequence[int]], texts: list[list[int]], longest: int) -> Scores:
+        """Scores from the whole texts  # -> (B, V); of one that ended with its context full, without its last token. Prompts have equally many.
+
+        Args:
+            longest: positions that a cache would have. Padding up to that number if longer texts turn at frequencies of their own.
+        """
         model, texts = self.model, [text[: self.context] for text in texts]
         model.eval()
         length = max(map(len, texts))
+        if any(rotary.is_long(longest) for rotary in model.config.description.stack.rotaries):
+            length = longest
         if model.start is None:
             given, key = {"tokens": model.input_tensors(len(texts), length)[0]}, "tokens"
         else:

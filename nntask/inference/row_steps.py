@@ -83,7 +83,7 @@ def token_rows(slots: int, *, has_gpus: bool) -> tuple[int, ...]:
 
 def pages_for(model: LanguageModel, runtime: TaskRuntime, shape: BatchShape) -> KVPages:
     """The cache of a batch."""
-    sizes: Mapping[str, int] = {"num_pages": shape.num_pages, "length": shape.page, "most": shape.most}
+    sizes: Mapping[str, int] = {"num_pages": shape.num_pages, "length": shape.page, "most": shape.most, "longest": shape.longest}
     return KVPages(model.config, model.given_tiling, runtime, **sizes, dtype=model.lm_head.dtype)
 
 

@@ -201,6 +201,11 @@ class StackShape:
     drops_last: bool = False
     norm: NormShape | None = None
 
+    @property
+    def rotaries(self) -> list[Rotary]:
+        """The kinds of rotary positions, each once."""
+        return list(dict.fromkeys(block.attention.rotary for block in self.blocks if block.attention.rotary is not None))
+
     def num_parameters(self, width: int) -> int:
         """Number of weights in a model of this width C, without token embeddings."""
         norms = sum(norm.num_parameters(width) for norm in (self.embedding_norm, self.norm) if norm is not None)

@@ -1,6 +1,7 @@
 """Phi 3 to 4 (Abdin et al., 2024), with the semantics of transformers' ``Phi3ForCausalLM``: a LLaMA with dropout after its layers.
 
-Of each head a part may turn. Files have q, k and v as rows of one matrix, and gate and up as rows of another one.
+Of each head a part may turn, at frequencies that LongRoPE scales. Files have q, k and v as rows of one matrix, and gate and up as rows of another
+one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from .names import Joined, Names
 from .rotary_config import PartialRotaryConfig
 
 _JOINED: Final = ("q", "k", "v", "gate", "up")
+_ORIGINAL, _ORIGINAL_LENGTH = "original_max_position_embeddings", 4096
+"""A key, and transformers' value of it for files that lack it."""
+_OLD_TYPES: Final = ("su", "yarn")
+"""Names of "longrope" in older files of the family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +64,42 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
     )
 
     @classmethod
+    def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Older names of "longrope" are read, and the original length where transformers looks for it: beside the scaling alone."""
+        taken = dict(values)
+        for key in ("rope_parameters", "rope_scaling"):
+            if not isinstance(scaling := taken.get(key), Mapping):
+                continue
+            kind = scaling.get("rope_type", scaling.get("type", "default"))
+            if kind in _OLD_TYPES and "long_factor" in scaling:
+                kind = "longrope"
+                taken[key] = {**{name: value for name, value in scaling.items() if name != "type"}, "rope_type": kind}
+            if kind == "longrope" and values.get(_ORIGINAL) is None:
+                if (inside := scaling.get(_ORIGINAL, _ORIGINAL_LENGTH)) != _ORIGINAL_LENGTH:
+                    raise UsageError(
+                        f"{_ORIGINAL} of a Phi 3 in {source} must be beside {key}, as transformers reads {_ORIGINAL_LENGTH} otherwise, got "
+                        f"{inside} inside it; move it"
+                    )
+                taken[_ORIGINAL] = _ORIGINAL_LENGTH
+        return super().read(taken, source)
+
+    @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:
-        """Frequencies of two tables ("longrope", which older files call "su" or "yarn") are not computed, and no other scaling is of a Phi 3."""
+        """LongRoPE is the only scaling of a Phi 3."""
         super()._check(values, source)
-        if (scaling := values.get("rope_scaling")) is not None:
-            raise UsageError(
-                f"rope_type of a Phi 3 in {source} must be default, got {scaling.rope_type}; use a version of the model for shorter texts"
-            )
+        if (scaling := values.get("rope_scaling")) is not None and scaling.rope_type != "longrope":
+            raise UsageError(f'rope_type of a Phi 3 in {source} must be "default" or "longrope", got "{scaling.rope_type}"; use one of them')
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as Hugging Face's JSON object; of LongRoPE with no more keys than transformers 4 accepts, unless others follow from them."""
+        values, scaling = super().to_dict(), self.rope_scaling
+        if scaling is None or (original := scaling.original_max_position_embeddings) is None:
+            return values
+        found = {"type": "longrope", **scaling.to_dict()}
+        for key in ("rope_type", _ORIGINAL, *(["factor"] if scaling.factor == max(1.0, self.max_position_embeddings / original) else [])):
+            del found[key]
+        others = {key: values["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
+        return {**values, _ORIGINAL: original, "rope_scaling": found, "rope_parameters": {**found, **others}}
 
     def window(self, layer: int) -> int | None:
         """Tokens that a token sees in a block."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import ceil, floor, log, pi
+from math import ceil, floor, log, pi, sqrt
 from typing import Any, Final
 
 import numpy as np
@@ -24,14 +24,17 @@ _NEEDED: Final[dict[str, tuple[str, ...]]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL: Final[dict[str, tuple[str, ...]]] = {
     "llama3": (_ORIGINAL,),
     "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor"),
 }
+_LISTS: Final = ("short_factor", "long_factor")
 _TURNS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
 ROPE_TYPES: Final = tuple(_NEEDED)
-"""The kinds of rotary scaling that are implemented; longrope is not."""
+"""The kinds of rotary scaling that are implemented."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +45,18 @@ class RopeScaling:
         rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides only frequencies with
             long wavelengths (Llama 3.1). "yarn" divides those that turn less than `beta_slow` times in the original length, keeps those that turn
             more than `beta_fast` times, and multiplies cosines and sines by an attention factor (Peng et al., YaRN, 2023). "dynamic" has no effect
-            up to max_position_embeddings tokens, the longest sequence that is accepted here.
-        factor: the divisor, at least 1.
+            up to max_position_embeddings tokens, the longest sequence that is accepted here. "longrope" divides each frequency by a factor of its
+            own, from one of two lists, and multiplies cosines and sines by an attention factor (Ding et al., LongRoPE, 2024); see `Rotary.is_long`.
+        factor: the divisor, at least 1; of "longrope" only the attention factor follows from it.
         low_freq_factor, high_freq_factor: for "llama3": frequencies with a wavelength above original / low are divided, frequencies with a
             wavelength below original / high are kept, and the frequencies between are blended.
-        original_max_position_embeddings: for "llama3" and "yarn": the longest sequence of the original training, in tokens.
-        attention_factor: for "yarn": factor of cosines and sines; None for the one that follows from `factor`, `mscale` and `mscale_all_dim`.
+        original_max_position_embeddings: for "llama3", "yarn" and "longrope": the longest sequence of the original training, in tokens.
+        attention_factor: for "yarn" and "longrope": factor of cosines and sines; None for the one that follows from `factor`, and of "yarn" from
+            `mscale` and `mscale_all_dim`, too.
         beta_fast, beta_slow: for "yarn": numbers of turns; None for 32 and 1.
         mscale, mscale_all_dim: for "yarn": weights of log(factor) in numerator and denominator of the attention factor; None for none.
         truncate: for "yarn": whether the range that is blended is widened to whole features; None for true.
+        short_factor, long_factor: for "longrope": divisors of the frequencies, one for each pair of features that turns.
     """
 
     rope_type: str
@@ -64,21 +70,28 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     @property
     def angle_factor(self) -> float:
-        """Factor of cosines and sines: of "yarn", 0.1 log(factor) + 1 or what its keys say (Peng et al., equation 22); 1 of others."""
-        if self.rope_type != "yarn":
+        """Factor of cosines and sines: `attention_factor` if given, else 0.1 log(factor) + 1 of "yarn" (Peng et al., equation 22) without further
+        keys, sqrt(1 + log(factor) / log(original length)) of "longrope" (Ding et al., section 3.3), and 1 of others."""
+        if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.rope_type == "longrope":
+            assert self.original_max_position_embeddings is not None  # as the config has checked
+            return 1.0 if self.factor <= 1 else sqrt(1 + log(self.factor) / log(self.original_max_position_embeddings))
         if self.mscale and self.mscale_all_dim:
             return _weighted(self.factor, self.mscale) / _weighted(self.factor, self.mscale_all_dim)
         return _weighted(self.factor, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """The scaling as a JSON object, without the keys that its kind does not use."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        found = {key: value for key, value in asdict(self).items() if value is not None}
+        return found | {key: list(found[key]) for key in _LISTS if key in found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +108,23 @@ class Rotary:
     theta: float
     scaling: RopeScaling | None = None
 
-    def frequencies(self) -> npt.NDArray[np.float32]:
+    @property
+    def has_two_tables(self) -> bool:
+        """Whether long sequences turn at frequencies of their own."""
+        return self.scaling is not None and self.scaling.rope_type == "longrope"
+
+    def is_long(self, length: int) -> bool:
+        """Whether sequences of at most `length` tokens turn by the long factors: those of a "longrope" that may exceed the original length.
+
+        The limit decides, not the number of tokens so far: keys in a cache cannot change their frequencies.
+        """
+        return self.has_two_tables and self.scaling is not None and length > (self.scaling.original_max_position_embeddings or 0)
+
+    def frequencies(self, *, is_long: bool = False) -> npt.NDArray[np.float32]:
         """(size / 2,) fp32: radians per position of feature pair i, theta^(-2i / size), scaled.
+
+        Args:
+            is_long: which factors of "longrope" divide; see `is_long`.
 
         All arithmetic is in fp32, as in transformers: at position 100,000 the last digit of a frequency is a visible angle.
         """
@@ -104,6 +132,9 @@ class Rotary:
         plain = (1 / np.float32(self.theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))).astype(np.float32)
         if scaling is None or scaling.rope_type in ("default", "dynamic"):
             return plain
+        if scaling.rope_type == "longrope":
+            powers = np.float32(self.theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+            return (1 / (np.array(scaling.long_factor if is_long else scaling.short_factor, np.float32) * powers)).astype(np.float32)
         factor = np.float32(scaling.factor)
         if scaling.rope_type == "linear":
             return plain / factor
@@ -239,9 +270,13 @@ def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> 
         check_count(_ORIGINAL, given[_ORIGINAL], where, _EXAMPLES[_ORIGINAL])
     if kind == "yarn":
         given.setdefault("factor", longest / given[_ORIGINAL])
+    if kind == "longrope":
+        given.setdefault("factor", max(1.0, longest / given[_ORIGINAL]))
     for key, value in given.items():
         if key == "truncate":
             check_switch(key, value, where)
+        elif key in _LISTS:
+            given[key] = _divisors(key, value, where)
         elif key != _ORIGINAL:
             check_positive(key, value, where, _EXAMPLES[key])
             given[key] = float(value)
@@ -252,6 +287,37 @@ def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> 
         if {first, second} & given.keys() and least >= most:
             raise UsageError(f"{first} in {where} must be below {second}, got {least} and {most}; write for example {usual}")
     return RopeScaling(rope_type=kind, **given)
+
+
+def _divisors(key: str, values: object, where: str) -> tuple[float, ...]:
+    """A list of positive numbers.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(values, list | tuple):
+        raise UsageError(f"{key} in {where} must be a list of numbers, got {shown(values)}; copy it from the config of the model")
+    for number, value in enumerate(values):
+        check_positive(f"{key}[{number}]", value, where, 1.0)
+    return tuple(float(value) for value in values)
+
+
+def check_divisors(scaling: RopeScaling | None, size: int, source: str) -> None:
+    """Check that a "longrope" has a divisor for each pair of the `size` features of a head that turn.
+
+    Raises:
+        UsageError: a list is longer or shorter, or no attention factor follows from its original length.
+    """
+    if scaling is None or scaling.rope_type != "longrope":
+        return
+    for key in _LISTS:
+        if (count := len(getattr(scaling, key) or ())) != size // 2:
+            raise UsageError(
+                f"{key} in rope_scaling in {source} must have {size // 2} numbers, one for each pair of the {size} features of a head that turn, "
+                f"got {count}; copy it from the config of the model"
+            )
+    if scaling.original_max_position_embeddings == 1 and scaling.factor > 1 and scaling.attention_factor is None:
+        raise UsageError(f"{_ORIGINAL} in {source} must be above 1, as no attention factor follows from it, got 1; write attention_factor, too")
 
 
 def unread_of_rope(values: Mapping[str, Any]) -> list[str]:

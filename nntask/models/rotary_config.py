@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..errors import UsageError
@@ -11,7 +11,7 @@ from .config_checks import check_divisible, shown
 from .config_fields import count, positive, probability
 from .family_config import HiddenConfig
 from .foreign_keys import Rules, Used, ignored
-from .rotary import RopeScaling, Rotary, rope_of, scaling_of, unread_of_rope
+from .rotary import RopeScaling, Rotary, check_divisors, rope_of, scaling_of, unread_of_rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class RotaryConfig(HiddenConfig):
         super().__post_init__()
         if self.rope_scaling is not None:  # with defaults and element types as read from a file
             object.__setattr__(self, "rope_scaling", scaling_of(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config"))
+            check_divisors(self.rope_scaling, self.turned_size(vars(self)), "the config")
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
@@ -63,6 +64,13 @@ class RotaryConfig(HiddenConfig):
         super()._check(values, source)
         if isinstance(values, dict) and not isinstance(values.get("rope_scaling"), RopeScaling | None):
             values["rope_scaling"] = scaling_of(values["rope_scaling"], values["max_position_embeddings"], source)
+            check_divisors(values["rope_scaling"], cls.turned_size({**{f.name: f.default for f in fields(cls)}, **values}), source)
+
+    @classmethod
+    def turned_size(cls, values: Mapping[str, Any]) -> int:
+        """Number of features of a head that turn, from checked values of all fields."""
+        size: int = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+        return size
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
@@ -130,13 +138,18 @@ class PartialRotaryConfig(RotaryConfig):
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
         """The part holds pairs of features."""
         super().check_together(values, source)
-        size = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+        size = super().turned_size(values)
         turned = int(size * min(values["partial_rotary_factor"], 2))  # a number whatever the factor is
         if not 0 < turned <= size or turned % 2:
             raise UsageError(
                 f"partial_rotary_factor in {source} must make an even number of the {size} features of a head turn, from 2 on, "
                 f"got {shown(values['partial_rotary_factor'])}, which makes {turned if turned <= size else 'more'}; write for example 0.5"
             )
+
+    @classmethod
+    def turned_size(cls, values: Mapping[str, Any]) -> int:
+        """As of `RotaryConfig.turned_size`."""
+        return int(super().turned_size(values) * values["partial_rotary_factor"])
 
     @property
     def rotary(self) -> Rotary:

@@ -44,7 +44,9 @@ def _comparable(shape: Any) -> Hashable:
     if isinstance(shape, Rotary):
         grows = shape.scaling is not None and shape.scaling.rope_type == "dynamic"
         factor = 1.0 if shape.scaling is None else shape.scaling.angle_factor
-        return (shape.size, shape.frequencies().tobytes(), float(np.float32(factor)), grows)
+        tables = [shape.frequencies(is_long=is_long).tobytes() for is_long in (False, True)]
+        original = shape.scaling.original_max_position_embeddings if tables[0] != tables[1] and shape.scaling is not None else None
+        return (shape.size, *tables, original, float(np.float32(factor)), grows)
     if isinstance(shape, tuple):
         return tuple(_comparable(each) for each in shape)
     if is_dataclass(shape):

@@ -134,7 +134,11 @@ class Transformer(LanguageModel):
         has = {"positions": described.stack.num_positions is not None, "token_types": described.stack.num_token_types, "decoder_tokens": self.encoder}
         self.takes = ("documents", *(name for name, is_there in has.items() if is_there))
         self.allocate(runtime, dtype, seed)
-        self._frequencies = {rotary: self._frequencies_of(rotary, dtype) for rotary in _rotaries(described.stack)}
+        self._frequencies = {
+            (rotary, is_long): self._frequencies_of(rotary, dtype, is_long=is_long)
+            for rotary in described.stack.rotaries
+            for is_long in ([False, True] if rotary.has_two_tables else [False])
+        }
         self._constants: dict[tuple[Any, ...], TileTensor] = {}
 
     @property
@@ -142,10 +146,10 @@ class Transformer(LanguageModel):
         """As of `LanguageModel.tables`."""
         return (self.embed.weight, self.lm_head)
 
-    def _frequencies_of(self, rotary: Rotary, dtype: npt.DTypeLike) -> TileTensor:
+    def _frequencies_of(self, rotary: Rotary, dtype: npt.DTypeLike, *, is_long: bool) -> TileTensor:
         angle_dtype, shape = np.float64 if np.dtype(dtype) == np.float64 else np.float32, (rotary.size // 2,)
         found = TileTensor(self.runtime, shape, shape, angle_dtype, kind="input", data_class="data", name="rotary frequencies")
-        found.write(rotary.frequencies().astype(angle_dtype))
+        found.write(rotary.frequencies(is_long=is_long).astype(angle_dtype))
         return found
 
     def inputs(
@@ -174,10 +178,11 @@ class Transformer(LanguageModel):
 
     def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:
         """What blocks share in a forward pass."""
-        if past is not None:  # 2 x (B, T, R / 2)
-            return ForwardPass(masks, {r: _scaled(r, elementwise.rotary_angles_at(f, past.positions)) for r, f in self._frequencies.items()})
         length, tile = tokens.shape[1], tokens.tile[1]
-        angles = {r: _scaled(r, elementwise.rotary_angles(f, length, tile)) for r, f in self._frequencies.items()}  # 2 x (T, R / 2)
+        frequencies = {r: self._frequencies[r, r.is_long(past.length if past else length)] for r in self.described.stack.rotaries}
+        if past is not None:  # 2 x (B, T, R / 2)
+            return ForwardPass(masks, {r: _scaled(r, elementwise.rotary_angles_at(f, past.positions)) for r, f in frequencies.items()})
+        angles = {r: _scaled(r, elementwise.rotary_angles(f, length, tile)) for r, f in frequencies.items()}  # 2 x (T, R / 2)
         return ForwardPass(masks, angles, given.documents, **self._constants_of(tokens, given))
 
     def _constants_of(self, tokens: TileTensor, given: ExtraInputs) -> dict[str, Any]:
@@ -207,8 +212,3 @@ def _scaled(rotary: Rotary, angles: Angles) -> Angles:
     """Cosines and sines multiplied by the factor of their scaling, if that is not 1."""
     factor = 1.0 if rotary.scaling is None else rotary.scaling.angle_factor
     return angles if factor == 1 else (elementwise.scale(angles[0], factor), elementwise.scale(angles[1], factor))
-
-
-def _rotaries(shape: StackShape) -> list[Rotary]:
-    """The kinds of rotary positions, each once."""
-    return list(dict.fromkeys(block.attention.rotary for block in shape.blocks if block.attention.rotary is not None))

@@ -89,10 +89,12 @@ class Past:
     Args:
         positions: (B, w) int32 of the new tokens.
         layers: one per block of the model.
+        length: largest number of positions of a text, which is the same in every pass over the text.
     """
 
     positions: TileTensor
     layers: Sequence[LayerPast]
+    length: int
 
 
 class KVCache:
@@ -197,9 +199,8 @@ class KVCache:
         """
         forked = range(shared // self.tile, written.stop)
         layers = zip(self._layers, self._windows, self._across, strict=True)
-        return Past(
-            positions, [CachedLayer(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
-        )
+        found = [CachedLayer(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
+        return Past(positions, found, self.last_position + 1)
 
     def take(self, texts: KVCache) -> None:
         """Give all rows of each text what another cache has of it, as long as this one, with one row a text. That one gives its memory back layer by

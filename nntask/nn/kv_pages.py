@@ -82,15 +82,25 @@ class KVPages:
         num_pages: N.
         length: T, positions of a page.
         most: M, pages of the longest text.
+        longest: most positions of a text.
         dtype: element type of the model.
     """
 
     def __init__(
-        self, config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, *, num_pages: int, length: int, most: int, dtype: npt.DTypeLike
+        self,
+        config: ModelConfig,
+        tiling: ModelTiling,
+        runtime: TaskRuntime,
+        *,
+        num_pages: int,
+        length: int,
+        most: int,
+        longest: int,
+        dtype: npt.DTypeLike,
     ) -> None:
         group = config.n_head // config.n_kv_head
         width, cut = config.n_kv_head * config.head_size, tiling.resolve(config, 1, length)
-        self.num_pages, self.length, self.most = num_pages, length, most
+        self.num_pages, self.length, self.most, self._longest = num_pages, length, most, longest
         tile = (min(num_pages, max(1, _TILE_TOKENS // length)), length, cut.head_tile // group * config.head_size)
         self.pages_per_tile, self.num_grown = tile[0], 0
         self._runtime = runtime
@@ -128,4 +138,5 @@ class KVPages:
     def past(self, given: RowInputs, num_tiles: int | None = None) -> Past:
         """What a pass needs; it sees the first `num_tiles` tiles, by default those that have memory now."""
         tiles = range(self.num_grown if num_tiles is None else num_tiles)
-        return Past(given.positions, [PagedLayer(keys, values, given.positions, given.table, tiles) for keys, values in self._layers])
+        layers = [PagedLayer(keys, values, given.positions, given.table, tiles) for keys, values in self._layers]
+        return Past(given.positions, layers, self._longest)

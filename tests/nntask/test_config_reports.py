@@ -74,15 +74,28 @@ def test_two_bases_are_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        *((each, f'rope_type in rope_scaling in the config must be one of .*, got "{each}"') for each in ("longrope", "su", "mrope")),
-        *((each, f"rope_type of a Phi 3 in the config must be default, got {each}") for each in ("yarn", "linear")),
+        *((each, f'rope_type in rope_scaling in the config must be one of .*, got "{each}"') for each in ("mrope", "proportional")),
+        *((each, f'rope_type of a Phi 3 in the config must be "default" or "longrope", got "{each}"') for each in ("dynamic", "linear")),
     ],
 )
 def test_scaling_that_is_not_computed_is_refused(kind: str, words: str) -> None:
-    """Long models of Phi 3 were loaded with one of their two tables (text-generation-inference 2172, mlxcel 1358); their "yarn" means the same."""
+    """Kinds that no version of the family has."""
     scaling = {"type": kind, "factor": 2.0, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
     with pytest.raises(UsageError, match=words):
         config_from_dict({**CONFIGS["phi3"].to_dict(), "rope_parameters": None, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("original", [5, 11])
+def test_a_phi_3_with_two_tables(kind: str, original: int) -> None:
+    """Long models of Phi 3 were loaded with one of their two tables (text-generation-inference 2172, mlxcel 1358); "su" and "yarn" mean the same."""
+    values = {**CONFIGS["phi3"].to_dict(), "original_max_position_embeddings": original, "rope_parameters": None}
+    tables = {"short_factor": [1.0, 1.05, 1.2], "long_factor": [1.5, 4.0, 60.0]}
+    if kind == "su":  # which transformers 5 does not read any more
+        found = config_from_dict({**values, "rope_scaling": {"type": kind, **tables}})
+        assert found == config_from_dict({**values, "rope_scaling": {"type": "longrope", **tables}})
+    else:
+        logits_agree({**values, "rope_scaling": {"type": kind, **tables}})
 
 
 def test_scaling_without_a_factor_is_refused() -> None:

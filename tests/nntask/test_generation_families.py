@@ -34,6 +34,8 @@ def long_config(name: str) -> Any:
     keys = {field.name for field in fields(config)}
     if name == "t5":  # whose cache in transformers has as many layers as the encoder
         config = replace(config, num_layers=3)
+    if name == "phi3 short":  # transformers' texts would begin with the short factors and go on with the long ones
+        config = replace(config, rope_scaling=replace(config.rope_scaling, original_max_position_embeddings=CONTEXT))
     return replace(config, **{key: CONTEXT for key in ("n_positions", "max_position_embeddings") if key in keys})
 
 

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import NntaskError, StorageError
 from nntask.gguf import open_gguf
-from nntask.gguf.architectures import ARCHITECTURES
+from nntask.gguf.architectures import ALL_FACTORS, ARCHITECTURES
 from nntask.gguf.config_keys import config_from
 from nntask.gguf.model_file import GgufModel
 from nntask.gguf.new_file import new_gguf
@@ -286,22 +286,23 @@ SIZES |= {"attention.head_count_kv": 2, "attention.key_length": 16, "rope.dimens
 NUMBERS: tuple[Any, ...] = (0, -1, 1.5, float("nan"), (1 << 31) - 1, HUGE, None)
 
 
-@pytest.mark.parametrize("factors", [None, np.ones(8, np.float32)], ids=["", "rotary factors"])
+@pytest.mark.parametrize("factors", [(), ALL_FACTORS[:1], ALL_FACTORS[1:]], ids=["", "rotary factors", "two tables"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_wrong_pairs_of_sizes(name: str, factors: np.ndarray[Any, Any] | None) -> None:
+def test_wrong_pairs_of_sizes(name: str, factors: tuple[str, ...]) -> None:
     """Any two sizes of any architecture that are nonsense together: a config, or a refusal; and no memory."""
     sizes = SIZES | {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5}
     for key in ["attention.sliding_window"] * (name not in ("llama", "gemma2", "gemma3", "phi3")) + ["rope.dimension_count"] * (name == "gpt2"):
         del sizes[key]  # which refuse the file
     plain = {"general.architecture": name, **{f"{name}.{key}": value for key, value in sizes.items()}}
     shapes = {"token_embd.weight": (300, 64), "blk.0.ffn_up.weight": (128, 64), "blk.0.attn_q.weight": (64, 64)}
+    tables = {each: np.ones(8, np.float32) for each in factors}
     tracemalloc.start()
     try:
         for (one, other), first, second in product(combinations(sizes, 2), NUMBERS, NUMBERS):
             changed = {f"{name}.{one}": first, f"{name}.{other}": second}
             metadata = {key: value for key, value in {**plain, **changed}.items() if value is not None}
             with contextlib.suppress(NntaskError):
-                config_from_dict(config_from(metadata, shapes, "a.gguf", rotary_factors=factors, ties=False)[0])
+                config_from_dict(config_from(metadata, shapes, "a.gguf", rotary_factors=tables, ties=False)[0])
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

@@ -28,6 +28,7 @@ from nntask.inference.pretrained import ModelSource
 from nntask.models.qwen import FULL, SLIDING
 from nntask.models.registry import config_from_dict
 from nntask.models.rotary import RopeScaling
+from nntask.models.same_model import is_same_model
 from wrappers.cli import main
 
 SIZES = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96, "attention.head_count": 4}
@@ -35,12 +36,12 @@ SIZES |= {"attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilo
 WINDOWS = {"attention.sliding_window": 8}
 
 
-def config_with(name: str, *, blocks: int = 1, factors: np.ndarray | None = None, **more: Any) -> dict[str, Any]:
+def config_with(name: str, *, blocks: int = 1, factors: dict[str, np.ndarray] | None = None, **more: Any) -> dict[str, Any]:
     """The config of a file of an architecture with further keys, whose dots are written as two underlines."""
     sizes = SIZES | (WINDOWS if name == "gemma3" else {}) | {"block_count": blocks}
     keys = {"general.architecture": name} | {f"{name}.{key}": value for key, value in (sizes | more).items()}
     shapes = {"token_embd.weight": (300, 64), **{f"blk.{block}.attn_norm.weight": (64,) for block in range(blocks)}}
-    return config_from(keys, shapes, "a.gguf", rotary_factors=factors, ties=False)[0]
+    return config_from(keys, shapes, "a.gguf", rotary_factors=factors or {}, ties=False)[0]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi2", "phi3"])
@@ -79,9 +80,10 @@ def test_scaling_of_positions_is_read(name: str, keys: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"rope.scaling.type": "longrope"}, "llama.rope.scaling.type in a.gguf must be none, linear or yarn, got 'longrope'"),
-        ({"rope.scaling.type": "dynamic", "rope.scaling.factor": 2.0}, "must be none, linear or yarn"),
-        ({"rope.scaling.attn_factor": 1.19}, "llama.rope.scaling.attn_factor in a.gguf must be 1, as cosines and sines are scaled by YaRN only"),
+        ({"rope.scaling.type": "longrope"}, "must be longrope beside rope_factors_long.weight and rope_factors_short.weight alone"),
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "llama.rope.scaling.factor in a.gguf must be absent beside LongRoPE"),
+        ({"rope.scaling.type": "dynamic", "rope.scaling.factor": 2.0}, "must be none, linear, yarn or longrope, got 'dynamic'"),
+        ({"rope.scaling.attn_factor": 1.19}, "attn_factor in a.gguf must be 1, as cosines and sines are scaled by YaRN and LongRoPE only"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_log_multiplier": 0.1}, "YaRN with a multiplier of its own"),
         ({"rope.scaling.alpha": 1000.0}, "llama.rope.scaling.alpha in a.gguf is 1000.0: the model has NTK scaling of rotary positions"),
@@ -126,7 +128,7 @@ def test_keys_that_change_nothing_are_passed_over() -> None:
     assert config_with("llama", **neutral, **ignored) == plain
     keys = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in (SIZES | {"of.the.future": 1}).items()}}
     shapes = {"token_embd.weight": (300, 64), "blk.0.attn_norm.weight": (64,)}
-    assert config_from(keys, shapes, "a.gguf", rotary_factors=None, ties=False)[1] == ["llama.of.the.future"]
+    assert config_from(keys, shapes, "a.gguf", rotary_factors={}, ties=False)[1] == ["llama.of.the.future"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -137,7 +139,7 @@ def test_every_key_that_is_written_is_read(name: str) -> None:
     values = config.to_dict() | {"rope_theta": getattr(config, "rope_theta", None), "rope_scaling": None}
     keys = metadata_of(values, ARCHITECTURES[name])
     shapes = {"token_embd.weight": (config.vocab_size, config.n_embd), **{f"blk.{block}.attn_norm.weight": (1,) for block in range(config.n_layer)}}
-    assert config_from(keys, shapes, "a.gguf", rotary_factors=None, ties=False)[1] == []
+    assert config_from(keys, shapes, "a.gguf", rotary_factors={}, ties=False)[1] == []
 
 
 def test_keys_of_a_gemma() -> None:
@@ -165,7 +167,7 @@ def test_a_gemma_of_62_blocks_divides_by_its_width() -> None:
     for blocks, scalar in ((62, 168), (48, 128)):
         metadata = {"general.architecture": "gemma3", **{f"gemma3.{key}": value for key, value in (keys | {"block_count": blocks}).items()}}
         shapes = {"token_embd.weight": (262208, 5376), **{f"blk.{block}.attn_norm.weight": (5376,) for block in range(blocks)}}
-        found, _ = config_from(metadata, shapes, "a.gguf", rotary_factors=None, ties=False)
+        found, _ = config_from(metadata, shapes, "a.gguf", rotary_factors={}, ties=False)
         assert found["query_pre_attn_scalar"] == scalar
         assert config_from_dict(found).query_pre_attn_scalar == scalar
 
@@ -219,6 +221,62 @@ def test_yarn_goes_there_and_back(tmp_path: Path, more: dict[str, Any]) -> None:
     assert ModelDirectory.open(exported(tmp_path / "model", config)).config.rope_scaling == scaling
     with pytest.raises(UsageError, match="another model in rope_scaling"):
         exported(tmp_path / "other", replace(config, rope_scaling=replace(scaling, original_max_position_embeddings=1024, beta_fast=8.0)))
+
+
+TABLES = {"rope_factors_long.weight": np.array([1.1, 31.5], np.float32), "rope_factors_short.weight": np.array([1.0, 1.08], np.float32)}
+"""Of heads of 16 features, four of which turn."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [({}, {"attention_factor": 1}), ({"rope.scaling.attn_factor": float(np.float32((1 + np.log(4) / np.log(16)) ** 0.5))}, {})],
+)
+def test_two_tables_of_a_phi_3_are_read(attention: dict[str, Any], expected: dict[str, Any]) -> None:
+    """llama.cpp's converter writes no type; a factor of cosines and sines that follows from the lengths is not said."""
+    keys = {"rope.scaling.original_context_length": 16, "rope.dimension_count": 4, **attention}
+    found = config_with("phi3", factors=TABLES, **keys)["rope_scaling"]
+    lists = {"short_factor": [1.0, 1.08], "long_factor": [1.1, 31.5]}
+    assert found == {"rope_type": "longrope", "original_max_position_embeddings": 16, **lists, **expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "factors", "keys"),
+    [
+        ("phi3", TABLES, {"rope.scaling.type": "yarn"}),
+        ("phi3", {name: TABLES[name] for name in list(TABLES)[:1]}, {}),
+        ("phi3", {**TABLES, "rope_freqs.weight": np.ones(2, np.float32)}, {}),
+        ("llama", TABLES, {}),
+        ("qwen2", TABLES, {"rope.scaling.type": "longrope"}),
+    ],
+)
+def test_two_tables_that_llama_cpp_does_not_read_refuse_the_file(name: str, factors: dict[str, np.ndarray], keys: dict[str, Any]) -> None:
+    """One of them, both beside another scaling, or in an architecture that has none."""
+    with pytest.raises(DataError, match=f"{name}.rope.scaling.type in a.gguf must be longrope beside"):
+        config_with(name, factors=factors, **keys)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 0.83}, {"factor": 3.0}, {"original_max_position_embeddings": 64}])
+def test_longrope_goes_there_and_back(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    """Two tensors and the keys beside them; the same model and the same text of a short and of a long prompt."""
+    config = replace(wide(CONFIGS[name]), max_position_embeddings=32, **({"sliding_window": None} if name == "phi3" else {"head_dim": None}))
+    tables = {"short_factor": (1.0, 1.08, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6), "long_factor": (1.1, 1.2, 2.25, 4.0, 9.0, 12.0, 20.0, 31.5)}
+    if name == "phi3":
+        tables = {key: values[:6] for key, values in tables.items()}
+    scaling = RopeScaling(**{"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 16, **tables, **more})
+    config = replace(config, rope_scaling=scaling)
+    path = exported(tmp_path / "model", config)
+    assert is_same_model(ModelDirectory.open(path).config, config)
+    for prompt in ([3, 1, 4], [3, 1, 4] * 6):
+        assert greedy(path, prompt) == their_greedy(hf_model(config), prompt)
+
+
+def test_longrope_that_llama_cpp_does_not_read_is_refused(tmp_path: Path) -> None:
+    """A Qwen 2 may have it in a directory."""
+    tables = dict.fromkeys(("short_factor", "long_factor"), (1.0, 1.1, 1.2, 1.3, 2.0, 3.0, 4.0, 8.0))
+    scaling = RopeScaling(rope_type="longrope", factor=2.0, original_max_position_embeddings=8, **tables)
+    with pytest.raises(UsageError, match=r"cannot be written as GGUF, .* qwen2.rope.scaling.type .* must be longrope beside .*, for a llama or phi3"):
+        exported(tmp_path / "model", replace(wide(expressible("qwen2")), rope_scaling=scaling))
 
 
 def test_a_window_that_llama_cpp_ignores_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

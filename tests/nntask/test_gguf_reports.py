@@ -132,17 +132,16 @@ def test_a_token_behind_every_text_is_read(tmp_path: Path) -> None:
 
 
 def test_scaling_that_a_graph_does_not_have_refuses_the_file() -> None:
-    """Long and short factors of Phi 3's long contexts, as tensors beside keys that only scale attention."""
+    """Long and short factors of Phi 3's long contexts are tensors beside a key that scales attention; the key alone changes a plain model."""
     keys = {"context_length": 131072, "embedding_length": 64, "block_count": 1, "feed_forward_length": 96, "attention.head_count": 4}
     keys |= {"attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 12, "rope.scaling.original_context_length": 4096}
     keys |= {"rope.scaling.attn_factor": 1.19, "attention.sliding_window": 262144}
     metadata = {"general.architecture": "phi3", **{f"phi3.{key}": value for key, value in keys.items()}}
-    shapes = {"token_embd.weight": (300, 64), "blk.0.attn_norm.weight": (64,), "rope_factors_long.weight": (6,), "rope_factors_short.weight": (6,)}
-    with pytest.raises(DataError, match=r"LongRoPE with rope_factors_long.weight"):
-        config_from(metadata, shapes, "a.gguf", rotary_factors=None, ties=False)
+    shapes = {"token_embd.weight": (300, 64), "blk.0.attn_norm.weight": (64,)}
+    with pytest.raises(DataError, match=r"attn_factor in a.gguf must be 1, as cosines and sines are scaled by YaRN and LongRoPE only"):
+        config_from(metadata, shapes, "a.gguf", rotary_factors={}, ties=False)
     plain = {key: value for key, value in metadata.items() if not key.endswith("attn_factor")}
-    del shapes["rope_factors_long.weight"], shapes["rope_factors_short.weight"]
-    found = config_from_dict(config_from(plain, shapes, "a.gguf", rotary_factors=None, ties=False)[0])
+    found = config_from_dict(config_from(plain, shapes, "a.gguf", rotary_factors={}, ties=False)[0])
     assert (found.partial_rotary_factor, found.sliding_window, found.rope_scaling) == (0.75, 262144, None)
 
 
@@ -169,10 +168,10 @@ def test_a_number_for_each_block() -> None:
     keys |= {"attention.layer_norm_rms_epsilon": 1e-5, "attention.head_count_kv": np.array([2, 2])}
     metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in keys.items()}}
     shapes = {"token_embd.weight": (300, 64), **{f"blk.{block}.attn_norm.weight": (64,) for block in range(2)}}
-    assert config_from(metadata, shapes, "a.gguf", rotary_factors=None, ties=False)[0]["num_key_value_heads"] == 2
+    assert config_from(metadata, shapes, "a.gguf", rotary_factors={}, ties=False)[0]["num_key_value_heads"] == 2
     metadata["llama.feed_forward_length"] = np.array([96, 128])
     with pytest.raises(DataError, match=r"llama.feed_forward_length in a.gguf must be a finite number, got"):
-        config_from(metadata, shapes, "a.gguf", rotary_factors=None, ties=False)
+        config_from(metadata, shapes, "a.gguf", rotary_factors={}, ties=False)
 
 
 def test_a_vocabulary_that_was_padded_to_a_round_number(tmp_path: Path) -> None:

@@ -262,7 +262,10 @@ OF_64: dict[str, Any] = {
 def test_directories_of_other_families(tmp_path: Path, name: str) -> None:
     """Matrices of layers hold what their blocks stand for, also of joined weights whose heads lie side by side; all else is as it was."""
     kind = name.replace("roberta", "bert").split()[0]
-    config = replace(CONFIGS[name], **OF_64[kind])
+    config, changes = CONFIGS[name], OF_64[kind]
+    if scaling := getattr(config, "rope_scaling", None):  # twice as many features of a head turn
+        changes = {**changes, "rope_scaling": replace(scaling, short_factor=scaling.short_factor * 2, long_factor=scaling.long_factor * 2)}
+    config = replace(config, **changes)
     theirs = hf_model(config)
     source = directory_of(tmp_path / "model", theirs)
     write_quantised(source, tmp_path / "small", Conversion("q8_0"))

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nntask.errors import UsageError
 from nntask.models.llama import LlamaConfig
+from nntask.models.registry import config_from_dict
 from nntask.models.rotary import RopeScaling
 
 SMALL = {
@@ -59,7 +60,9 @@ def test_scaling_made_in_python_obeys_the_same_rules():
     with pytest.raises(UsageError, match="lacks low_freq_factor"):
         LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="llama3", factor=2.0))
     with pytest.raises(UsageError, match="rope_type"):
-        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="longrope", factor=2.0))
+        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="mrope", factor=2.0))
+    with pytest.raises(UsageError, match="short_factor in rope_scaling in the config must have 32 numbers"):
+        LlamaConfig(**SMALL, rope_scaling=RopeScaling(rope_type="longrope", factor=2.0, short_factor=(1.0,), long_factor=(1.0,) * 32))
 
 
 @pytest.mark.parametrize(
@@ -134,3 +137,64 @@ def test_wrong_keys_of_yarn_are_refused(more, words):
     with pytest.raises(UsageError) as error:
         LlamaConfig.from_dict({**SMALL, "rope_scaling": {**YARN, **more}}, "x.json")
     assert words in str(error.value)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + each / 64 for each in range(32)],
+    "long_factor": [1.5**each for each in range(32)],
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"factor": 8.0}, {"factor": 1.0}, {"attention_factor": 1.19}, {"original_max_position_embeddings": 1 << 18}])
+@pytest.mark.parametrize("theta", [10000.0, 1e6])
+def test_longrope_is_that_of_transformers(more, theta):
+    """Both tables to the last bits of a power in fp32, and the same factor of cosines and sines; above the original length it is the long one."""
+    values = {**SMALL, "rope_parameters": {**LONGROPE, **more, "rope_theta": theta}}
+    ours = LlamaConfig.from_dict(json.loads(json.dumps(values)))
+    rotary, original = ours.attention(0).rotary, values["rope_parameters"]["original_max_position_embeddings"]
+    for length in (1, original, original + 1, 1 << 20):
+        theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](transformers.LlamaConfig(**values), seq_len=length)
+        np.testing.assert_array_max_ulp(rotary.frequencies(is_long=rotary.is_long(length)), theirs.numpy(), 4)
+        assert ours.rope_scaling.angle_factor == pytest.approx(factor, rel=1e-15)
+    assert LlamaConfig.from_dict(json.loads(json.dumps(ours.to_dict()))) == ours
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"short_factor": 2.0}, "short_factor in rope_scaling in x.json must be a list of numbers, got 2.0"),
+        ({"long_factor": [1.0] * 31}, "long_factor in rope_scaling in x.json must have 32 numbers, one for each pair of the 64 features"),
+        ({"long_factor": [1.0] * 31 + [0.0]}, "long_factor[31] in rope_scaling in x.json must be positive and finite, got 0.0"),
+        ({"short_factor": ["1"] * 32}, "short_factor[0] in rope_scaling in x.json"),
+        ({"factor": 0.5}, "factor in rope_scaling in x.json must be at least 1, got 0.5"),
+        ({"attention_factor": 0}, "attention_factor in rope_scaling in x.json must be positive"),
+        ({"original_max_position_embeddings": 1}, "original_max_position_embeddings in x.json must be above 1"),
+    ],
+)
+def test_wrong_keys_of_longrope_are_refused(more, words):
+    """A sentence with the key and the value."""
+    with pytest.raises(UsageError) as error:
+        LlamaConfig.from_dict({**SMALL, "rope_scaling": {**LONGROPE, **more}}, "x.json")
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_longrope_of_a_published_phi_3(kind):
+    """Lengths beside the scaling, older names of the kind; what is written has the three keys that transformers 4 wants, and is read back."""
+    scaling = {"type": kind, **{key: LONGROPE[key][:24] for key in ("short_factor", "long_factor")}}
+    values = {**SMALL, "model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": scaling, "original_max_position_embeddings": 4096}
+    ours = config_from_dict(json.loads(json.dumps(values)))
+    assert (ours.rope_scaling.rope_type, ours.rope_scaling.factor, ours.rotary.size) == ("longrope", 32.0, 48)
+    written = json.loads(json.dumps(ours.to_dict()))
+    assert set(written["rope_scaling"]) == {"type", "short_factor", "long_factor"}
+    assert config_from_dict(written) == ours
+    theirs = transformers.Phi3Config(**json.loads(json.dumps(written)))
+    assert ROPE_INIT_FUNCTIONS["longrope"](theirs)[1] == pytest.approx(ours.rope_scaling.angle_factor, rel=1e-15)
+    again = config_from_dict(json.loads(theirs.to_json_string(use_diff=False)))
+    assert replace(again, num_key_value_heads=None, initializer_range=ours.initializer_range, pad_token_id=None) == ours
+    moved = {**values, "rope_scaling": {**scaling, "original_max_position_embeddings": 2048}}
+    del moved["original_max_position_embeddings"]
+    with pytest.raises(UsageError, match="of a Phi 3 in the config must be beside rope_scaling, as transformers reads 4096 otherwise, got 2048"):
+        config_from_dict(moved)

@@ -34,7 +34,7 @@ def of(name: str, **more: Any) -> Any:
     """A config that llama.cpp opens: whole heads, and room for the prompt."""
     scalar = {"query_pre_attn_scalar": 16} if name.startswith("gemma") else {}
     size = {"vocab_size": 300, "n_positions": 64} if name == "gpt2" else SIZE
-    return replace(wide(expressible(name)), **size, **{**scalar, **more})
+    return replace(wide(expressible(name)), **{**size, **scalar, **more})
 
 
 def models() -> dict[str, Any]:
@@ -49,6 +49,12 @@ def models() -> dict[str, Any]:
     found["llama yarn factor"] = of("llama", rope_scaling=replace(YARN, attention_factor=0.83))
     found["llama yarn mscale"] = of("llama", rope_scaling=replace(YARN, mscale=0.7, mscale_all_dim=0.3))
     found["phi3 whole"] = of("phi3", sliding_window=None, partial_rotary_factor=1.0, tie_word_embeddings=True)
+    for reach, original in (("long", 8), ("short", 1024)):  # a context is at least 256 there
+        tables = {"short_factor": (1.0, 1.08, 1.1, 1.2, 1.3, 1.4), "long_factor": (1.1, 1.2, 2.25, 4.0, 9.0, 31.5)}
+        scaling = RopeScaling(rope_type="longrope", factor=2.0, original_max_position_embeddings=original, **tables)
+        found[f"phi3 {reach}"] = of("phi3", sliding_window=None, max_position_embeddings=2048, rope_scaling=scaling)
+        scaling = replace(scaling, **{key: (*values, 40.0, 50.0) for key, values in tables.items()}, attention_factor=1.2)
+        found[f"llama {reach}"] = of("llama", max_position_embeddings=2048, rope_scaling=scaling)
     found["gemma2 46"] = of("gemma2", num_hidden_layers=46, head_dim=32)
     found["gemma2 list"] = of("gemma2", layer_types=(SLIDING, SLIDING, FULL))
     found["gemma3 62"] = of("gemma3", num_hidden_layers=62, layer_types=None, head_dim=32)

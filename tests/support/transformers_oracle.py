@@ -23,6 +23,7 @@ from nntask.models.phi import PhiConfig
 from nntask.models.phi3 import Phi3Config
 from nntask.models.qwen import FULL, SLIDING, Qwen2Config, Qwen3Config
 from nntask.models.registry import build
+from nntask.models.rotary import RopeScaling
 from nntask.models.t5 import T5Config
 from nntask.tiling.model_tiling import ModelTiling
 
@@ -39,6 +40,7 @@ _HIDDEN: dict[str, Any] = {
 }
 _GROUPED = {**_HIDDEN, "num_key_value_heads": 3, "head_dim": 8}
 _WHOLE_HEADS = {**_HIDDEN, "hidden_size": 48}  # of eight features
+_LONGROPE = {"rope_type": "longrope", "short_factor": (1.0, 1.08, 1.3), "long_factor": (1.1, 2.25, 31.5), "factor": 1.5}
 
 CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(vocab_size=61, n_positions=13, n_embd=30, n_layer=3, n_head=5, n_inner=47, initializer_range=0.2).with_dropout(0.0),
@@ -54,6 +56,14 @@ CONFIGS: dict[str, Any] = {
     "gpt_neox": GPTNeoXConfig(**_WHOLE_HEADS, partial_rotary_factor=0.5),
     "phi": PhiConfig(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.5),
     "phi3": Phi3Config(**{**_WHOLE_HEADS, "num_key_value_heads": 2}, partial_rotary_factor=0.75, sliding_window=5),
+    **{
+        f"phi3 {name}": Phi3Config(
+            **{**_WHOLE_HEADS, "num_key_value_heads": 2},
+            partial_rotary_factor=0.75,
+            rope_scaling=RopeScaling(**_LONGROPE, original_max_position_embeddings=original),
+        )
+        for name, original in (("long", 2), ("short", 11))
+    },
     "opt": OPTConfig(
         vocab_size=61, hidden_size=30, ffn_dim=47, num_hidden_layers=3, num_attention_heads=6, max_position_embeddings=13, init_std=0.2
     ).with_dropout(0.0),
