@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -61,48 +62,80 @@ FAMILIES: Final[dict[str, Family]] = {
 PRESETS: Final[dict[str, ModelConfig]] = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
 """Name -> config of usual sizes, of every family."""
 
-_UNNAMED: Final = GPT2Config.model_type
-"""model_type of a config without one, as in NNTile's files."""
+_HEADS: Final = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
+"""End of the name of a class of transformers, behind that of its family."""
+_OF_GPT2: Final = frozenset({"n_embd", "n_layer", "n_head", "n_positions"})
+"""Keys of a GPT-2 that no other family here has."""
+
+
+def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
+    """The model_type of a config: what it says, else that of its architectures, else a GPT-2's if its keys are, as in NNTile's files.
+
+    Args:
+        values: the decoded JSON, an object.
+        source: name of the file or object that holds the values, for error messages.
+
+    Raises:
+        UsageError: the values leave it open, or the family is unknown.
+    """
+    names = ", ".join(FAMILIES)
+    if "model_type" in values:
+        kind = values["model_type"]
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise UsageError(f"model_type in {source} must be one of {names}, got {shown(kind)}; use the config of such a model")
+        return kind
+    if classes := values.get("architectures"):
+        families = {_HEADS.sub("", family.config.architecture): kind for kind, family in FAMILIES.items()}
+        listed = classes if isinstance(classes, list) else [classes]
+        kinds = {families.get(_HEADS.sub("", each)) if isinstance(each, str) else None for each in listed}
+        if len(kinds) == 1 and (found := kinds.pop()) is not None:
+            return found
+        reason = f"its architectures are {shown(classes)}, not of one family here"
+    else:
+        unread = GPT2Config.unread(values)
+        if _OF_GPT2 & values.keys() and not unread:
+            return GPT2Config.model_type
+        reason = f"a GPT-2, the default, has no key {unread[0]}" if unread else "it has no key that only a GPT-2 has, such as n_embd"
+    raise UsageError(f"{source} lacks model_type, and {reason}; add the model_type of its family, one of {names}")
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> ModelConfig:
-    """A config from decoded JSON, of the family that its model_type names.
+    """A config from decoded JSON, of the family that `type_of` finds.
 
     Args:
         values: the decoded JSON.
         source: name of the file or object that holds the values, for error messages.
 
     Raises:
-        UsageError: `values` is no JSON object, names an unknown family, or breaks a rule of its family.
+        UsageError: `values` is no JSON object, names no family or an unknown one, or breaks a rule of its family.
     """
     check_object(values, source, "model_type")
-    kind = values.get("model_type", _UNNAMED)
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UsageError(f"model_type in {source} must be one of {', '.join(FAMILIES)}, got {shown(kind)}; use the config of such a model")
-    config: ModelConfig = FAMILIES[kind].config.from_dict(values, source)
+    config: ModelConfig = FAMILIES[type_of(values, source)].config.from_dict(values, source)
     return config
 
 
 def config_notes(values: Mapping[str, Any], source: str) -> list[str]:
-    """Sentences about a config that `config_from_dict` takes, for the caller to print: keys that no model reads.
+    """Sentences about a config that `config_from_dict` takes, for the caller to print: a family that it does not say, keys that no model reads.
 
     Args:
         values: the decoded JSON.
         source: name of the file or object that holds the values.
     """
-    kind = values.get("model_type", _UNNAMED)
-    if kind not in FAMILIES:
+    if values.get("model_type", GPT2Config.model_type) not in FAMILIES:
         return []
+    kind, found = type_of(values, source), []
     family = FAMILIES[kind].config
-    unread = family.unread(values)
-    return (
-        [f"{source} has keys that {family.title} does not have, here or in transformers, and they are ignored: {', '.join(unread)}"] if unread else []
-    )
+    if "model_type" not in values:
+        what = "architectures are" if values.get("architectures") else "keys are"
+        found.append(f'{source} lacks model_type; its {what} those of {family.title}, and it is read as one (add "model_type": "{kind}")')
+    if unread := family.unread(values):
+        found.append(f"{source} has keys that {family.title} does not have, here or in transformers, and they are ignored: {', '.join(unread)}")
+    return found
 
 
 def untiled_type(values: Mapping[str, Any]) -> str:
     """The model_type of a config whose family is not here; "" for one of a family that is, and for what is no model_type."""
-    kind = values.get("model_type", _UNNAMED) if isinstance(values, Mapping) else _UNNAMED
+    kind = values.get("model_type") if isinstance(values, Mapping) else None
     return kind if isinstance(kind, str) and kind not in FAMILIES else ""
 
 

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from support.transformers_oracle import CONFIGS
 
 from nntask.errors import DataError, UsageError
 from nntask.models.gpt2 import GPT2Config
 from nntask.models.llama import LlamaConfig
-from nntask.models.registry import FAMILIES, PRESETS, config_from_dict, config_from_json, untiled_type
+from nntask.models.registry import _HEADS, FAMILIES, PRESETS, config_from_dict, config_from_json, config_notes, type_of, untiled_type
 
 GPT2_SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 LLAMA_SMALL = {
@@ -144,7 +145,7 @@ def test_a_config_made_in_python_obeys_the_same_rules():
 
 
 def test_the_model_type_names_the_family():
-    """Without one it is a GPT-2, as in NNTile's files; an unknown one is named with those that there are."""
+    """An unknown one is named with those that there are."""
     assert list(FAMILIES)[:2] == ["gpt2", "llama"]
     assert isinstance(config_from_dict({**LLAMA_SMALL, "model_type": "llama"}), LlamaConfig)
     assert isinstance(config_from_dict({"vocab_size": 10, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}), GPT2Config)
@@ -155,6 +156,64 @@ def test_the_model_type_names_the_family():
     assert untiled_type({}) == untiled_type([1]) == ""  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="JSON object"):
         config_from_dict([1])  # type: ignore[arg-type]
+
+
+NNTILE = {"vocab_size": 10, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_inner": 32, "activation_function": "gelu_new"}
+"""Keys of a file for NNTile."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("head", ["", "Model", "ForCausalLM", "ForSequenceClassification"])
+def test_architectures_name_the_family_of_a_file_without_a_model_type(name, head):
+    """Any class of transformers for the family, with a notice."""
+    values = CONFIGS[name].to_dict()
+    kind = values.pop("model_type")
+    if head:
+        values["architectures"] = [_HEADS.sub("", values["architectures"][0]) + head]
+    assert type_of(values) == kind
+    assert config_notes(values, "x.json")[0].startswith("x.json lacks model_type; its architectures are those of ")
+    assert type(config_from_dict(values)) is type(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_file_without_a_model_type_is_a_gpt2_or_refused(name):
+    """Every preset and no other family is taken for a GPT-2; what is taken is said."""
+    values = {key: value for key, value in PRESETS[name].to_dict().items() if key not in ("model_type", "architectures")}
+    if isinstance(PRESETS[name], GPT2Config):
+        assert config_from_dict(values) == PRESETS[name]
+        (sentence,) = config_notes(values, "x.json")
+        assert sentence == 'x.json lacks model_type; its keys are those of GPT-2, and it is read as one (add "model_type": "gpt2")'
+    else:
+        with pytest.raises(UsageError, match=r"x.json lacks model_type, and .*; add the model_type of its family, one of gpt2, llama"):
+            config_from_dict(values, "x.json")
+
+
+@pytest.mark.parametrize("more", [{}, {"n_inner": None}, {"resid_pdrop": 0.0}, {"architectures": []}, {"architectures": None}, {"n_ctx": 8}])
+def test_files_of_nntile_keep_working(more):
+    """Keys of a GPT-2 without a model_type."""
+    assert isinstance(config_from_dict({**NNTILE, **more}), GPT2Config)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"rotary_dim": 4}, "a GPT-2, the default, has no key rotary_dim"),  # a GPT-J
+        ({"multi_query": True}, "has no key multi_query"),  # a GPTBigCode
+        ({"afn": "gelu"}, "has no key afn"),  # the first GPT
+        ({"architectures": ["MambaForCausalLM"]}, 'its architectures are ["MambaForCausalLM"] (a list), not of one family here'),
+        ({"architectures": ["GPTJForCausalLM"]}, "not of one family here"),
+        ({"architectures": ["GPT2LMHeadModel", "LlamaForCausalLM"]}, "not of one family here"),
+        ({"architectures": [5]}, "its architectures are [5] (a list)"),
+        ({"architectures": {"GPT2": 1}}, "not of one family here"),
+    ],
+)
+def test_a_file_without_a_model_type_that_may_be_another_model(more, words):
+    """A refusal that says what to add; with it the file is read as far as the family goes."""
+    with pytest.raises(UsageError) as error:
+        config_from_dict({**NNTILE, **more}, "x.json")
+    assert words in str(error.value)
+    assert "add the model_type of its family, one of gpt2, llama" in str(error.value)
+    assert isinstance(config_from_dict({**NNTILE, **more, "model_type": "gpt2"}), GPT2Config)
 
 
 def test_presets_have_the_published_sizes():

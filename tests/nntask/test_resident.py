@@ -79,7 +79,7 @@ def nntask(folder: Path, procs: Path, *flags: str) -> subprocess.CompletedProces
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """A folder with a model of 29 M parameters, 350 MB of state, and random tokens."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     ids = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 20_000).astype(np.uint16)
     ids[:16_000].tofile(tmp_path / "train.bin")
     ids[16_000:].tofile(tmp_path / "val.bin")

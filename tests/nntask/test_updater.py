@@ -195,7 +195,7 @@ def test_updates_need_devices_and_workers(resources: dict[str, Any], words: str)
 def test_a_choice_is_written_down_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that is continued updates where the forecast has chosen at its start, or where a flag says; losses go on with the same bits."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.json").write_text(json.dumps({"vocab_size": 61, "n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 2}))
+    (tmp_path / "c.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 2}))
     np.random.default_rng(0).integers(0, 61, 5000).astype(np.uint16).tofile(tmp_path / "train.bin")
     flags = [
         "--config-path=c.json",

@@ -26,7 +26,7 @@ TRIED = re.compile(r"auto-tile: (minibatch \d+, .*): (does not fit|([\d.e-]+) s 
 @pytest.fixture
 def here(folder, text):
     """A directory of its own with a small config and some text."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     return folder
 
 

@@ -21,7 +21,7 @@ SMALL = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_hea
 @pytest.fixture
 def here(folder):
     """A directory with a small config and training tokens."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     (folder / "data").mkdir()
     (folder / "empty").mkdir()
     (folder / "data" / "train.bin").write_bytes((np.arange(2000) % 61).astype("<u2").tobytes())
@@ -106,7 +106,7 @@ def test_refusals(here, capsys, argv, code, words):
     assert words in err
     assert found == code
     assert not (here / "runs").exists()
-    assert (here / "small.json").read_text() == json.dumps(SMALL)
+    assert (here / "small.json").read_text() == json.dumps({"model_type": "gpt2", **SMALL})
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_own_results_are_overwritten(here, capsys):
 def test_a_broken_cache_is_made_again(here, capsys, name):
     """One line names the file; the run has the losses of the first, and the cache its bytes."""
     (here / "text.txt").write_text("some words, and some more\n" * 200)
-    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 300}))
+    (here / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL, "vocab_size": 300}))
     argv = [*BASE, "--dataset=text", "--dataset-path=text.txt", "--tokenizer=bpe"]
     assert main([*argv, "--run-dir=a"]) == 0
     capsys.readouterr()
@@ -197,7 +197,7 @@ def test_a_broken_cache_is_made_again(here, capsys, name):
 
 def test_generate_with_a_tokenizer_of_its_own(here, capsys):
     """A run on bare token ids takes one with --tokenizer-path, if it fits; a run that knows its own refuses another."""
-    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 300}))
+    (here / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL, "vocab_size": 300}))
     (here / "text.txt").write_text("some words, and some more\n" * 200)
     assert main([*BASE, "--run-dir=ids"]) == 0
     assert main([*BASE, "--run-dir=words", "--dataset=text", "--dataset-path=text.txt", "--tokenizer=bpe"]) == 0
@@ -225,11 +225,11 @@ def test_unknown_model_and_command(here, capsys):
         ("", 4),
         ('{"vocab_size": 61, "n_pos', 4),
         ("[1, 2]", 2),
-        (json.dumps({**SMALL, "n_embd": "12"}), 2),
-        (json.dumps({**SMALL, "n_layer": 1.5}), 2),
-        (json.dumps({**SMALL, "n_head": 5}), 2),
-        (json.dumps({**SMALL, "n_layer": 0}), 2),
-        (json.dumps({k: v for k, v in SMALL.items() if k != "n_embd"}), 2),
+        (json.dumps({"model_type": "gpt2", **SMALL, "n_embd": "12"}), 2),
+        (json.dumps({"model_type": "gpt2", **SMALL, "n_layer": 1.5}), 2),
+        (json.dumps({"model_type": "gpt2", **SMALL, "n_head": 5}), 2),
+        (json.dumps({"model_type": "gpt2", **SMALL, "n_layer": 0}), 2),
+        (json.dumps({"model_type": "gpt2", **{k: v for k, v in SMALL.items() if k != "n_embd"}}), 2),
     ],
 )
 def test_configs_that_are_none(here, capsys, text, code):
@@ -288,7 +288,7 @@ def test_resuming_another_run_names_every_difference(here, capsys):
     assert main([*BASE, "--run-dir=run"]) == 0
     capsys.readouterr()
     before = (here / "run" / "metrics.jsonl").read_text()
-    (here / "other.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    (here / "other.json").write_text(json.dumps({"model_type": "gpt2", **SMALL, "n_layer": 2}))
     resume = ["train", "--resume=run", "--steps=4"]
     for argv, words in (
         (["--config-path=other.json"], ["n_layer (was 1, is 2)"]),
@@ -322,7 +322,7 @@ def test_resuming_another_run_names_every_difference(here, capsys):
 )
 def test_checkpoints_whose_state_has_other_types(here, capsys, change, words):
     """File and key are named, by train and by generate alike."""
-    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 257}))
+    (here / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL, "vocab_size": 257}))
     assert main([*BASE, "--run-dir=run", "--tokenizer=bytes"]) == 0
     capsys.readouterr()
     file = here / "run" / "checkpoints" / "step-000002" / "state.json"
@@ -337,7 +337,7 @@ def test_checkpoints_whose_state_has_other_types(here, capsys, change, words):
 
 def test_weights_that_changed_on_the_disk(here, capsys):
     """One flipped bit: neither train nor generate goes on from it, and nothing is written."""
-    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 257}))
+    (here / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL, "vocab_size": 257}))
     assert main([*BASE, "--run-dir=run", "--tokenizer=bytes"]) == 0
     config = (here / "run" / "config.toml").stat().st_mtime_ns
     for name, commands in (
@@ -445,3 +445,16 @@ def test_as_a_process(here):
         end = os.times()
         assert end.children_user + end.children_system - begin.children_user - begin.children_system < 2
     assert "--minibatch-tile" in done.stdout
+
+
+def test_a_config_of_nntile_is_read_with_a_notice(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of GPT-2's keys without a model_type trains; with a key of another family it is refused."""
+    (here / "small.json").write_text(json.dumps({**SMALL, "vocab_size": 257}))
+    assert main(["plan", "--config-path=small.json", "--batch=2", "--json"]) == 0
+    notice = 'nntask: small.json lacks model_type; its keys are those of GPT-2, and it is read as one (add "model_type": "gpt2")\n'
+    assert capsys.readouterr().err == notice
+    (here / "small.json").write_text(json.dumps({**SMALL, "rotary_dim": 4}))
+    assert main(["plan", "--config-path=small.json", "--batch=2", "--json"]) == 2
+    err = capsys.readouterr().err
+    assert "small.json lacks model_type, and a GPT-2, the default, has no key rotary_dim; add the model_type of its family" in err
+    assert err.count("\n") == 1

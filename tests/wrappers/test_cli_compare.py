@@ -26,7 +26,7 @@ SMALL = {"vocab_size": 64, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_hea
 @pytest.fixture(autouse=True)
 def here(folder: Path, own_kernels: None) -> Path:
     """A directory with a small config."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     return folder
 
 
@@ -114,7 +114,7 @@ def test_tolerances(capsys: pytest.CaptureFixture[str]) -> None:
 def test_runs_and_model_directories(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run with its weights and tiles, one of its checkpoints, and a directory as transformers writes it."""
     (here / "text.txt").write_text("some words, and some more\n" * 200)
-    (here / "bytes.json").write_text(json.dumps({**SMALL, "vocab_size": 257}))
+    (here / "bytes.json").write_text(json.dumps({"model_type": "gpt2", **SMALL, "vocab_size": 257}))
     flags = (
         "--config-path=bytes.json --dataset=text --dataset-path=text.txt --tokenizer=bytes --batch=4 --minibatch=2 --embd-tile=5 --steps=2 --ncpu=1"
     )

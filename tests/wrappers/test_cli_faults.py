@@ -33,7 +33,7 @@ SMALL = ["--ram=192KiB", "--disk=tier", "--order=layers", "--recompute=none"]
 
 def prepare(folder: Path) -> None:
     """A model and random tokens."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
 
 

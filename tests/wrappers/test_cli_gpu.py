@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the 
 @pytest.fixture
 def cards(folder: Path, cuda_libraries: Path, monkeypatch: pytest.MonkeyPatch) -> EmulatedCards:
     """A directory with what a run needs, on a machine with two cards."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
     found = EmulatedCards(cuda_libraries)
     monkeypatch.setattr(gpus, "cards", found)
@@ -269,7 +269,7 @@ def test_a_card_that_cannot_be_opened(cards: EmulatedCards, monkeypatch: pytest.
 @needs_compiler
 def test_generation_on_a_gpu(cards: EmulatedCards, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same tokens as on the CPU."""
-    Path("config.json").write_text(json.dumps({**CONFIG, "vocab_size": 257}))
+    Path("config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG, "vocab_size": 257}))
     argv = [*TRAIN, "--dataset=text", "--dataset-path=text", "--tokenizer=bytes", "--steps=1", "--run-dir=run"]
     assert main(argv) == 0
     asked = ["generate", "run", "--max-new-tokens=6", "--prompt=line", "--seed=3"]

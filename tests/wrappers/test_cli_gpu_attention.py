@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sour
 @pytest.fixture
 def cuda(folder: Path, cuda_libraries: Path, tmp_path: Path) -> Iterator[FakeCuda]:
     """A directory with what a run needs, on a machine with one card behind strict libraries."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
     with rehearsed(cuda_libraries, tmp_path / "code") as (found, _):
         yield found

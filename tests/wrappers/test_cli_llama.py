@@ -125,7 +125,7 @@ def test_tiles_are_found_by_trial(here: Path, capsys: pytest.CaptureFixture[str]
         ({}, ["--seq-len=17"], 2, "--seq-len must be at most max_position_embeddings = 16, got 17"),
         ({"num_key_value_heads": 4}, [], 2, "num_attention_heads in small.json must be divisible by num_key_value_heads"),
         ({"hidden_act": "gelu"}, [], 2, "hidden_act in small.json must be one of silu, swish"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, [], 2, "rope_type in rope_scaling in small.json must be one of default, linear"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, [], 2, "rope_type in rope_scaling in small.json must be one of default, linear"),
         ({"model_type": "mamba"}, [], 2, "model_type in small.json must be one of gpt2, llama"),
         ({"hidden_size": None}, [], 2, "hidden_size in small.json must be a whole number"),
     ],
@@ -142,7 +142,7 @@ def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], change:
 def test_a_checkpoint_of_another_family_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights of a LLaMA are none of a GPT-2, and a run continues as the family it began."""
     assert main([*TRAIN, "--steps=2", "--run-dir=a", "--save-checkpoint=w.safetensors"]) == 0
-    gpt2 = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
+    gpt2 = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
     (here / "small.json").write_text(json.dumps(gpt2))
     base = [flag for flag in TRAIN if not flag.startswith("--head-tile")]
     code, err = refuse(capsys, [*base, "--steps=2", "--run-dir=b", "--load-checkpoint=w.safetensors"])

@@ -36,7 +36,7 @@ USUAL = [name if "disk" in name and "device" in name else pytest.param(name, mar
 @pytest.fixture
 def here(folder: Path) -> Path:
     """A directory with a model and some text."""
-    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "model.json").write_text(json.dumps({"model_type": "gpt2", **MODEL}))
     (folder / "text").mkdir()
     chance = random.Random(0)
     for at in range(20):
@@ -96,7 +96,7 @@ def test_the_planned_minimum_is_enough_and_a_page_less_is_refused(here: Path, ma
 
 def test_the_minimum_is_that_of_the_order_that_needs_least(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where gradients are most of what lives at once, all minibatches through a layer need less than early updates alone, and a run finds that."""
-    (here / "deep.json").write_text(json.dumps({**MODEL, "n_embd": 128, "n_layer": 4}))
+    (here / "deep.json").write_text(json.dumps({"model_type": "gpt2", **MODEL, "n_embd": 128, "n_layer": 4}))
     flags = ["--config-path=deep.json", "--batch=4", "--minibatch=1", "--seq-tile=16", "--recompute=block"]
     found = {}
     for order in ("auto", "layers", "eager-update"):
@@ -109,7 +109,7 @@ def test_the_minimum_is_that_of_the_order_that_needs_least(here: Path, capsys: p
 
 def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Positions behind --seq-len are made from the seed and stay: adapters train at the minimum, and a page less is refused at once."""
-    (here / "long.json").write_text(json.dumps({**MODEL, "n_positions": 1024}))
+    (here / "long.json").write_text(json.dumps({"model_type": "gpt2", **MODEL, "n_positions": 1024}))
     flags = ["--config-path=long.json", "--batch=1", "--seq-len=16", "--train=lora:2", "--ncpu=2"]
     assert main(["plan", *flags, "--ram=1GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -122,7 +122,7 @@ def test_frozen_rows_that_no_step_reads_count(here: Path, capsys: pytest.Capture
 
 def test_a_run_that_makes_too_little_again_is_offered_more(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where --recompute names operations that do not free enough, the message offers blocks, which do."""
-    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 4}))
+    (here / "model.json").write_text(json.dumps({"model_type": "gpt2", **MODEL, "n_layer": 4}))
     flags = ["plan", *(flag for flag in FLAGS if not flag.startswith("--vocab-tile")), "--ncpu=1"]
     assert main([*flags, "--recompute=layer_norm", "--ram=1MiB"]) == 3
     needed = re.search(r"needs ([\d,]+) B of ram at least", capsys.readouterr().err)
@@ -135,7 +135,7 @@ def test_a_run_that_makes_too_little_again_is_offered_more(here: Path, capsys: p
 
 def test_a_resumed_run_is_offered_what_it_accepts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tiles, minibatches and recomputation are its checkpoint's: memory alone is offered. What is offered is enough, and so are bytes as printed."""
-    (here / "model.json").write_text(json.dumps({**MODEL, "n_layer": 2}))
+    (here / "model.json").write_text(json.dumps({"model_type": "gpt2", **MODEL, "n_layer": 2}))
     flags = [flag for flag in FLAGS if not flag.startswith("--vocab-tile")]
     assert main(["train", *flags, *RUN, "--ram=1GiB", "--ncpu=1", "--sample-tokens=0", "--run-dir=a"]) == 0
     begin, resume = ["train", *flags, *RUN, "--run-dir=b", "--ncpu=1", "--recompute=none"], ["train", "--resume=a", "--ncpu=1"]

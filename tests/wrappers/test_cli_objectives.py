@@ -19,7 +19,7 @@ TRAIN = ["train", "--config-path=small.json", "--tokenizer=bytes", "--batch=4", 
 @pytest.fixture
 def here(folder: Path) -> Path:
     """A directory with a small config and lines."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     lines_in(folder / "text.jsonl", [{"text": text} for text in TEXTS])
     lines_in(folder / "labels.jsonl", [{"text": text, "label": 0} for text in TEXTS])
     lines_in(folder / "talk.jsonl", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8)

@@ -19,7 +19,7 @@ TRAIN = ["train", *FLAGS.split(), "--steps=2", "--run-dir=run"]
 @pytest.fixture(autouse=True)
 def here(folder: Path, text: Path) -> Path:
     """A directory with a small config and some text."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     return folder
 
 
@@ -58,7 +58,9 @@ def test_a_run_with_room_says_nothing_of_it(here: Path, capsys: pytest.CaptureFi
 
 def test_what_is_made_again_is_said_everywhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows of nntask plan, --explain, plan.json and the report are the same; the run adds what it measured."""
-    (here / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2}))
+    (here / "small.json").write_text(
+        json.dumps({"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 2})
+    )
     flags = [*FLAGS.replace("--batch=4 --minibatch=2", "--batch=8 --minibatch=8 --minibatch-tile=8").split(), "--ram=3MB", "--steps=2"]
     assert main(["plan", *flags, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -46,7 +46,9 @@ def test_a_closed_standard_output(command: str, tmp_path: Path) -> None:
 def test_a_run_with_its_streams_closed(tmp_path: Path) -> None:
     """It trains and saves; no file of it takes the number of a stream."""
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
-    (tmp_path / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3}))
+    (tmp_path / "small.json").write_text(
+        json.dumps({"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3})
+    )
     flags = "--config-path small.json --dataset text --dataset-path text.txt --tokenizer bytes --batch 1 --steps 1 --sample-tokens 0 --run-dir run"
     done = shell(f"train {flags}", "<&- >&- 2>&-", tmp_path)
     assert done.returncode == 0

@@ -31,7 +31,7 @@ KEYS = ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "m
 @pytest.fixture
 def config(folder: Path) -> str:
     """The flag of a small model, in a directory of its own."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     return "--config-path=small.json"
 
 

@@ -27,7 +27,7 @@ FLAGS = ["--config-path=small.json", "--dataset=text", "--dataset-path=text", "-
 @pytest.fixture(autouse=True)
 def here(folder: Path, text: Path) -> Path:
     """A directory with a small config and some text."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     return folder
 
 

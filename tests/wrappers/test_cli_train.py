@@ -27,7 +27,7 @@ TRAIN = ["train", *FLAGS.split()]
 @pytest.fixture
 def here(folder, text):
     """A directory with a small config and some text."""
-    (folder / "small.json").write_text(json.dumps(SMALL))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **SMALL}))
     return folder
 
 
@@ -502,7 +502,9 @@ def test_a_budget_that_is_too_small_ends_with_3(here, capsys):
 @pytest.mark.long
 def test_an_order_is_that_of_the_training_step_alone(here, capsys):
     """Validation and the sample have no such order and run all the same; the plan names the order of the run."""
-    (here / "small.json").write_text(json.dumps({"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}))
+    (here / "small.json").write_text(
+        json.dumps({"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})
+    )
     flags = [*FLAGS.split(), "--minibatch=1", "--ram=400KB", "--disk=disk:100MB", "--order=turn:2/8"]
     assert main(["train", *flags, "--steps=2", "--run-dir=r", "--val-path=text", "--eval-every=1", "--eval-batches=1", "--sample-tokens=4"]) == 0
     out = capsys.readouterr().out

@@ -75,7 +75,7 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def here(folder: Path, text: Path) -> Path:
     """A directory with a small config and some text."""
-    (folder / "small.json").write_text(json.dumps(CONFIG))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     return folder
 
 
@@ -391,7 +391,7 @@ def test_nodes_leave_files_for_the_report_and_figures_on_the_dashboard(here: Pat
 
 def test_nodes_with_little_memory(here: Path, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes wait for each other in one order, however they would plan alone; a page less than what is on its way is refused."""
-    (here / "deep.json").write_text(json.dumps({**CONFIG, "n_embd": 64, "n_head": 4, "n_layer": 4}))
+    (here / "deep.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG, "n_embd": 64, "n_head": 4, "n_layer": 4}))
     text = ("--dataset=text", "--dataset-path=text", "--tokenizer=bytes", "--sample-tokens=0", "--ncpu=1")
     deep = ["train", "--config-path=deep.json", *text, "--batch=8", "--minibatch=1", "--lanes=2", "--steps=2"]
     assert main([*deep, "--run-dir=one"]) == 0

@@ -49,7 +49,7 @@ def ip(*words: str) -> None:
 @pytest.fixture
 def here(folder: Path, text: Path) -> Path:
     """A directory with a small config and some text."""
-    (folder / "small.json").write_text(json.dumps(CONFIG))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     return folder
 
 

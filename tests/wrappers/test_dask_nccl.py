@@ -361,7 +361,7 @@ class Cards:
 @pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 def test_the_command_on_two_nodes(folder: Path, cuda_libraries: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Nodes with emulated GPUs: losses of one machine, bytes through NCCL, its memory taken out of the budget; nodes that cannot refuse."""
-    shape = {"vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    shape = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
     Path("config.json").write_text(json.dumps(shape))
     np.random.default_rng(0).integers(0, 61, 5000).astype(np.uint16).tofile("train.bin")
     flags = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=1 --lanes=2 --sample-tokens=0 --ram=64MiB --steps=3"

@@ -37,7 +37,7 @@ ON = ["train", "--resume=run", "--steps=3"]
 @pytest.fixture
 def here(folder: Path, text: Path) -> Path:
     """A directory with a run of two steps, and a file of the user that nobody may change."""
-    (folder / "small.json").write_text(json.dumps(CONFIG))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
     (folder / "victim").write_text("mine")
     assert main(TRAIN) == 0
     return folder
@@ -143,7 +143,7 @@ def test_what_is_no_file_is_never_replaced(folder: Path) -> None:
 @pytest.mark.parametrize("name", [b"run-\xff\xfe", "run-größer".encode()])
 def test_a_run_may_have_any_name_that_the_file_system_allows(name: bytes, folder: Path, text: Path) -> None:
     """A directory whose name is not UTF-8 is trained in, saved to, continued and reported."""
-    (folder / "small.json").write_text(json.dumps({**CONFIG, "vocab_size": 300}))
+    (folder / "small.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG, "vocab_size": 300}))
     run = os.fsdecode(name)
     assert main([each for each in TRAIN if "tokenizer" not in each and "run-dir" not in each] + [f"--run-dir={run}"]) == 0
     assert main(["train", f"--resume={run}", "--steps=3"]) == 0
