@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.search import search
 
 from scheduler import Codelet, Cost
-from scheduler.core.link_model import DISK_LINK, MEMORY_LINK, LinkModel
+from scheduler.core.link_model import DISK_LINK, FEW_PAIRS, LARGE, MEMORY_LINK, MOST_LATENCY, LinkModel
 from scheduler.core.performance_model import KEPT, UNKNOWN_SECONDS, History, Models, Rate, Series, footprint
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
 from scheduler.storage.performance_store import MOST_SERIES, PerfStore, default_directory, machine_fingerprint
@@ -114,6 +114,46 @@ def test_links_are_fitted_despite_spikes(latency: float, bandwidth: float, sizes
     link.fit()
     for nbytes in sizes:
         assert link.seconds(nbytes) == pytest.approx(latency + nbytes / bandwidth, rel=0.3)
+
+
+@given(
+    latency=st.floats(1e-6, 1e-3),
+    share=st.floats(3.0, 1e3),
+    largest=st.integers(1 << 17, 1 << 26),
+    middle=st.lists(st.floats(0.0, 1.0), max_size=14),
+    noise=st.lists(st.floats(-0.5, 0.5), max_size=16),
+    tiny=st.sampled_from([512, 1024, 4096]),
+)
+@example(latency=1e-3, share=4.0, largest=1 << 22, middle=[0.0] * 13 + [0.8], noise=[0.5] * 16, tiny=1024)
+@settings(derandomize=True, deadline=None, max_examples=400)
+def test_noise_of_small_copies_does_not_reach_the_bandwidth(
+    latency: float, share: float, largest: int, middle: list[float], noise: list[float], tiny: int
+) -> None:
+    """Small copies that are up to half too fast or too slow, perhaps all in one direction: the bandwidth is within a quarter if several large copies
+    are known or the transfer of each takes three times the latency. It is never above a large copy's rate by more than the latency explains."""
+    bandwidth = largest / (share * latency)
+    large = [int(LARGE * (largest / LARGE) ** part) for part in middle] + [largest]
+    link = LinkModel()
+    link.remember([(tiny, (latency + tiny / bandwidth) * (1 + each)) for each in noise] + [(size, latency + size / bandwidth) for size in large])
+    link.fit()
+    num_pairs = sum(one >= 2 * other for one in large for other in large)
+    if num_pairs >= FEW_PAIRS or (noise and min(large) >= 3 * latency * bandwidth):
+        assert link.bandwidth == pytest.approx(bandwidth, rel=0.25)
+    known = 1.5 * (latency + tiny / bandwidth)
+    assert link.bandwidth <= 1.001 * max(size / (t - min(known, MOST_LATENCY * t)) for size in large for t in [latency + size / bandwidth])
+
+
+def test_a_disk_whose_small_copies_are_slow() -> None:
+    """Writes of 1 KiB that take as long as those of 64 KiB made a disk of 1 GB/s one of more than 90; large copies of two sizes know better."""
+    link = LinkModel(*DISK_LINK)
+    link.remember([(1024, 6.5e-4 + at * 1e-7) for at in range(16)])
+    link.remember([(1 << 16, 6.506e-4 + at * 1e-7) for at in range(13)] + [(size << 20, 5.9e-4 + (size << 20) / 1e9) for size in (1, 2, 4)])
+    link.fit()
+    assert link.bandwidth == pytest.approx(1e9, rel=0.1)
+    alone = LinkModel(*DISK_LINK)
+    alone.remember([(1024, 6.5e-4)] * 16 + [(1 << 16, 6.51e-4)] * 16)
+    alone.fit()
+    assert (1 << 16) / 6.51e-4 <= alone.bandwidth <= 4.001 * (1 << 16) / 6.51e-4
 
 
 def test_links_of_one_size() -> None:
