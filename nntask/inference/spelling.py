@@ -46,13 +46,19 @@ class Spelling:
             self._from, self._shown = self._shown, len(self.ids)
         return found
 
-    def counts(self, ids: Sequence[int]) -> list[int]:
-        """The number of characters that are certain before each of `ids`, which follow."""
-        found, count = [], 0
+    def counts(self, ids: Sequence[int], goes_on: Callable[[int], bool]) -> list[int]:
+        """The number of characters that are certain before each of `ids`, which follow.
+
+        Args:
+            goes_on: tells a token before which nothing is spelled, so that runs of such tokens are spelled as wholes.
+        """
+        found, count, was_inside = [], 0, False
         for token in ids:
+            is_inside = goes_on(token)
+            count += 0 if was_inside and is_inside else len(self.news())
+            was_inside = is_inside
             found.append(count)
             self.ids.append(token)
-            count += len(self.news())
         return found
 
 
@@ -106,41 +112,109 @@ class TokenBytes:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{each:02x}" for each in found)
 
-    def num_replaced(self, half: bytes) -> int:
-        """Signs that a text has for the beginning of a character that does not go on."""
-        return len(half) if "ByteFallback" in self._kinds else 1
+    def byte(self, token: int) -> int | None:
+        """The byte of a token that SentencePiece has for one; None of other tokens."""
+        if self._inner is None or "ByteFallback" not in self._kinds or token in self._added:
+            return None
+        found = _BYTE.fullmatch(self._inner.id_to_token(token) or "")
+        return None if found is None else int(found[1], 16)
+
+    def is_cut(self, run: bytes) -> bool:
+        """Whether the first byte of a text that begins with such bytes is a space that is left out."""
+        if self._inner is None or not run.startswith(b" ") or not _is_text(run):
+            return False
+        return self._tokenizer.decode([self._inner.token_to_id("<0x20>")]) == ""
+
+    def goes_on(self, token: int) -> bool:
+        """Whether a run of such bytes does not end with a token: that is one, or texts leave it out."""
+        return self.byte(token) is not None or self.is_left_out(token) or not self.of(token)
 
 
 class TokenOffsets:
-    """Offsets of the tokens of a text, one after the other.
+    """Offsets of the tokens of a text: where its first character begins of each, or that in which its bytes lie.
+
+    A character that is replaced has one sign, but the bytes of SentencePiece are a sign each if a run of them is not all characters. So an offset in
+    such a run is unknown until its character is told or the run ends. Characters that were told stay as they are, and bytes behind them have the
+    places that they have in the run.
 
     Args:
         words: bytes of tokens.
+        before: ids in front of the text, with which `Spelling` began.
+        is_whole: whether runs are spelled as wholes, and not as their tokens come.
     """
 
-    def __init__(self, words: TokenBytes) -> None:
-        self._words, self._count, self._half, self._waits = words, 0, b"", False
-        self._last = 0
+    def __init__(self, words: TokenBytes, before: Sequence[int] = (), *, is_whole: bool = False) -> None:
+        self._words, self._is_whole = words, is_whole
+        self._count, self._half, self._waits = 0, b"", False
+        self._told, self._run, self._certain = b"", b"", 0  # bytes of a run that are told, all of them, characters before the others
+        self._begins = True  # whether the told bytes begin what the others are spelled with, so that a first space is left out
+        self._waiting = list[int]()  # bytes of the run in front of each token without an offset
+        for token in before:
+            if (byte := words.byte(token)) is not None:
+                self._told += bytes([byte])
+            elif not words.goes_on(token):
+                self._told, self._begins = b"", False
+        self._run = self._told
 
-    def offset_of(self, token: int, certain: int) -> int:
-        """The number of characters in front of the next token; of one that goes on with a character, those in front of that.
+    def add(self, token: int, certain: int) -> list[int]:
+        """The offsets that are known with one more token, of the first tokens that had none.
 
         Args:
             certain: characters of all tokens before, without a last one that is not complete.
         """
+        byte = self._words.byte(token)
+        if byte is None and not (self._run and self._words.goes_on(token)):
+            found = [*self.end(), self._offset_of(token, max(certain, self._offset_at(len(self._run))))]
+            self._told = self._run = b""
+            return found
+        self._certain = certain
+        self._waiting.append(len(self._run))
+        self._run += b"" if byte is None else bytes([byte])
+        if self._is_whole or not _is_text(self._run):
+            return []
+        found = self.end()
+        if len(self._run.decode()) > _num_signs(self._told):
+            self._told, self._run, self._begins = self._run[len(self._told) :], self._run[len(self._told) :], True
+        return found
+
+    def end(self) -> list[int]:
+        """The offsets of all tokens that had none."""
+        found = [self._offset_at(at) for at in self._waiting]
+        self._waiting.clear()
+        return found
+
+    def _offset_at(self, at: int) -> int:
+        """Characters in front of the byte of the run, or of its end."""
+        if _is_text(self._run):
+            return self._certain + max(0, len(codecs.getincrementaldecoder("utf-8")().decode(self._run[:at])) - _num_signs(self._told))
+        is_cut = self._begins and self._words.is_cut(self._told)
+        return self._certain + max(0, at - _num_signs(self._told) + is_cut)
+
+    def _offset_of(self, token: int, certain: int) -> int:
+        """The offset of a token that is no byte of SentencePiece."""
+        self._certain = certain
         data = b"" if self._words.is_left_out(token) else self._words.of(token)
         if not (self._half or self._waits):
             self._count = certain
         elif self._half and data and not _is_whole(self._half + data[:1]):
-            self._count += self._words.num_replaced(self._half)
-            self._half = b""
-        self._last = max(self._last, self._count)  # byte tokens that are no text are replaced as a whole run, which may move earlier ones
+            self._count, self._half = self._count + 1, b""
+        found = self._count
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(self._half + data)
         self._count += len(text)
         self._waits = text.endswith(HALF) if text else self._waits  # `Spelling` is not certain of such an end
         self._half = bytes(decoder.getstate()[0])
-        return self._last
+        return found
+
+
+def _is_text(data: bytes) -> bool:
+    """Whether bytes are whole characters."""
+    return HALF not in data.decode(errors="replace")
+
+
+def _num_signs(run: bytes) -> int:
+    """Characters of a run of SentencePiece's bytes."""
+    return len(run.decode()) if _is_text(run) else len(run)
 
 
 def _is_whole(data: bytes) -> bool:

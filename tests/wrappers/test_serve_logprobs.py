@@ -17,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from nntask.data.byte_letters import byte_letters
 from nntask.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from nntask.inference import TokenBytes, TokenScore
+from nntask.inference.spelling import HALF
 from wrappers.serve.answers import Form, ToldToken
 from wrappers.serve.engine import Piece
 from wrappers.serve.jobs import Progress, Prompt
@@ -125,6 +126,89 @@ def test_offsets_of_bytes_that_are_no_text(kind: str, data: list[int]) -> None:
 def byte_id(tokenizer: Tokenizer, byte: int) -> int:
     """The id of a byte."""
     return int(tokenizer.inner.token_to_id(byte_letters()[byte])) if isinstance(tokenizer, BpeTokenizer) else byte
+
+
+def returned(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of an answer that ends with `ids`."""
+    pieces = TextPieces(tokenizer.decode, before, ())
+    return "".join(map(pieces.add, ids)) + pieces.end()
+
+
+def certain(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> int:
+    """Characters of `ids` that no further token changes."""
+    pieces = TextPieces(tokenizer.decode, before, ())
+    for token in ids:
+        pieces.add(token)
+    return pieces.num_spelled
+
+
+BYTES = st.sampled_from([*(1 + byte for byte in b"a \xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xff"), 257, 258, 260, 261, 0])
+"""Ids of bytes and of words."""
+
+
+def wanted(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Offsets from the texts of all prefixes: of a token whose character was told by some prefix, that character's, else its place from the end."""
+    found = []
+    for at in range(len(ids)):
+        low = certain(tokenizer, before, ids[:at])
+        end = next((to for to in range(at, len(ids)) if certain(tokenizer, before, ids[: to + 1]) > low), None)
+        upto = len(ids) if end is None else end + 1
+        text = returned(tokenizer, before, ids[:upto])
+        words = TokenBytes(tokenizer)
+        tail = ids[at:upto]
+        run = next((size for size, token in enumerate(tail) if words.byte(token) is None), len(tail))
+        if not run:  # a word: in front of it all of the text before
+            found.append(len(returned(tokenizer, before, ids[:at])))
+        elif HALF not in text[low:]:
+            found.append(low)
+        else:  # a sign for each byte, up to the end of the run
+            after = len(returned(tokenizer, before, ids[: at + run]))
+            found.append(after - run)
+    return found
+
+
+@given(before=st.lists(BYTES, max_size=4), ids=st.lists(BYTES, min_size=1, max_size=9), is_stream=st.booleans())
+def test_offsets_of_bytes_of_sentence_piece(before: list[int], ids: list[int], is_stream: bool) -> None:
+    """Runs of bytes that are characters or not, beside words, behind any prompt: as the texts of prefixes have them, whole or streamed."""
+    tokenizer = sentence_piece()
+    text, told = answered(tokenizer, [259, *before], "b", ids, echo=False, is_stream=is_stream)
+    assert text == returned(tokenizer, [259, *before], ids)
+    assert told["text_offset"] == wanted(tokenizer, [259, *before], ids)
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "offsets"),
+    [
+        (b"\xe2\x82\xac", "€", [0, 0, 0]),
+        (b"\xe2\x82\xff", "\ufffd" * 3, [0, 1, 2]),
+        (b"\xc3\xa9\xc3\xa9", "éé", [0, 0, 1, 1]),
+        (b"\xc3\xa9\xff", "é\ufffd\ufffd", [0, 0, 2]),  # the run is replaced from its last told character on, which stays
+        (b"\xff\xc3\xa9", "\ufffd" * 3, [0, 1, 2]),
+        (b"\xe2\x82", "\ufffd" * 2, [0, 1]),
+    ],
+)
+def test_where_a_byte_of_sentence_piece_is(data: bytes, text: str, offsets: list[int]) -> None:
+    """Whole characters have all their bytes, a run that is no text has a sign for each; a word behind it begins after all signs."""
+    tokenizer = sentence_piece()
+    for is_stream in (False, True):
+        found, told = answered(tokenizer, [259], "b", [*(1 + byte for byte in data), 259], echo=False, is_stream=is_stream)
+        assert (found, told["text_offset"]) == (f"{text}b", [*offsets, len(text)])
+
+
+@given(ids=st.lists(BYTES, min_size=1, max_size=9))
+def test_offsets_of_a_prompt_of_ids(ids: list[int]) -> None:
+    """An echoed prompt is decoded as a whole, and so are its runs."""
+    tokenizer, words = sentence_piece(), TokenBytes(sentence_piece())
+    prompt = [259, *ids]
+    text, told = answered(tokenizer, prompt, "", [259], echo=True, is_stream=False)
+    assert text == tokenizer.decode(prompt) + "b"
+    for at, offset in enumerate(told["text_offset"][:-1]):
+        first = next((back + 1 for back in range(at - 1, -1, -1) if words.byte(prompt[back]) is None), 0)
+        last = next((to for to in range(at, len(prompt)) if words.byte(prompt[to]) is None), len(prompt))
+        start = len(tokenizer.decode(prompt[:first]))
+        run = bytes(words.of(token)[0] for token in prompt[first:last])
+        is_text = "\ufffd" not in run.decode(errors="replace")
+        assert offset == start + (num_whole(run[: at - first]) if is_text else at - first)
 
 
 def test_special_tokens_and_ids_that_are_none() -> None:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nntask import UsageError
-from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets
+from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets, TokenScore
 
 from .answers import DONE, Form, PromptCounts, ToldToken, Written, failed
 from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError
+from .pieces import CONTEXT
 from .schema import Asked
 
 
@@ -163,7 +164,8 @@ class Progress:
         self._prompts = [prompt for prompt in prompts for _ in range(asked.n)]
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._texts = [Written() for _ in self._prompts]
-        self._offsets = [TokenOffsets(words) for _ in self._prompts]
+        self._offsets = [TokenOffsets(words, prompt.ids[-CONTEXT:]) for prompt in self._prompts]
+        self._waiting: list[list[TokenScore]] = [[] for _ in self._prompts]
 
     @property
     def is_complete(self) -> bool:
@@ -181,14 +183,25 @@ class Progress:
             said = begin + said
             scores = self._told_prompt(prompt, piece) if asked.num_top is not None else []
         if asked.limit != 0:
-            offset_of = self._offsets[piece.index].offset_of
-            scores += [ToldToken(score.token, len(begin) + offset_of(score.token, certain), score) for certain, score in piece.scores]
+            scores += [ToldToken(score.token, len(begin) + offset, score) for offset, score in self._known(piece)]
         text.num_pieces += 1
         text.num_new, text.num_shared = 0 if asked.limit == 0 else piece.num_new, piece.num_shared
         text.text += said
         text.end = piece.end
         text.scores += scores
         return said, scores
+
+    def _known(self, piece: Piece) -> list[tuple[int, TokenScore]]:
+        """Tokens whose offsets are known with a piece, in their order."""
+        offsets, waiting, found = self._offsets[piece.index], self._waiting[piece.index], list[int]()
+        for certain, score in piece.scores:
+            waiting.append(score)
+            found += offsets.add(score.token, certain)
+        if piece.end is not None:
+            found += offsets.end()
+        told = [(offset, waiting[at]) for at, offset in enumerate(found[: len(waiting)])]
+        del waiting[: len(told)]
+        return told
 
     def _shown_prompt(self, prompt: Prompt) -> str:
         """The text of a prompt, that of its ids where it came so."""
@@ -199,8 +212,8 @@ class Progress:
         ids, scores = prompt.ids, (None, *piece.prompt_scores)
         first = next((at for at, token in enumerate(ids) if not self._words.is_left_out(token)), 0)
         is_cut = self._words.of(ids[first]).startswith(b" ") and not self._decode(ids[: first + 1]).startswith(" ")
-        counts, known = Spelling(self._decode).counts(ids), TokenOffsets(self._words)
-        offsets = [known.offset_of(*each) for each in zip(ids, counts, strict=True)]
+        counts, known = Spelling(self._decode).counts(ids, self._words.goes_on), TokenOffsets(self._words, is_whole=True)
+        offsets = [offset for each in zip(ids, counts, strict=True) for offset in known.add(*each)] + known.end()
         return [ToldToken(*each, is_cut and at == first) for at, each in enumerate(zip(ids, offsets, scores, strict=True))]
 
     def answer(self) -> dict[str, Any]:

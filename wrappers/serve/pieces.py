@@ -7,7 +7,7 @@ from typing import Final
 
 from nntask.inference import Spelling
 
-_CONTEXT: Final = 8
+CONTEXT: Final = 8
 """Ids in front of a text that decide how its first ones are spelled."""
 
 
@@ -26,7 +26,7 @@ class TextPieces:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._spelling, self._stops = Spelling(decode, prompt[-_CONTEXT:]), stops
+        self._spelling, self._stops = Spelling(decode, prompt[-CONTEXT:]), stops
         self._held = ""
         self.is_stopped, self.num_spelled, self.num_told = False, 0, 0
 
