@@ -1,0 +1,51 @@
+"""House English: phrases that a stranger stumbles over do not come back in docstrings, comments, strings and pages.
+
+`prose_to_do.txt` lists the files that still have some. It may only shrink: a file that has none any more leaves it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+from support.prose import findings
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+LIST: Final = Path(__file__).with_name("prose_to_do.txt")
+SOURCES: Final = ("scheduler", "tiles", "nntask", "wrappers", "examples")
+PAGES: Final = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
+
+
+def files() -> list[Path]:
+    """The modules and pages that people read."""
+    modules = (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
+    return sorted([*modules, *(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in PAGES)])
+
+
+def test_phrases_of_house_english() -> None:
+    """A file outside the list has no phrase to rewrite, and a file of the list has one."""
+    to_do = set(LIST.read_text().split())
+    found = {str(path.relative_to(ROOT)): findings(path) for path in files()}
+    new = [f"{name}:{each.line}: {each.remedy}: {each.text}" for name in found.keys() - to_do for each in found[name]]
+    assert not new, "write house English:\n" + "\n".join(sorted(new))
+    done = sorted(name for name in to_do if not found.get(name))
+    assert not done, f"these files are done; take them out of {LIST.name}:\n" + "\n".join(done)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ('def f():\n    """What it does."""\n', "a noun or an imperative first"),
+        ('def f(a):\n    """Do.\n\n    Args:\n        a: of it, twice.\n    """\n', "a noun phrase of its own"),
+        ("# the bytes behind it\n", "after, following"),
+        ('raise ValueError(f"nobody has {n} of it")\n', "no caller, the user, the program that"),
+        ("# made once again\n", "recompute, rebuild, write again"),
+        ('def f():\n    """Return as many bytes as there are, and what to do."""\n', None),
+        ("# moves along the axis\n", None),
+    ],
+)
+def test_the_scanner(text: str, remedy: str | None, tmp_path: Path) -> None:
+    """It finds a phrase of each kind, and lets good sentences pass."""
+    (tmp_path / "module.py").write_text(text)
+    assert [each.remedy for each in findings(tmp_path / "module.py")] == ([] if remedy is None else [remedy])
