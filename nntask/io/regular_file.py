@@ -13,6 +13,7 @@ from typing import Final, TextIO
 
 LARGEST_NBYTES: Final = 100 << 20
 """Bytes of a file of text that is read as a whole, unless the caller has another limit."""
+_PIECE: Final = 1 << 20
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
@@ -60,7 +61,9 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> byte
         OSError: see `open_regular`; or the file has more bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        found = file.read(most + 1)
+        found = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # read() reserves as much as it is asked for
+        while len(found) <= most and (more := file.read(min(_PIECE, most + 1 - len(found)))):  # files that grow, and those of /proc
+            found += more
     if len(found) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return found
