@@ -147,7 +147,7 @@ def _index(results: Mapping[str, Result]) -> str:
     lines += [
         "",
         "[GPUs](gpu.md) has the claims for a card, and what `make bench-gpu` has measured of them. [Situations](situations.md) lists public reports",
-        "that were set up as tests.",
+        "that were set up as tests, [hostile inputs](hostile_inputs.md) files that are made to break a reader.",
         "",
         "## How to read the tables",
         "",
@@ -164,7 +164,7 @@ def _index(results: Mapping[str, Result]) -> str:
         "",
         "To measure on your machine: `make bench` for the usual ones, or the command under a table. `benchmarks/README.md` lists them all.",
     ]
-    lines += ["", ":::{toctree}", ":hidden:", "", *(page["name"] for page in PAGES), "gpu", "situations", ":::"]
+    lines += ["", ":::{toctree}", ":hidden:", "", *(page["name"] for page in PAGES), "gpu", "situations", "hostile_inputs", ":::"]
     return "\n".join(lines) + "\n"
 
 

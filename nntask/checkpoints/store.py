@@ -29,6 +29,7 @@ from tiles import TileTensor
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
 from ..io.atomic_write import PREFIX, fsync, remove_stale, written_aside
+from ..io.json_text import decoded
 from ..io.regular_file import read_text
 from ..io.safetensors_file import TensorFile, checksum_of, load_tensors, save_tensors
 from ..io.sealed_json import sealed, unsealed
@@ -118,7 +119,7 @@ class Checkpoint:
             DataError: a file is missing, cannot be read, or changed since it was written.
         """
         for name in names:
-            if not (self.path / name).is_file():
+            if not os.path.isfile(self.path / name):  # also of a name that no file system takes
                 raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}; {_instead_of(self.path)}")
             written = self.state["checksums"].get(name)
             if written is not None and (found := checksum_of(self.path / name)) != written:
@@ -234,10 +235,10 @@ def _read_state(file: Path) -> dict[str, Any]:
         text = read_text(file)
         if not text:
             raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
-        state: Any = json.loads(text)
+        state: Any = decoded(text)  # paths in it may be of any bytes
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{file} is not the state of a checkpoint: it is not whole JSON, {error}; {instead}") from None
     if not isinstance(state, dict) or "format" not in state:
         raise DataError(f"{file} is not the state of a checkpoint: it must be a JSON object with a format; {instead}")

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
+from ..io.json_text import decoded
 from ..io.regular_file import read_text
 from ..io.terminal_text import printable
 
@@ -56,7 +57,7 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
         DataError: the file holds something else.
     """
     try:
-        return tuple(Finding(**entry) for entry in json.loads(read_text(path)))
+        return tuple(Finding(**entry) for entry in decoded(read_text(path)))
     except FileNotFoundError:
         return ()
     except (ValueError, TypeError) as error:

@@ -20,6 +20,13 @@ SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".t
 _FORMATS: Final = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 """Names of the formats of these suffixes in Pillow."""
 _MOST_PIXELS: Final = 1 << 26
+_PER_BYTE: Final = 16
+_BESIDES: Final = 60 << 20
+"""Bytes of memory for decoded pixels: for each byte of the file, of which photographs have one for two pixels, and besides."""
+_SIDE_NBYTES: Final = 48
+"""Bytes of Pillow's tables for resizing, for each pixel of a row or column."""
+_PIXEL_NBYTES: Final = {"1": 1, "L": 1, "P": 1, "I;16": 6, "I;16B": 6, "I;16L": 6, "I": 12}
+"""Bytes of a pixel in a mode of Pillow; 4 in others. Those of 16 bits are copied on their way to 8."""
 MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
@@ -27,7 +34,7 @@ def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
     """Return the pixels of an image file, resized if need be  # (size, size, channels) of 0 to 255.
 
     Raises:
-        DataError: the file is no image of a listed format, is damaged, or has more than 64 Mi pixels.
+        DataError: the file is no image of a listed format, is damaged, has more than 64 Mi pixels, or far more than its bytes.
     """
     from PIL import Image
 
@@ -36,7 +43,13 @@ def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
             width, height = image.size
             if width * height > _MOST_PIXELS:
                 raise ValueError(f"it has {width} x {height} pixels, and at most {_MOST_PIXELS >> 20} Mi are read")
-            found = _in_bytes(image).convert(MODES[channels])
+            wanted = MODES[channels]
+            each = _PIXEL_NBYTES.get(image.mode, 4) + (0 if image.mode == wanted else _PIXEL_NBYTES.get(wanted, 4))
+            if width * height * each + (width + height) * _SIDE_NBYTES > _PER_BYTE * os.fstat(opened.fileno()).st_size + _BESIDES:
+                raise ValueError(f"it has {width} x {height} pixels in a file that is too small for them, so save it in a smaller size")
+            found = _in_bytes(image)
+            if found.mode != wanted:  # else convert() would copy
+                found = found.convert(wanted)
             if found.size != (size, size):
                 found = found.resize((size, size), Image.Resampling.BICUBIC)
             return np.asarray(found, np.float32).reshape(size, size, channels)

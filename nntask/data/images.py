@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,14 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
+from ..io.regular_file import open_regular
 from .image_file import MODES, SUFFIXES, read_image
 from .objectives import ImageShape, Objective
 from .splits import Split, split_folders
 from .texts import VALIDATION_SHARE
 
 IMAGES: Final = "images"
-_BROKEN: Final = (OSError, ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
-"""What reading a NumPy file of wrong bytes raises: of no archive, of a damaged, encrypted or unknown member, of a header that claims too much."""
+_PER_BYTE: Final = 4
+_BESIDES: Final = 48 << 20
+"""Bytes of the arrays of an archive: for each of its own, and besides."""
 Floats = npt.NDArray[np.float32]
 
 
@@ -272,14 +274,17 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
     assert shape is not None  # it is about images
     beside = path.with_name(f"{path.stem}_labels.npy")
     try:
+        for file in (path, beside) if path.suffix == ".npy" else (path,):
+            _check_head(file)
         if path.suffix == ".npy":
             images, labels = np.lib.format.open_memmap(path, mode="r"), np.array(np.lib.format.open_memmap(beside, mode="r"))
         elif not zipfile.is_zipfile(path):  # else NumPy would take it for a pickle
             raise ValueError("it is not a whole .npz archive")
         else:
+            _check_unpacked(path)
             with np.load(path, allow_pickle=False) as found:
                 images, labels = found["images"], found["labels"]
-    except _BROKEN as error:
+    except Exception as error:  # of many types: NumPy reads a header as Python, and decoders meet what they were not made for
         raise DataError(
             f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
             "with a folder a class"
@@ -302,3 +307,28 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
             f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; mend them, or set num_labels in the config"
         )
     return images, labels.astype(np.int32)
+
+
+def _check_head(path: Path) -> None:
+    """Check that a file is a regular one, for which NumPy does not wait, and has as many bytes as its head claims, which NumPy reserves memory for.
+
+    Raises:
+        OSError: the file cannot be opened, or is a pipe or a device.
+        ValueError: its head claims more.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        start, size = file.read(12), os.fstat(file.fileno()).st_size
+    if start.startswith(b"\x93NUMPY") and start[6:7] != b"\x01" and int.from_bytes(start[8:12], "little") > size:
+        raise ValueError(f"its head claims {int.from_bytes(start[8:12], 'little')} bytes, and the file has {size}")
+
+
+def _check_unpacked(path: Path) -> None:
+    """Check that an archive does not unpack to far more than its size, as all of it is held in memory.
+
+    Raises:
+        ValueError: it does.
+    """
+    with zipfile.ZipFile(path) as archive:
+        nbytes = sum(member.file_size for member in archive.infolist())
+    if nbytes > _PER_BYTE * path.stat().st_size + _BESIDES:
+        raise ValueError(f"its arrays have {nbytes:,} bytes, far more than the file; save the images as an .npy, which is not held in memory")

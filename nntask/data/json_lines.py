@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..errors import DataError
+from ..io.json_text import decoded
 from .directories import DataFiles, data_files, scored_files
 from .findings import Finding
 from .objectives import Objective
-from .opening import inner_suffix, opened
+from .opening import inner_suffix, lines_in, opened
 from .row_counts import RowCounts
 from .row_keys import format_hint
 from .tables import TABLES, is_table, json_rows
@@ -79,8 +79,8 @@ class JsonLines:
             if number == self.select:
                 return
             try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                values = decoded(line)
+            except ValueError as error:
                 _check_begin(line, where, number)
                 raise DataError(f"{where} is not JSON: {error}; mend or remove the line") from None
             if not isinstance(values, dict):
@@ -122,7 +122,7 @@ def _lines_of(file: Path, nullable: str) -> Iterator[tuple[str, str]]:
             yield row, f"{file} row {number}"
         return
     with opened(file) as lines:
-        for number, encoded in enumerate(lines, 1):
+        for number, encoded in enumerate(lines_in(lines, file), 1):
             where = f"{file} line {number}"
             yield _decoded(encoded, where, "utf-8-sig" if number == 1 else "utf-8"), where
 

@@ -36,6 +36,10 @@ _UNREAD: Final = {
 }
 _TAR: Final = slice(257, 262)
 _HEAD_NBYTES: Final = 512
+_LONGEST_LINE: Final = 16 << 20
+_UNPACKED_PER_BYTE: Final = 256
+_UNPACKED_BESIDES: Final = 16 << 20
+"""Bytes of unpacked content: for each byte of the file, and besides. Texts have about four, and those that repeat themselves a hundred."""
 
 
 def inner_suffix(name: str) -> str:
@@ -67,6 +71,46 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} is not a whole {kind} file: {error}; copy it again") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}; copy it again, or leave it out") from None
+
+
+def lines_in(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that `opened` has opened.
+
+    Raises:
+        DataError: a line unpacks to more bytes than the file has, and to more than 16 MiB; or all of them to far more than the file.
+    """
+    most, left = longest_line(path), most_unpacked(path)
+    while line := file.readline(most + 1):
+        check_line(len(line), most, path)
+        left -= len(line)
+        if left < 0:
+            raise too_large(path)
+        yield line
+
+
+def most_unpacked(path: Path) -> int:
+    """Return how many bytes the content of a file may have when it is unpacked."""
+    return _UNPACKED_PER_BYTE * path.stat().st_size + _UNPACKED_BESIDES
+
+
+def too_large(path: Path) -> DataError:
+    """Return the error of a file that unpacks to more than `most_unpacked`."""
+    return DataError(f"{path} unpacks to more than {most_unpacked(path):,} bytes, far more than texts do; unpack it to use it")
+
+
+def longest_line(path: Path) -> int:
+    """Return the largest size of a line of a file: 16 MiB, or that of the file, which only a compressed file exceeds."""
+    return max(_LONGEST_LINE, path.stat().st_size)
+
+
+def check_line(size: int, most: int, path: Path) -> None:
+    """Check the size of a line, or of its beginning.
+
+    Raises:
+        DataError: it is larger than `most`.
+    """
+    if size > most:
+        raise DataError(f"{path} has a line that unpacks to more than {most:,} bytes, and a line is held in memory; unpack the file to use it")
 
 
 def check_head(path: Path, head: bytes) -> None:

@@ -90,6 +90,11 @@ def companions(directory: Path, *, has_template: bool = False) -> Companions:
         files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
         return Companions(files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")})
     objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    for name, content in objects.items():
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{directory / name} has a text with half of a pair of UTF-16, which is no character; copy the file again") from None
     files = {name: _text(directory / name) for name in _KEPT if name != CHAT_TEMPLATE and (directory / name).is_file()}
     flaws = []
     try:

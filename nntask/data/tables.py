@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from ..errors import DataError
 from ..io.regular_file import open_regular
-from .opening import check_head, opened
+from .opening import check_head, check_line, longest_line, most_unpacked, opened, too_large
 from .row_counts import RowCounts
 from .row_keys import ROW_KEYS
 from .texts import PIECE_NBYTES, Replaced, Text, decoded, is_held_out
@@ -27,6 +27,11 @@ _COLUMN: Final = "text"
 _ROWS_AT_ONCE: Final = 4096
 _MAGIC_NBYTES: Final = 512
 _RULES: Final = ROW_KEYS["text"]
+_BATCH_NBYTES: Final = 16 << 20
+"""Bytes of a batch of rows that are all the longest text of a dictionary."""
+_PER_BYTE: Final = 64
+_BESIDES: Final = 48 << 20
+"""Bytes of an unpacked column of a row group: for each byte of the file, and besides."""
 
 
 def is_table(name: str) -> bool:
@@ -127,7 +132,7 @@ def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
             yield from (value or "" for value in batch.column(0).to_pylist())
     else:
         with opened(file) as lines:
-            yield from _lines(decoded(lines, file, replaced))
+            yield from _lines(decoded(lines, file, replaced), file)
 
 
 def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
@@ -172,14 +177,24 @@ def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
             yield json.dumps(filled, ensure_ascii=False, default=str)
 
 
-def _lines(pieces: Iterable[str]) -> Iterator[str]:
-    """The lines of a text in pieces, each with its line feed."""
-    rest = ""
+def _lines(pieces: Iterable[str], file: Path) -> Iterator[str]:
+    """The lines of a text in pieces, each with its line feed.
+
+    Raises:
+        DataError: a line of a compressed file is too large; see `longest_line`.
+    """
+    most, size, begun = longest_line(file), 0, list[str]()
     for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        yield from (line + "\n" for line in lines)
-    if rest:
-        yield rest
+        first, *lines = piece.split("\n")
+        begun.append(first)
+        size += len(first)
+        check_line(size, most, file)
+        if lines:
+            yield "".join(begun) + "\n"
+            yield from (line + "\n" for line in lines[:-1])
+            begun, size = [lines[-1]], len(lines[-1])
+    if size:
+        yield "".join(begun)
 
 
 def check_tables(files: Sequence[Path]) -> None:
@@ -250,10 +265,84 @@ def _opened(file: Path, magic: bytes) -> tuple[Any, Callable[[list[str]], Iterat
         import pyarrow.parquet as pq
 
         table = pq.ParquetFile(file)
-        return table.schema_arrow, lambda columns: table.iter_batches(_ROWS_AT_ONCE, columns=columns)
+        _check_unpacked(file, table.metadata)
+        return table.schema_arrow, lambda columns: _within(file, _parquet_batches(file, table, columns))
     source = pa.OSFile(str(file))
     if magic.startswith(b"ARROW1"):
         reader = pa.ipc.open_file(source)
-        return reader.schema, lambda columns: (reader.get_batch(at).select(columns) for at in range(reader.num_record_batches))
+        return reader.schema, lambda columns: _within(file, (reader.get_batch(at).select(columns) for at in range(reader.num_record_batches)))
     stream = pa.ipc.open_stream(source)
-    return stream.schema, lambda columns: (batch.select(columns) for batch in stream)
+    return stream.schema, lambda columns: _within(file, (batch.select(columns) for batch in stream))
+
+
+def _parquet_batches(file: Path, table: Any, columns: list[str]) -> Iterator[Any]:
+    """The rows of a parquet file in batches, of fewer rows where a dictionary has long texts, each of which any number of rows may be."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    leaves = [table.schema.column(at) for at in range(len(table.schema))]
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.path.split(".")[0] in columns]
+    probe = pq.ParquetFile(file, read_dictionary=texts)
+    for group in range(table.num_row_groups):
+        longest = 1
+        for batch in probe.iter_batches(1, row_groups=[group], columns=columns) if texts else ():
+            for values in _dictionaries(batch.columns):
+                longest = max(longest, pc.max(pc.binary_length(values)).as_py() or 0)
+            break
+        num_rows = max(1, min(_ROWS_AT_ONCE, _BATCH_NBYTES // longest))
+        yield from table.iter_batches(num_rows, row_groups=[group], columns=columns)
+
+
+def _dictionaries(arrays: Iterable[Any]) -> Iterator[Any]:
+    """The dictionaries of arrays and of the arrays inside them."""
+    import pyarrow as pa
+
+    for array in arrays:
+        if pa.types.is_dictionary(array.type):
+            yield array.dictionary
+        elif pa.types.is_struct(array.type):
+            yield from _dictionaries(array.field(at) for at in range(array.type.num_fields))
+        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+            yield from _dictionaries([array.values])
+
+
+def _whole(batch: Any) -> Any:
+    """The batch, whose texts are checked to be UTF-8.
+
+    Raises:
+        pyarrow.ArrowInvalid: they are not.
+    """
+    batch.validate(full=True)
+    return batch
+
+
+def _within(file: Path, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, which have been checked, until they have far more bytes than the file.
+
+    Raises:
+        DataError: they have.
+        pyarrow.ArrowInvalid: a text is not UTF-8.
+    """
+    left = most_unpacked(file)
+    for batch in batches:
+        left -= batch.nbytes
+        if left < 0:
+            raise too_large(file)
+        yield _whole(batch)
+
+
+def _check_unpacked(file: Path, about: Any) -> None:
+    """Check that no column of a parquet file unpacks to far more than the size of the file.
+
+    Raises:
+        DataError: one does.
+    """
+    most = _PER_BYTE * file.stat().st_size + _BESIDES
+    for group in range(about.num_row_groups):
+        for at in range(about.num_columns):
+            column = about.row_group(group).column(at)
+            if column.total_uncompressed_size > most:
+                raise DataError(
+                    f"the column {column.path_in_schema} of {file} unpacks to {column.total_uncompressed_size:,} bytes, far more than the file; "
+                    "write it in smaller row groups"
+                )

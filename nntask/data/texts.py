@@ -12,7 +12,7 @@ from typing import IO, Final
 
 from ..errors import DataError
 from .findings import Finding
-from .opening import opened
+from .opening import most_unpacked, opened, too_large
 
 VALIDATION_SHARE: Final = 20
 """One text in so many is held out for validation where a dataset has no validation split."""
@@ -57,12 +57,14 @@ def decoded(file: IO[bytes], path: Path, replaced: Replaced | None = None) -> It
         path: its path, for the counter.
         replaced: counter of the bytes that are replaced.
     """
-    rest, is_head, is_last = b"", True, False
+    rest, is_head, is_last, left = b"", True, False, most_unpacked(path)
     while not is_last:
         piece = file.read(PIECE_NBYTES)
         if piece and not piece.endswith(b"\n"):
             piece += file.readline(PIECE_NBYTES)
-        is_last = not piece
+        is_last, left = not piece, left - len(piece)
+        if left < 0:
+            raise too_large(path)
         piece = rest + piece
         text, used = codecs.utf_8_decode(piece, "replace", is_last)
         rest = piece[used:]

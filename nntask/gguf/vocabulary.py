@@ -8,12 +8,14 @@ when a tokenizer is asked for.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from ..io.json_text import decoded
 from .pre_tokenizers import BY_NAME, DECODER
 from .text_ends import PREFIX, ends_by_word, id_of, words_of
 
@@ -33,6 +35,9 @@ _MOST_IDS: Final = 1 << 22
 """Of a tokenizer.json beside the tokens, which may have more of them than the model has rows."""
 _LONGEST_CUT: Final = 256
 """Letters of a token of SentencePiece's that merges are looked for; no longer one is made of words."""
+_MERGES_PER_TOKEN: Final = 4
+_MERGES_BESIDES: Final = 1 << 12
+"""Cuts of tokens into two others: published vocabularies have about two for each token."""
 
 
 class UntranslatedError(Exception):
@@ -100,13 +105,13 @@ def _whole(metadata: Mapping[str, Any], tokens: Sequence[str], vocab_size: int) 
     if not isinstance(text, str):
         return None
     try:
-        known = ids_of(json.loads(text))
+        known = ids_of(decoded(text))
         if not known or not all(type(index) is int and 0 <= index < _MOST_IDS for index in known.values()):
             return None
         return (
             text if all(tokens[index] == token for token, index in known.items() if index < len(tokens)) and len(tokens) in (0, vocab_size) else None
         )
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
@@ -217,7 +222,12 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str], known: M
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaces]}
         returns.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     scores = _scores(metadata, len(tokens))
-    model = _bpe(known, list(merges_of(tokens, scores, known)), unk_token=word, fuse_unk=True, byte_fallback=True)
+    merges = list(itertools.islice(merges_of(tokens, scores, known), (most := _MERGES_PER_TOKEN * len(tokens) + _MERGES_BESIDES) + 1))
+    if len(merges) > most:
+        raise UntranslatedError(
+            f"has {len(tokens)} tokens that can be made in more than {most} ways, and at most {_MERGES_PER_TOKEN} a token are read"
+        )
+    model = _bpe(known, merges, unk_token=word, fuse_unk=True, byte_fallback=True)
     return {"normalizer": normalizer, "decoder": {"type": "Sequence", "decoders": returns}, "model": model}
 
 

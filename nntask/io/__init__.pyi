@@ -1,6 +1,7 @@
 from .atomic_write import written_aside
 from .finite import first_not_finite
 from .json_file import read_object
+from .json_text import check_size
 from .regular_file import open_text, read_bytes, read_text
 from .safetensors_file import checksum_of, load_tensors, save_tensors
 from .sealed_json import sealed, unsealed
@@ -10,6 +11,7 @@ from .writable import check_writable
 
 __all__ = [
     "FileRange",
+    "check_size",
     "check_writable",
     "checksum_of",
     "first_not_finite",

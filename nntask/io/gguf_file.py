@@ -2,7 +2,7 @@
 
 The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: the letters GGUF, counts of tensors
 and keys, the keys with values, an entry for each tensor, and behind padding the tensors. A file is believed nothing: every length and count is
-compared with the bytes that are there before memory is taken for it, and a header may have 128 MiB and four million texts. The reader of the gguf
+compared with the bytes that are there before memory is taken for it, and a header may have 128 MiB, two million texts, and 65,536 keys and 131,072 tensors. The reader of the gguf
 package maps the file and trusts it, so that one is not used. A file that breaks a rule is refused with one sentence.
 """
 
@@ -29,7 +29,9 @@ ALIGNMENT: Final = 32
 """Tensors begin at multiples of it, unless the metadata says another number under `ALIGNMENT_KEY`."""
 ALIGNMENT_KEY: Final = "general.alignment"
 _LARGEST_HEADER: Final = 128 << 20
-_MOST_TEXTS: Final = 1 << 22
+_MOST_KEYS: Final = 1 << 16
+_MOST_TENSORS: Final = 1 << 17
+_MOST_TEXTS: Final = 1 << 21
 """In all lists of a file: a text takes several times as much memory as bytes of the file."""
 _LARGEST_NAME: Final = 65535
 _LARGEST_RANK: Final = 4
@@ -143,6 +145,9 @@ class GgufFile:
             how = "is of a big-endian machine" if version and version & 0xFFFF == 0 else f"has version {version}"
             raise cursor.broken(f"it {how}, and versions 2 and 3, little-endian, are read")
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+        for count, most, what in ((num_keys, _MOST_KEYS, "keys"), (num_tensors, _MOST_TENSORS, "tensors")):
+            if most < count <= self._nbytes:  # larger numbers are compared with the bytes below
+                raise cursor.broken(f"it has {count} {what}, and there may be {most}")
         cursor.expect(num_keys, 13, "keys")  # of a length, a type and a value of one byte each
         cursor.expect(num_tensors, 32, "tensors")  # of a length, a rank, one extent, a type and an offset each
         return num_tensors, num_keys

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import DataError
+from .json_text import decoded
 from .regular_file import read_text
 
 _MOST_LEVELS: Final = 100
@@ -25,12 +26,12 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
         DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or nested more than 100 levels deep.
     """
     try:
-        values = json.loads(read_text(file))
+        values = decoded(read_text(file))
         _check_levels(values)
         return values
     except OSError as error:
         raise DataError(f"{what} {file} cannot be read: {error.strerror}; {advice}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{what} {file} is not whole JSON: {error}; copy it again") from None
 
 

@@ -51,6 +51,9 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 _LARGEST_HEADER: Final = 100 << 20
+_MOST_TENSORS: Final = 1 << 17
+_MOST_AXES: Final = 32
+"""Axes of an array of NumPy 1."""
 _READ_AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
 
@@ -228,6 +231,8 @@ class TensorFile:
             raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
         try:
             header = decoded_header(os.pread(self._fd, length, 8))
+            if len(header) > _MOST_TENSORS:
+                raise ValueError(f"it names {len(header)} tensors, and there may be {_MOST_TENSORS}")
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             if not all(isinstance(each, str) for each in self.metadata.values()):
                 raise TypeError("__metadata__ must be an object of texts")
@@ -319,8 +324,8 @@ class TensorFile:
             )
         dtype, shape = _DTYPES[value["dtype"]], tuple(value["shape"])
         first, last = value["data_offsets"]
-        if not all(type(number) is int for number in (*shape, first, last)):
-            raise TypeError(f"shape and data_offsets of {name} must be whole numbers")
+        if not all(type(number) is int and number >= 0 for number in (*shape, first, last)) or len(shape) > _MOST_AXES:
+            raise TypeError(f"shape and data_offsets of {name} must be whole numbers from 0 on, of at most {_MOST_AXES} axes")
         if not 0 <= first <= last <= available or last - first != prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} of shape {shape} and type {value['dtype']} claims bytes {first} to {last} of {available}")
         return TensorEntry(dtype, shape, first, last)

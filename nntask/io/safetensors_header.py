@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from .json_text import check_size
+
 _MOST_DIGITS: Final = 19
 """Of 2**63."""
 
@@ -13,9 +15,11 @@ def decoded_header(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a header.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, has a name twice, or a number of more digits than a file has bytes for.
+        ValueError: it is no JSON in UTF-8, would take far more memory than its text, has a name twice, or a number that is larger than any file.
     """
-    header = json.loads(raw.decode("utf-8"), object_pairs_hook=_with_unique_names, parse_int=_whole_number)
+    text = raw.decode("utf-8")
+    check_size(text)
+    header = json.loads(text, object_pairs_hook=_with_unique_names, parse_int=_whole_number)
     if not isinstance(header, dict):
         raise ValueError("it must be an object")
     return header

@@ -21,6 +21,7 @@ from ..checkpoints.store import how_to_go_on
 from ..config.units import format_count, format_duration
 from ..errors import StorageError
 from ..io.atomic_write import written_aside
+from ..io.json_text import check_size
 from ..io.regular_file import open_text
 from .step_record import StepRecord
 from .tensorboard import EventFile
@@ -143,6 +144,8 @@ def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
 
 _LONGEST_LINE: Final = 1 << 20
 """Characters of a line of metrics.jsonl; one of a step on many nodes has some thousands."""
+_PER_LETTER: Final = 16
+"""Bytes of memory for each letter of a line; a line of a step takes about five."""
 
 
 class Journal:
@@ -262,6 +265,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     with open_text(path, errors="replace") as file:
         while text := file.readline(_LONGEST_LINE):
             try:
+                check_size(text, _PER_LETTER, 0)
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 continue

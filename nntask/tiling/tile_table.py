@@ -66,7 +66,7 @@ def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{FLAG} {path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DataError(f"{FLAG} {path} is not a TOML file: {error}; mend it, or give another file") from None
     rows = content.pop(_ROWS, [])
     if content or not isinstance(rows, list):

@@ -23,7 +23,7 @@ def pictures() -> list[bytes]:
     for kind in FORMATS:
         for mode in ("RGB", "L", *(["P"] if kind in ("PNG", "GIF", "BMP", "TIFF") else []), *(["I;16"] if kind in ("PNG", "TIFF") else [])):
             out = io.BytesIO()
-            image = Image.fromarray((ramp[..., 0].astype(np.uint16) << 8)) if mode == "I;16" else Image.fromarray(ramp).convert(mode)
+            image = Image.fromarray(ramp[..., 0].astype(np.uint16) << 8) if mode == "I;16" else Image.fromarray(ramp).convert(mode)
             image.save(out, kind)
             found.append(out.getvalue())
     return found
@@ -43,4 +43,9 @@ def test_images(place: Path, content: bytes) -> None:
 def test_arrays(place: Path, name: str, data: st.DataObject) -> None:
     """Bytes of images and labels in NumPy's files; heads preferred."""
     whole = valid_files("arrays")[name]
-    fuzz("arrays", place, data.draw(st.one_of(damaged(whole), damaged(whole[:128]).map(lambda head: head + whole[128:]), random_bytes(whole[:10]))), name)
+    fuzz(
+        "arrays",
+        place,
+        data.draw(st.one_of(damaged(whole), damaged(whole[:128]).map(lambda head: head + whole[128:]), random_bytes(whole[:10]))),
+        name,
+    )

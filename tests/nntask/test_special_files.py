@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from support.objective_data import ImageLearner, opened
 
 from nntask.checkpoints.store import find_checkpoint
+from nntask.config.settings import DataSettings
 from nntask.data.findings import read_findings
 from nntask.data.json_lines import JsonLines
 from nntask.data.row_file import RowFile
@@ -26,6 +28,7 @@ from nntask.io.regular_file import open_regular, read_bytes, read_text
 from nntask.io.safetensors_file import TensorFile, checksum_of
 from nntask.telemetry.metrics import read_metrics
 from nntask.tiling.tile_table import read_table
+from wrappers.cli.commands.serve import _key
 from wrappers.report.records import read_trace
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -44,6 +47,8 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "JSON lines": ("rows.jsonl", lambda place: next(iter(JsonLines((place,))))),
     "trace": ("trace.json", read_trace),
     "text": ("text.txt", read_text),
+    "array": ("images.npy", lambda place: opened(ImageLearner(), DataSettings(dataset="images", dataset_path=str(place)))),
+    "key": ("key", lambda place: _key(str(place))),
 }
 """What is read -> name of the file, and its reader."""
 
@@ -123,9 +128,9 @@ def test_lines_of_metrics_that_are_too_deep_or_too_long_are_left_out(tmp_path: P
 
 
 def test_a_trace_unpacks_to_a_limit(tmp_path: Path) -> None:
-    """A file of 300 kB that unpacks to 300 MiB is refused before it is in memory."""
+    """A file of a MiB that unpacks to 300 MiB is refused before it is in memory."""
     with gzip.open(tmp_path / "trace.json.gz", "wb", compresslevel=1) as file:
         for _ in range(300):
             file.write(bytes(1 << 20))
-    with pytest.raises(DataError, match="holds more than 256 MiB, so trace fewer steps"):
+    with pytest.raises(DataError, match=r"holds more than \d+ MiB, so trace fewer steps"):
         read_trace(tmp_path / "trace.json.gz")

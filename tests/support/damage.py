@@ -10,7 +10,20 @@ from typing import Any, Final
 from hypothesis import strategies as st
 
 _NUMBERS: Final = tuple(value.to_bytes(width, "little") for width in (1, 2, 4, 8) for value in (0, 1, (1 << 8 * width - 1) - 1, (1 << 8 * width) - 1))
-_DIGITS: Final = (b"-1", b"0", b"1e999", b"9" * 400, b"9" * 5000, b"NaN", b"-Infinity", b"4294967296", b"9223372036854775807", b"1.5", b"1e-400", b"null")
+_DIGITS: Final = (
+    b"-1",
+    b"0",
+    b"1e999",
+    b"9" * 400,
+    b"9" * 5000,
+    b"NaN",
+    b"-Infinity",
+    b"4294967296",
+    b"9223372036854775807",
+    b"1.5",
+    b"1e-400",
+    b"null",
+)
 _MARKS: Final = (b'"', b"{", b"}", b"[", b"]", b",", b":", b"\0", b"\n", b"\xff\xfe", b"\xef\xbb\xbf", b"\x1b[31m", b"[" * 3000, b'{"a":' * 3000)
 EXTREMES: Final[tuple[Any, ...]] = (
     *(None, True, False, 0, -1, 1, 2, 1.5, -0.0, 1e308, float("nan"), float("inf"), float("-inf")),

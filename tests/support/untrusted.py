@@ -9,16 +9,14 @@ import json
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from support.gguf_files import write_gguf
 from support.known_run import write_run
 from support.model_directories import CONFIG, TEXT, saved, write_model
 from support.objective_data import ImageLearner
-from support.transformers_oracle import CONFIGS, hf_model
 from support.watched import Outcome, check_reader
 
 from nntask.checkpoints.store import find_checkpoint
@@ -36,6 +34,7 @@ from nntask.models.gpt2 import GPT2
 from nntask.models.registry import FAMILIES, config_from_json, config_notes
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime
+from wrappers.cli import main
 from wrappers.report.records import read_run
 
 
@@ -179,7 +178,7 @@ def _lines(directory: Path) -> None:
 def _gguf(directory: Path) -> None:
     with tempfile.TemporaryDirectory() as beside:
         write_model(Path(beside) / "model")
-        write_gguf(directory / "model.gguf", hf_model(replace(CONFIGS["gpt2"], vocab_size=300)), tokenizer=Path(beside) / "model")
+        assert main(["quantize", str(Path(beside) / "model"), str(directory / "model.gguf")]) == 0
 
 
 def _model(directory: Path) -> None:
@@ -270,7 +269,8 @@ def fuzz(parser: str, place: Path, content: bytes, file: str = "") -> Outcome:
     try:
         return check_reader(PARSERS[parser].read, directory / PARSERS[parser].file, traced=parser not in NATIVE)
     finally:
-        target.write_bytes(valid_files(parser)[file or PARSERS[parser].file])
+        valid = valid_files(parser).get(target.name)
+        target.unlink() if valid is None else target.write_bytes(valid)
 
 
 def family_configs() -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nntask import DataError, UsageError
-from nntask.io import read_bytes, read_object, read_text
+from nntask.io import check_size, read_bytes, read_object, read_text
 from nntask.planning import cells, headline
 from nntask.telemetry import read_metrics
 from nntask.training import CONFIG, MACHINE, METRICS, NODES, PLAN, SUMMARY, TRACE
@@ -34,6 +34,12 @@ from scheduler import TRACE_FORMAT
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
 _LARGEST_TRACE: Final = 256 << 20
 """Bytes of a trace, unpacked."""
+_UNPACKED_PER_BYTE: Final = 32
+_UNPACKED_BESIDES: Final = 4 << 20
+"""Bytes of a compressed trace, unpacked: for each of the file's own, and besides. Ours have ten to twenty."""
+_PER_LETTER: Final = 8
+"""Bytes of memory for each letter of a trace."""
+_PIECE: Final = 1 << 20
 _AGAIN: Final = "trace some steps anew, as in nntask train --trace-steps 10:11"
 
 Line = Mapping[str, Any]
@@ -177,7 +183,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
     try:
         if figures:
             figures["order"], headline(figures), cells(figures)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         raise DataError(f"{path} has figures that are none of nntask's; remove it, or restore it") from None
     return figures
 
@@ -190,7 +196,7 @@ def _trace_of(directory: Path) -> Path | None:
     try:
         settings = tomllib.loads(read_text(directory / CONFIG))
         named = str(settings.get("observe", {}).get("trace", ""))
-    except (OSError, ValueError, AttributeError):  # a report needs no configuration, and does not check it
+    except (OSError, ValueError, AttributeError, RecursionError):  # a report needs no configuration, and does not check it
         pass
     candidates = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]
     return next((path for path in candidates if os.path.isfile(path)), None)  # config.toml may name anything
@@ -203,7 +209,9 @@ def read_trace(path: Path) -> TraceRecord:
         DataError: the file cannot be read, was cut short, or is of another format.
     """
     try:
-        document = json.loads(_unpacked(path))
+        text = _unpacked(path).decode()
+        check_size(text, _PER_LETTER)
+        document = json.loads(text)
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, RecursionError):
         raise DataError(f"the trace {path} is not whole; {_AGAIN}") from None
     except OSError as error:
@@ -217,7 +225,7 @@ def read_trace(path: Path) -> TraceRecord:
         raise DataError(f"the trace {path} must have format {TRACE_FORMAT}, got {str(found)[:40]}, which another version of nntask wrote; {_AGAIN}")
     try:
         return _parsed(path, document["traceEvents"], about)
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         raise DataError(f"the trace {path} has events that are none of nntask's; {_AGAIN}") from None
 
 
@@ -225,15 +233,18 @@ def _unpacked(path: Path) -> bytes:
     """Return the content of a trace, whether it is compressed or not.
 
     Raises:
-        OSError: the file cannot be read, or holds more than `_LARGEST_TRACE`.
+        OSError: the file cannot be read, or holds more than `_LARGEST_TRACE`, or far more than its size.
     """
-    data = read_bytes(path, _LARGEST_TRACE)
-    if data[:2] == b"\x1f\x8b":
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            data = file.read(_LARGEST_TRACE + 1)
-    if len(data) > _LARGEST_TRACE:
-        raise OSError(errno.EFBIG, f"it holds more than {_LARGEST_TRACE >> 20} MiB, so trace fewer steps")
-    return data
+    packed = read_bytes(path, _LARGEST_TRACE)
+    if packed[:2] != b"\x1f\x8b":
+        return packed
+    most, found = min(_LARGEST_TRACE, _UNPACKED_PER_BYTE * len(packed) + _UNPACKED_BESIDES), bytearray()
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
+        while len(found) <= most and (piece := file.read(_PIECE)):  # read() reserves as much as it is asked for
+            found += piece
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"it holds more than {most >> 20} MiB, so trace fewer steps")
+    return bytes(found)
 
 
 def _parsed(path: Path, events: list[dict[str, Any]], about: Mapping[str, Any]) -> TraceRecord:

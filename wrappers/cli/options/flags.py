@@ -185,7 +185,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
 
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not a TOML file: {error}; mend that line") from None
     pairs: list[tuple[str, Any]] = []
     for key, value in content.items():
