@@ -8,10 +8,11 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
+import io
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -73,8 +74,17 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"cannot read {path}: {error.strerror or error}; copy it again, or leave it out") from None
 
 
-def lines_in(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file that `opened` has opened.
+def lines_in(file: IO[bytes], path: Path) -> Iterable[bytes]:
+    """Return the lines of a file that `opened` has opened; a file that is not compressed bounds them itself.
+
+    Raises:
+        DataError: at a line that unpacks to more than 16 MiB and more than the file has; or if all of them unpack to far more than the file.
+    """
+    return file if isinstance(file, io.BufferedReader) else _unpacked_lines(file, path)
+
+
+def _unpacked_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """The lines of a compressed file.
 
     Raises:
         DataError: a line unpacks to more bytes than the file has, and to more than 16 MiB; or all of them to far more than the file.

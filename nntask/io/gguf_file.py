@@ -2,8 +2,8 @@
 
 The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: the letters GGUF, counts of tensors
 and keys, the keys with values, an entry for each tensor, and behind padding the tensors. A file is believed nothing: every length and count is
-compared with the bytes that are there before memory is taken for it, and a header may have 128 MiB, two million texts, and 65,536 keys and 131,072 tensors. The reader of the gguf
-package maps the file and trusts it, so that one is not used. A file that breaks a rule is refused with one sentence.
+compared with the bytes that are there before memory is taken for it. A header may have 128 MiB, 65,536 keys, 131,072 tensors and two million texts.
+The reader of the gguf package maps the file and trusts it, so that one is not used. A file that breaks a rule is refused with one sentence.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ _BESIDES: Final = 48 << 20
 _CONTAINER_NBYTES: Final = 72
 _VALUE_NBYTES: Final = 32
 _TEXT_NBYTES: Final = 52
+_SMALL: Final = 1 << 20
+"""Letters of a text that takes less than `_BESIDES` whatever it is."""
 """Bytes of an empty list or object, of a number, and of a text beside its letters."""
 
 
@@ -19,7 +21,8 @@ def decoded(text: str) -> Any:
     Raises:
         ValueError: it is not JSON, is nested too deeply, or would take far more memory than the text.
     """
-    check_size(text)
+    if len(text) > _SMALL:
+        check_size(text)
     try:
         return json.loads(text)
     except RecursionError:
