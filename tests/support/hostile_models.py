@@ -308,6 +308,9 @@ TOKENIZERS: Final = {
         added_tokens=[{"id": 5, "content": "", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}]
     ),
     "brackets without end": lambda: b"[" * MIB,
+    "a template of special tokens that are not there": tokenizer(
+        post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": [], "special_tokens": {}}
+    ),
     "a config beside it that is a list": beside("tokenizer_config.json", b"[]"),
     "a config beside it of empty lists": lambda: beside("tokenizer_config.json", b'{"a":[' + b"[]," * (2 * MIB) + b"0]}"),
     "an end of half a pair of UTF-16": beside("special_tokens_map.json", b'{"eos_token": "\\ud800"}'),

@@ -143,7 +143,9 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
     if event == "open":
         path, mode, flags = args
         wants = bool(flags & _WRITING) if mode is None else any(letter in mode for letter in "wax+")
-        if wants and "__pycache__" not in str(path) and str(path) not in _OWN:
+        if wants and not isinstance(path, int) and "__pycache__" not in str(path) and str(path) not in _OWN:
             _NOTES.append(f"open {path}")
+    elif event == "subprocess.Popen" and args[0] == sys.executable:
+        return  # the confined process of tokenizers and templates
     elif (event in _CHANGES and "__pycache__" not in str(args)) or event in _STARTS:
         _NOTES.append(f"{event} {args!r}"[:200])
