@@ -16,7 +16,7 @@ CONFIGS = family_configs()
 
 
 @pytest.mark.long
-@settings(max_examples=600)
+@settings(max_examples=1300)
 @given(st.sampled_from(sorted(CONFIGS)).flatmap(lambda kind: damaged(json.dumps(CONFIGS[kind]).encode())) | random_bytes(b'{"model_type":'))
 def test_bytes_of_configs(place: Path, content: bytes) -> None:
     """Bytes of a config of any family."""

@@ -26,7 +26,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.long
-@settings(max_examples=400)
+@settings(max_examples=1000)
 @given(st.one_of(damaged(WHOLE), damaged(WHOLE[:9000]).map(lambda head: head + WHOLE[9000:]), random_bytes(WHOLE[:24])))
 def test_bytes_of_gguf_files(place: Path, content: bytes) -> None:
     """Bytes of the file, those of the header preferred."""

@@ -23,7 +23,7 @@ def test_token_ids(place: Path, content: bytes) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=3000)
+@settings(max_examples=2000)
 @given(st.one_of(damaged(SIDECAR), other_values({"dtype": "uint32"}).map(lambda values: __import__("json").dumps(values).encode())))
 def test_sidecars(place: Path, content: bytes) -> None:
     """Bytes and values of the sidecar."""

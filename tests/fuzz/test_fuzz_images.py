@@ -38,7 +38,7 @@ def test_images(place: Path, content: bytes) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=800)
+@settings(max_examples=1300)
 @given(st.sampled_from(sorted(valid_files("arrays"))), st.data())
 def test_arrays(place: Path, name: str, data: st.DataObject) -> None:
     """Bytes of images and labels in NumPy's files; heads preferred."""

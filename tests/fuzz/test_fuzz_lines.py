@@ -25,7 +25,7 @@ def repeated(values: object) -> bytes:
 
 
 @pytest.mark.long
-@settings(max_examples=1500)
+@settings(max_examples=1300)
 @given(st.one_of(damaged(WHOLE), other_values(ROW).map(repeated), random_bytes(b'{"text":'), st.sampled_from(PACKED).flatmap(damaged)))
 def test_json_lines(place: Path, content: bytes) -> None:
     """Bytes and values of lines, compressed or not."""

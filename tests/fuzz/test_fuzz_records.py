@@ -26,7 +26,7 @@ def lines(values: Any) -> bytes:
 
 
 @pytest.mark.long
-@settings(max_examples=500)
+@settings(max_examples=1000)
 @given(damaged(FILES["metrics.jsonl"]) | other_values(LINE).map(lines))
 def test_metrics(place: Path, content: bytes) -> None:
     """Bytes and values of metrics.jsonl."""
@@ -34,7 +34,7 @@ def test_metrics(place: Path, content: bytes) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=500)
+@settings(max_examples=900)
 @given(st.sampled_from(sorted(VALUES)), st.data())
 def test_small_files_of_runs(place: Path, name: str, data: st.DataObject) -> None:
     """Bytes and values of the other files in JSON."""
@@ -43,7 +43,7 @@ def test_small_files_of_runs(place: Path, name: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.long
-@settings(max_examples=500)
+@settings(max_examples=1000)
 @given(other_values(TRACE).map(lambda values: gzip.compress(json.dumps(values).encode(), 1)) | damaged(FILES["trace.json.gz"]))
 def test_traces(place: Path, content: bytes) -> None:
     """Bytes and events of a trace."""

@@ -28,7 +28,7 @@ BESIDE = {
 
 
 @pytest.mark.long
-@settings(max_examples=500)
+@settings(max_examples=1200)
 @given(st.one_of(damaged(WHOLE), other_values(json.loads(WHOLE)).map(lambda values: json.dumps(values).encode()), random_bytes(b'{"version":')))
 def test_tokenizer_files(place: Path, content: bytes) -> None:
     """Bytes and values of a tokenizer.json."""
@@ -36,7 +36,7 @@ def test_tokenizer_files(place: Path, content: bytes) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=400)
+@settings(max_examples=1200)
 @given(st.sampled_from(sorted(BESIDE)), st.data())
 def test_files_beside_a_tokenizer(place: Path, name: str, data: st.DataObject) -> None:
     """Bytes and values of the files that say more of a tokenizer."""
