@@ -1,4 +1,4 @@
-"""JSON from outside, decoded after a look at what it would take: a text of brackets becomes objects of twenty times its size."""
+"""Decoding of untrusted JSON, with a limit on its memory: a text of brackets becomes objects of twenty times its size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VALUE_NBYTES: Final = 32
 _TEXT_NBYTES: Final = 52
 _SMALL: Final = 1 << 20
 """Letters of a text that takes less than `_BESIDES` whatever it is."""
-"""Bytes of an empty list or object, of a number, and of a text beside its letters."""
+"""Bytes of an empty list or object, of a number, and of a text without its letters."""
 
 
 def decoded(text: str) -> Any:

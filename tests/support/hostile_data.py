@@ -64,7 +64,7 @@ LINES: Final = {
     "gzip in gzip": lambda: gzip.compress(gzip.compress(ROWS)),
     "gzip without its end": lambda: gzip.compress(ROWS)[:-6],
     "gzip with another checksum": lambda: gzip.compress(ROWS)[:-8] + bytes(8),
-    "gzip with bytes behind it": lambda: gzip.compress(ROWS) + b"abc",
+    "gzip with bytes after it": lambda: gzip.compress(ROWS) + b"abc",
 }
 
 

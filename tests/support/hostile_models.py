@@ -41,8 +41,8 @@ EMPTY: Final = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 SAFETENSORS: Final = {
     "a header of one space": raw_header(" "),
     "a header that ends within a text": raw_header('{"w": {"dtype": "F'),
-    "text behind the object": raw_header(json.dumps(HEADER) + "x"),
-    "a second object behind the first": raw_header(json.dumps(HEADER) + json.dumps(HEADER)),
+    "text after the object": raw_header(json.dumps(HEADER) + "x"),
+    "a second object after the first": raw_header(json.dumps(HEADER) + json.dumps(HEADER)),
     "comments as in JSON5": raw_header("/* a */" + json.dumps(HEADER)),
     "a comma before the end": raw_header(json.dumps(HEADER)[:-1] + ",}"),
     "shape below zero twice": one([-2, -2], [0, 16], bytes(16)),
@@ -311,8 +311,8 @@ TOKENIZERS: Final = {
     "a template of special tokens that are not there": tokenizer(
         post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}], "pair": [], "special_tokens": {}}
     ),
-    "a config beside it that is a list": beside("tokenizer_config.json", b"[]"),
-    "a config beside it of empty lists": lambda: beside("tokenizer_config.json", b'{"a":[' + b"[]," * (2 * MIB) + b"0]}"),
+    "a tokenizer_config.json that is a list": beside("tokenizer_config.json", b"[]"),
+    "a tokenizer_config.json of empty lists": lambda: beside("tokenizer_config.json", b'{"a":[' + b"[]," * (2 * MIB) + b"0]}"),
     "an end of half a pair of UTF-16": beside("special_tokens_map.json", b'{"eos_token": "\\ud800"}'),
     "an end that is a number": beside("special_tokens_map.json", b'{"eos_token": 7}'),
     "an end that is an object of numbers": beside("special_tokens_map.json", b'{"eos_token": {"content": 7}}'),
