@@ -188,9 +188,9 @@ def test_files_without_an_index_and_pickles_in_parts(theirs, tmp_path):
     """Parts of a pickle, Meta's own pickles, a pickle under a wrong name: the command that converts them, which overwrites nothing."""
     text = (theirs[0] / "config.json").read_text()
     for name, words in (
-        ("pytorch_model-00001-of-00002.bin", r"torch pickle.*save_pretrained\('.*m-safetensors'\)"),
+        ("pytorch_model-00001-of-00002.bin", r'torch pickle.*save_pretrained\("\S+m-safetensors"\)'),
         ("consolidated.00.pth", r"convert_llama_weights_to_hf --input_dir \S+/m --model_size SIZE --output_dir \S+/m-safetensors"),
-        ("model.safetensors", r"'\S+/model-converted\.safetensors'\)\", then put model-converted\.safetensors in the place of"),
+        ("model.safetensors", r"\"\S+/model-converted\.safetensors\"\)', then put model-converted\.safetensors in the place of"),
     ):
         path = tmp_path / name / "m"
         path.mkdir(parents=True)
