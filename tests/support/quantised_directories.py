@@ -31,7 +31,12 @@ def wide(name: str) -> Any:
     """A family's config with rows of whole blocks."""
     config = CONFIGS[name]
     keys = {field.name: getattr(config, field.name) for field in fields(config)}
-    return replace(config, **{key: value for key, value in WIDTHS.items() if keys.get(key) is not None})
+    scaling = keys.get("rope_scaling")
+    if scaling is not None and scaling.short_factor:  # twice as many features of a head turn
+        keys["rope_scaling"] = replace(scaling, short_factor=2 * scaling.short_factor, long_factor=2 * scaling.long_factor)
+        config = replace(config, rope_scaling=None)
+    wider = {key: value for key, value in WIDTHS.items() if keys.get(key) is not None}
+    return replace(config, **wider, **({"rope_scaling": keys["rope_scaling"]} if scaling is not None else {}))
 
 
 def write_plain(path: Path, config: Any) -> Path:
