@@ -32,6 +32,7 @@ _BATCH_NBYTES: Final = 16 << 20
 _PER_BYTE: Final = 64
 _BESIDES: Final = 48 << 20
 """Bytes of an unpacked column of a row group: for each byte of the file, and besides."""
+_EMPTY, _TRAIN, _VALIDATION = range(3)
 
 
 def is_table(name: str) -> bool:
@@ -51,37 +52,31 @@ class TableTexts(Collection[Text]):
     """
 
     def __init__(self, files: tuple[Path, ...], counts: RowCounts) -> None:
-        self._files = files
-        self._split: Literal["all", "train", "validation"] = "all"
-        self._num_filled = self._num_held_out = 0
+        self._files, self._splits = files, bytearray()  # of each row, which costs a hash of its text
+        self._kept = bytes([_TRAIN, _VALIDATION])
         for file in files:
-            for row in _counted_rows(file, counts):
-                counts.num_rows += 1
-                counts.add("rows_empty", not row)
-                self._num_filled += bool(row)
-                self._num_held_out += bool(row) and is_held_out(row)
+            self._splits += bytes((_VALIDATION if is_held_out(row) else _TRAIN) if row else _EMPTY for row in _counted_rows(file, counts))
+        counts.num_rows += len(self._splits)
+        counts.add("rows_empty", self._splits.count(_EMPTY))
 
     def of(self, split: Literal["train", "validation"]) -> TableTexts:
         """Return the rows that are held out for validation, about one in twenty, or the others, without reading the tables again."""
         found = copy.copy(self)
-        found._split = split
+        found._kept = bytes([_TRAIN if split == "train" else _VALIDATION])
         return found
 
     def __len__(self) -> int:
-        num_train = self._num_filled - self._num_held_out
-        return {"all": self._num_filled, "train": num_train, "validation": self._num_held_out}[self._split]
+        return sum(map(self._splits.count, self._kept))
 
     def __iter__(self) -> Iterator[Text]:
+        splits = iter(self._splits)
         for file in self._files:
-            for number, row in enumerate(rows_of(file), 1):
-                if self._has(row):
+            for number, (row, split) in enumerate(zip(rows_of(file), splits, strict=False), 1):
+                if split in self._kept:
                     yield Text(f"{file.name} row {number}", None, row)
 
     def __contains__(self, text: object) -> bool:
         return any(each == text for each in self)
-
-    def _has(self, row: str) -> bool:
-        return bool(row) and (self._split == "all" or is_held_out(row) == (self._split == "validation"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from wrappers.cli import main
 from wrappers.report.records import read_trace
 
 LONG = "a" * 5000
-CONFIG = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3}
+CONFIG = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3}
 TRAIN = ["train", "--config-path=small.json", "--dataset=text", "--dataset-path=text", "--tokenizer=bytes"]
 SHORT = [*TRAIN, "--batch=2", "--ncpu=1", "--sample-tokens=0", "--steps=1"]
 HOMELESS = """
