@@ -7,7 +7,6 @@ the blocks of each (`nntask.io.block_checksums`), which are compared when a bloc
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
-from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums
+from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums, discard
 from ..io.json_file import read_object
 from ..io.regular_file import open_regular
 from ..io.sealed_json import sealed, unsealed
@@ -55,13 +54,17 @@ class RowFile:
                 if file != _BEGINS or (path / file).exists():
                     self._open[file] = open_regular(path / file)
             size = os.fstat(self._open[_ENDS]).st_size // _END.itemsize - 1
+            self.num_rows = size // num_fields
+            if size % num_fields or size < 0:
+                raise DataError(f"{path / _ENDS}{self._of} is cut short; {self._advice}")
+            if is_written:
+                self._check_heads()
         except OSError as error:
-            raise DataError(f"cannot read {path}{self._of}: {error.strerror}; remove {path} to have it made again") from None
-        self.num_rows = size // num_fields
-        if size % num_fields or size < 0:
-            raise DataError(f"{path / _ENDS}{self._of} is cut short; remove {path} to have it made again")
-        if is_written:
-            self._check_heads()
+            raise DataError(f"cannot read {path}{self._of}: {error.strerror}; {self._advice}") from None
+
+    @property
+    def _advice(self) -> str:
+        return f"remove {self.path} to have it made again"
 
     @property
     def num_sequences(self) -> int:
@@ -95,28 +98,35 @@ class RowFile:
                 raise ValueError(f"it has checksums of {', '.join(digits)}, and there are {', '.join(sizes)}")
             self._checksums = {name: BlockChecksums(digits[name], size) for name, size in sizes.items()}
         except ValueError as error:
-            raise DataError(f"{self.path / _CHECKSUMS} is damaged: {error}; remove {self.path} to have it made again") from None
+            raise DataError(f"{self.path / _CHECKSUMS} is damaged: {error}; {self._advice}") from None
         for name, size in sizes.items():
             self._compare(name, 0, min(size, HEAD_NBYTES))
 
     def _compare(self, name: str, begin: int, end: int) -> None:
-        """Check that the bytes [begin, end) of a file are those that were written."""
+        """Check that the bytes [begin, end) of a file are those that were written.
+
+        Raises:
+            OSError: the file cannot be read.
+            DataError: the bytes changed.
+        """
         if name not in self._checksums:
             return
         changed = self._checksums[name].first_changed(self._open[name], begin, end)
         if changed is not None:
-            with contextlib.suppress(OSError):  # rows without checksums are made again by the next run
-                (self.path / _CHECKSUMS).unlink()
+            discard(self.path / name, self._open[name])
             raise DataError(
                 f"{self.path / name} changed since it was written: the bytes from {changed} have another checksum; "
                 "it is nntask's own cache, which the next run makes again"
             )
 
     def _read(self, name: str, dtype: np.dtype[Any], first: int, count: int) -> npt.NDArray[np.int64]:
-        self._compare(name, first * dtype.itemsize, (first + count) * dtype.itemsize)
-        data = os.pread(self._open[name], count * dtype.itemsize, first * dtype.itemsize)
+        try:
+            self._compare(name, first * dtype.itemsize, (first + count) * dtype.itemsize)
+            data = os.pread(self._open[name], count * dtype.itemsize, first * dtype.itemsize)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path / name}{self._of}: {error.strerror}; {self._advice}") from error
         if len(data) != count * dtype.itemsize:
-            raise DataError(f"{self.path / name}{self._of} is shorter than its rows; remove {self.path} to have it made again")
+            raise DataError(f"{self.path / name}{self._of} is shorter than its rows; {self._advice}")
         return np.frombuffer(data, dtype).astype(np.int64)
 
     def close(self) -> None:

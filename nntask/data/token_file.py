@@ -10,7 +10,6 @@ window is checked when it is read, and the head of the file when it is opened.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from ..errors import DataError
 from ..io.atomic_write import written_aside
-from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums
+from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums, discard
 from ..io.regular_file import open_regular, read_text
 from ..io.sealed_json import SEAL, sealed, unsealed
 
@@ -176,12 +175,11 @@ class TokenFile:
         try:
             changed = self._checksums.first_changed(self._fd, begin, end)
         except OSError as error:
-            raise DataError(f"cannot read {self._where}: {error.strerror}; check the disk, or restore the file") from error
+            raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
         if changed is not None:
             first = changed // self.dtype.itemsize
-            if self._is_cache:  # a file without checksums is made again by the next run
-                with contextlib.suppress(OSError):
-                    _sidecar(self.path).unlink()
+            if self._is_cache:
+                discard(self.path, self._fd)
             raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum; {self._of_changes()}")
 
     def _advice(self, owner: str) -> str:

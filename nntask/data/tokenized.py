@@ -7,8 +7,10 @@ that the next process removes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import shutil
+import os
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -94,7 +96,7 @@ def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Ca
         except (DataError, OSError, ValueError) as error:
             reason = f"{cached} cannot be used: {error}"
         report(made_again(DataError(reason)))
-        shutil.rmtree(directory)
+        _remove(directory)
     tokenizer = tokenizer_of(spec, corpus, report)
     with written_aside(cached) as new:
         tokenizer.save(new.parent)
@@ -102,6 +104,12 @@ def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Ca
         with written_aside(checksum) as digits:
             digits.write_text(block_checksums(new), encoding="utf-8")
     return tokenizer
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory of the cache at once, unless another process did."""
+    with contextlib.suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=directory.parent) as aside:
+        os.rename(directory, Path(aside) / directory.name)
 
 
 def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:

@@ -47,7 +47,8 @@ def written_aside(target: Path) -> Iterator[Path]:
     try:
         yield aside / _NEW
         _fsync_all(aside / _NEW)
-        _move_into(aside, target)
+        with _locked(target.parent):  # a directory is replaced in two steps, between which another writer's would be in the way
+            _move_into(aside, target)
     finally:
         _clear(aside, target)
         os.close(lock)

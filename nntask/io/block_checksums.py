@@ -6,6 +6,7 @@ that is not used, and nothing is used that was not compared. Checksums find erro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 from pathlib import Path
@@ -25,6 +26,18 @@ def block_checksums(path: Path) -> str:
     """
     with path.open("rb") as file:
         return "".join(f"{zlib.crc32(block):08x}" for block in iter(lambda: file.read(BLOCK_NBYTES), b""))
+
+
+def discard(path: Path, fd: int) -> None:
+    """Remove a changed file of the cache, so that the next run makes it again, unless another process has replaced it.
+
+    Args:
+        path: the file.
+        fd: descriptor of the file that changed.
+    """
+    with contextlib.suppress(OSError):
+        if os.path.samestat(path.stat(), os.fstat(fd)):
+            path.unlink()
 
 
 class BlockChecksums:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,8 +105,69 @@ def test_no_id_of_a_large_file_is_learnt_unread(tmp_path: Path) -> None:
     assert file.window(third - 40, 40).tolist() == ids[third - 40 : third].tolist()
     with pytest.raises(DataError, match=rf"the ids from position {third} have another checksum; .* the next run makes again"):
         file.window(third - 40, 41)
-    with pytest.raises(DataError, match="has no checksums"):
+    with pytest.raises(DataError, match="cannot read"):
         TokenFile(path, vocab_size=400, name="the texts")
+
+
+def test_what_another_run_made_again_is_kept(tmp_path: Path) -> None:
+    """A run that finds its tokens changed leaves alone what replaced them meanwhile, and a sidecar that another run writes just now."""
+    path, copy = tmp_path / "train.bin", tmp_path / "copy"
+    ids = np.arange(BLOCK_NBYTES, dtype="<u2") % 300  # two blocks
+    for file in (path, copy):
+        file.write_bytes(ids.tobytes())
+    flip(path)
+    write_sidecar(path, copy, ids.dtype)
+    with pytest.raises(DataError, match="changed since it was written"):
+        TokenFile(path, vocab_size=400, name="the texts")
+    copy.rename(path)
+    assert TokenFile(path, vocab_size=400, name="the texts").window(0, len(ids)).tolist() == ids.tolist()
+    flip(path)
+    old = TokenFile(path, vocab_size=400, scan_nbytes=1, name="the texts")
+    copy.write_bytes(ids.tobytes())
+    copy.rename(path)
+    with pytest.raises(DataError, match="changed since it was written"):
+        old.window(len(ids) - 1, 1)
+    assert TokenFile(path, vocab_size=400, name="the texts").window(0, len(ids)).tolist() == ids.tolist()
+
+
+def test_a_cache_that_another_run_removes_at_once(tmp_path: Path) -> None:
+    """Two runs find the same changed tokenizer; the slower one finds nothing to remove."""
+    pytest.importorskip("tokenizers")
+    spec = replace(text_spec(tmp_path), tokenizer="bpe")
+    open_dataset(spec)
+    whole = content(tmp_path / "cache")
+    tokenizer = next((tmp_path / "cache").rglob("tokenizer.json"))
+    flip(tokenizer)
+
+    def report(sentence: str) -> None:
+        if "tokenizer.json changed since" in sentence:
+            shutil.rmtree(tokenizer.parent)
+
+    open_dataset(spec, report)
+    assert content(tmp_path / "cache") == whole
+    assert [path.name for path in tokenizer.parent.parent.iterdir()] == [tokenizer.parent.name]
+
+
+def test_a_disk_that_fails_ends_the_reading_in_a_sentence(tmp_path: Path) -> None:
+    """Of rows, with or without checksums, and of tokens."""
+    write_rows(tmp_path / "rows", ([np.full(1000, number, np.int32)] * 2 for number in range(30)))
+    folder = os.open(tmp_path, os.O_RDONLY)  # cannot be read as a file
+    try:
+        for is_written in (True, False):
+            rows = RowFile(tmp_path / "rows", 2, "the rows", is_written=is_written)
+            for fd in rows._open.values():
+                os.dup2(folder, fd)
+            with pytest.raises(DataError, match=r"cannot read .*\(cached rows of the rows\): Is a directory; remove"):
+                rows.row(3)
+        path = tmp_path / "train.bin"
+        path.write_bytes(bytes(2 * BLOCK_NBYTES))
+        write_sidecar(path, path, np.dtype("<u2"))
+        file = TokenFile(path, vocab_size=400, scan_nbytes=1, name="the texts")
+        os.dup2(folder, file._fd)
+        with pytest.raises(DataError, match="Is a directory; it is nntask's own cache"):
+            file.window(BLOCK_NBYTES // 2, 5)
+    finally:
+        os.close(folder)
 
 
 def test_no_row_of_a_large_file_is_learnt_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +179,7 @@ def test_no_row_of_a_large_file_is_learnt_unread(tmp_path: Path, monkeypatch: py
     assert rows.row(3)[0].tolist() == [3] * 1000
     with pytest.raises(DataError, match=r"values.bin changed since it was written.* which the next run makes again"):
         rows.row(2 * BLOCK_NBYTES // 8000)
-    with pytest.raises(DataError, match=r"checksums.json cannot be read"):
+    with pytest.raises(DataError, match=r"cannot read .*rows: No such file"):
         RowFile(tmp_path / "rows", 2)
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_failure_between_the_renames_is_undone(tmp_path):
         other.mkdir()
     assert list((tmp_path / "out").iterdir()) == []
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+def test_writers_of_one_directory_do_not_disturb_each_other(tmp_path):
+    """Runs that build the same cache at once: each write ends well, and the directory is that of one of them."""
+
+    def write(number: int) -> None:
+        for _ in range(25):
+            make(tmp_path / "out", str(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))  # raises what a writer raised
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "a").read_text() in "0123"
 
 
 def test_directories_have_the_usual_rights(tmp_path):
