@@ -18,7 +18,8 @@ from support.deadline import DEADLINE
 from nntask.checkpoints.store import find_checkpoint, step_directories
 from wrappers.cli import main
 
-CONFIG = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+DROPOUTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+CONFIG = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, **DROPOUTS}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=4 --minibatch=2 --lr=1e-3 --ncpu=2 --sample-tokens=0"
 TRAIN = ["train", *FLAGS.split(), "--steps=8", "--save-every=2"]
 NOBODY = 65534
