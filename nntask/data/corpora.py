@@ -18,7 +18,7 @@ from typing import Final
 
 from ..errors import DataError
 from .directories import DataFiles, data_files, scored_files, walk
-from .findings import Finding
+from .findings import Finding, no_validation
 from .objectives import Objective
 from .opening import inner_suffix
 from .row_counts import RowCounts
@@ -81,9 +81,11 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
         scored = scored_corpus(val_path)
         return replace(corpus, validation=scored.train, sentences=sentences + scored.sentences, findings=findings + scored.findings)
     if found.validation:
-        held, empty = _filled(found.validation, f"the validation split of {where}")
+        where = f"the validation split of {where}"
+        held, empty = _filled(found.validation, where)
         validation, rows = _texts(found, held, "validation")
-        return replace(corpus, validation=validation, findings=(*findings, *empty, *rows.findings()))
+        missing = () if validation else (no_validation(where),)
+        return replace(corpus, validation=validation, findings=(*findings, *empty, *rows.findings(), *missing))
     return _held_out(found, files, select, train, corpus)
 
 

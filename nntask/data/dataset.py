@@ -19,7 +19,7 @@ from .chat_source import ChatSource, template_notes, with_template
 from .corpora import scored_corpus, stdlib_corpus, text_corpus
 from .directories import is_named
 from .examples import Source, examples_of
-from .findings import FINDINGS, Finding, read_findings
+from .findings import FINDINGS, Finding, no_validation, read_findings
 from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers
 from .hub import WIKITEXT, check_tokenizer, check_wikitext, fetched_tokenizer, tokenizer_location, wikitext_corpus
 from .images import IMAGES, open_images, told_images
@@ -320,6 +320,8 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
     train, validation = found
     assert train is not None  # there are lines for training
     validation = validation if validation and validation.num_rows else None
+    if validation is None and lines[1] is not None and lines[1].split == "all":
+        findings.append(no_validation(spec.name_of("validation")))
     return Dataset(spec.dataset, train, validation, tokenizer, fingerprint, -1, spec, (*left_out, *findings))
 
 

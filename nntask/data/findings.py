@@ -66,6 +66,11 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
         raise DataError(f"{path} cannot be read: {error.strerror}; remove it") from None
 
 
+def no_validation(where: str) -> Finding:
+    """Return the finding about a validation split that `where` names and in which no row is left."""
+    return Finding("validation_missing", 1, 1, f"{where} has no row to validate on, so nothing is validated; add rows, or name others with --val-path")
+
+
 def counts(findings: Iterable[Finding]) -> dict[str, Any]:
     """Return the findings as summary.json has them: the number and the total of each key, summed over splits and paths that share it."""
     found: dict[str, dict[str, int]] = {}

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from ..errors import DataError
 from ..io.json_text import decoded
 from .directories import DataFiles, data_files, scored_files
-from .findings import Finding
+from .findings import Finding, no_validation
 from .objectives import Objective
 from .opening import inner_suffix, lines_in, opened
 from .row_counts import RowCounts
@@ -305,6 +305,8 @@ def line_corpus(path: str, val_path: str, select: int) -> Corpus:
         _check_filled(validation, f"--val-path {val_path}")
     sentences, findings = told_lines(path, val_path)
     findings += train.findings + (validation.findings if validation is not None else ())
+    if scored is not None and scored.split == "all" and not validation:
+        findings += (no_validation(f"the validation split of --dataset-path {path}"),)
     return Corpus(Path(path).name, train, validation or (), sentences, findings)
 
 

@@ -32,7 +32,8 @@ class KeyRule:
 
     def is_refused(self, value: Any) -> bool:
         """Return whether a value of the key is refused."""
-        return self.use == "refused" and value is not self.usual and (value is False or not is_nothing(value))
+        is_usual = value is self.usual if isinstance(self.usual, bool) else type(value) is not bool and value == self.usual
+        return self.use == "refused" and not is_usual and (value is False or not is_nothing(value))
 
 
 def _all(use: Use, reason: str, *keys: str, usual: object = False) -> dict[str, KeyRule]:
@@ -51,7 +52,7 @@ _PROVENANCE: Final = {
 }
 _MEDIA: Final = _all("refused", "a text model reads no media", "image", "images", "video", "videos", "audio", "audios", "files")
 _WEIGHTS: Final = _all(
-    "refused", "all rows count alike; repeat a row, or leave it out", "weight", "sample_weight", "loss_weight", "loss_scale", "importance"
+    "refused", "all rows count alike; repeat a row, or leave it out", "weight", "sample_weight", "loss_weight", "loss_scale", "importance", usual=1
 )
 _PREFERENCES: Final = _all(
     "refused",

@@ -146,10 +146,10 @@ def test_a_damaged_file_of_the_cache_is_named_with_its_data() -> None:
 
 
 def test_an_empty_split_of_a_dataset_is_none() -> None:
-    """A repository may have a validation split without rows; the training goes on, and empty rows of it are counted."""
+    """A repository may have a validation split without rows; the training goes on, and the header says so."""
     Path("d").mkdir()
     Path("d/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LONG))
     Path("d/validation.jsonl").write_text('{"text": ""}\n')
     dataset = stream("d")()
     assert dataset.validation is None
-    assert [each.key for each in dataset.findings] == ["validation_rows_empty"]
+    assert [each.key for each in dataset.findings] == ["validation_rows_empty", "validation_missing"]

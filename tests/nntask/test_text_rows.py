@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from nntask.data import Dataset, DataSpec, open_dataset
 from nntask.data.findings import counts
+from nntask.data.objectives import Objective
 from nntask.data.prepare import tokenize_dataset
 from nntask.data.row_keys import ROW_KEYS
 from nntask.errors import DataError
@@ -158,3 +160,31 @@ def held_out(row: dict[str, Any]) -> bool:
     from nntask.data.texts import is_held_out
 
     return is_held_out(json.dumps(row))
+
+
+@pytest.mark.parametrize("kind", ["tables", "lines", "pairs"])
+def test_a_validation_split_without_rows_is_named(kind: str) -> None:
+    """The layout says that it validates, and no loss would say that it does not."""
+    Path("d").mkdir()
+    layout = "table" if kind == "tables" else "lines"
+    write(layout, "d/train", [{"input": "a", "target": "b"}] if kind == "pairs" else [{"text": "a"}])
+    if kind == "tables":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), "d/validation.parquet")
+    else:
+        Path("d/validation.jsonl").write_text("\n")
+    objective = Objective(kind="seq2seq", form="pairs", length=8, target_length=8) if kind == "pairs" else Objective()
+    dataset = open_dataset(replace(spec_of(layout, "d"), objective=objective))
+    assert dataset.validation is None
+    assert counts(dataset.findings) == {"validation_missing": {"number": 1, "total": 1}}
+    assert dataset.findings[0].sentence.startswith("the validation split of --dataset-path d has no row to validate on")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_are_all_one_are_read(layout: str) -> None:
+    """They ask for what is done anyway; true and 0 do not."""
+    rows: list[dict[str, Any]] = [{"text": "a", "weight": 1, "loss_weight": 1.0}]
+    assert texts(opened(layout, rows, rows).train) == ["a"]
+    for number, weight in enumerate((True, 0, 0.5)):
+        with pytest.raises(DataError, match='has "weight", which is not read: all rows count alike'):
+            open_dataset(spec_of(layout, write(layout, f"w{number}", [{"text": "a", "weight": weight}])))
