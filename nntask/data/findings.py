@@ -68,7 +68,9 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
 
 def no_validation(where: str) -> Finding:
     """Return the finding about a validation split that `where` names and in which no row is left."""
-    return Finding("validation_missing", 1, 1, f"{where} has no row to validate on, so nothing is validated; add rows, or name others with --val-path")
+    return Finding(
+        "validation_missing", 1, 1, f"{where} has no row to validate on, so nothing is validated; add rows, or name others with --val-path"
+    )
 
 
 def counts(findings: Iterable[Finding]) -> dict[str, Any]:

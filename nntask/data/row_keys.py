@@ -1,7 +1,7 @@
 """Keys of rows and of messages that other programs write: each is used, ignored for a reason, or refused since it changes what the row means.
 
-A refused key with nothing in it (null, an empty string, list or object, false) is ignored. Any other key is unknown: it is ignored as well, and
-counted by `RowCounts`, so that a run names it once.
+A refused key with nothing in it (null, an empty string, list or object, false), or with its usual value, is ignored. Any other key is unknown: it is
+ignored as well, and counted by `RowCounts`, so that a run names it once.
 """
 
 from __future__ import annotations
