@@ -30,6 +30,7 @@ from ..errors import DataError, ProcessUnavailable
 
 _LAST_SECONDS: Final = 5
 """Time that a killed process has to be gone; the kernel may hold it for longer, and then it is not waited for."""
+_MOMENT: Final = 0.05
 _PIPE: Final = 1 << 16
 _AHEAD: Final = 32
 _AHEAD_NBYTES: Final = 1 << 20
@@ -43,7 +44,7 @@ _OF_OTHERS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHU
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """RequestLimits of one request.
+    """Limits of one request.
 
     Args:
         seconds: whole seconds of a processor.
@@ -118,7 +119,9 @@ class ConfinedProcess:
     def __init__(self, service: str, opening: ConfinedRequest, wording: Wording) -> None:
         self._service, self._opening, self._wording = service, opening, wording
         self._lock, self._is_closed = threading.Lock(), False
+        self._is_held = False  # whether the caller has an answer and has not asked for the next one
         self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., ConfinedProcess] | None = None
         self.facts = self._start()
 
     def ask(self, request: ConfinedRequest) -> Any:
@@ -149,8 +152,13 @@ class ConfinedProcess:
         self._is_closed = True  # before the process is read: one that starts at the same time looks here after it is written
         if (process := self._process) is not None:
             process.kill()
-        with self._lock:
+        while not self._lock.acquire(timeout=_MOMENT):
+            if self._is_held:  # answers that nobody takes hold the lock until they are collected, which ends the process, too
+                return
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     def _start(self) -> Any:
         """Start a process and open the service; returns what the service tells."""
@@ -165,7 +173,7 @@ class ConfinedProcess:
                 env={**environment, "PYTHONPATH": path, **_ONE_THREAD},
                 start_new_session=True,  # else the signals of a terminal would reach it
             )
-            weakref.finalize(self, _end, self._process)
+            self._finalizer = weakref.finalize(self, _end, self._process)
             (facts,) = self._exchanged([self._opening])
         except BaseException:
             self._end()
@@ -192,6 +200,8 @@ class ConfinedProcess:
     def _end(self) -> int | None:
         """End the process; returns its code, None if there is none yet."""
         process, self._process = self._process, None
+        if self._finalizer is not None:
+            self._finalizer.detach()  # else it would keep a process that has ended
         return None if process is None else _end(process)
 
     def _exchanged(self, requests: Iterable[ConfinedRequest]) -> Iterator[Any]:
@@ -214,8 +224,12 @@ class ConfinedProcess:
                 if not waiting:
                     break
                 kind, value = self._read(pipes, waiting[0])
-                yield _answer_of(kind, value, waiting.popleft().subject)
+                answer = _answer_of(kind, value, waiting.popleft().subject)
+                self._is_held = True
+                yield answer
+                self._is_held = False
         finally:
+            self._is_held = False
             if waiting:  # else the next request would get an answer of these
                 self._end()
         if failure is not None:

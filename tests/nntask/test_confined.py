@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from nntask.confined import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
-from nntask.errors import DataError
+from nntask.errors import DataError, ProcessUnavailable
 
 LIMITS = RequestLimits(2, 32 << 20, 10_000, 60)
 FULL = f"OSError {errno.EMFILE}"
@@ -58,6 +61,28 @@ def test_answers_that_nobody_takes(process: ConfinedProcess) -> None:
     next(found)
     found.close()
     assert process.ask(request("own environment")) == "[]"
+
+
+def test_a_process_is_closed_under_answers_that_nobody_takes(process: ConfinedProcess) -> None:
+    """Closing does not wait for them, and those that are asked for later are refused."""
+    found = process.answers(map(request, ["read a file", "read a file"]))
+    next(found)
+    closing = threading.Thread(target=process.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    with pytest.raises(ProcessUnavailable, match="closed"):
+        next(found)
+
+
+def test_ended_processes_are_let_go(process: ConfinedProcess) -> None:
+    """A process that has been replaced is kept by nobody."""
+    first = weakref.ref(process._process)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(DataError, match="code 3"):
+            process.ask(request("exit"))
+    gc.collect()
+    assert first() is None
 
 
 def test_an_unknown_request_is_a_failure(process: ConfinedProcess) -> None:
