@@ -17,15 +17,25 @@ from typing import Any, Final
 
 from ..gguf.pre_tokenizers import RULES
 
-_MOST_GROWTH: Final = 8
-"""Most bytes that replacements may make of one byte. SentencePiece's sign for a space has three."""
+_MOST_GROWTH: Final = 16
+"""Most bytes that all steps on texts, or all steps on tokens, may make of one byte. LLaMA's rules make 12: a sign of three bytes is put before each part
+of a text, and replaces each space."""
 _LONGEST_WORD: Final = 256
-"""Longest addition to a text or word, longest token of a Unigram model, and longest word of a WordPiece model, whose time is quadratic in it."""
-_MOST_STEPS: Final = 256
+"""Longest addition to a word, and longest text that is searched for."""
+_LONGEST_PREFIX: Final = 32
+_LONGEST_PIECE: Final = 128
+"""Longest token of a Unigram model, and longest word of a WordPiece model, whose times are proportional to it. Published ones have 16 and 100."""
+_LONGEST_FORM: Final = 36
+"""Bytes of the longest text of a `Precompiled` normalizer. The longest compatibility form of Unicode has 33."""
+_MOST_STEPS: Final = 32
 _MOST_PIECES: Final = 16
+_MOST_AROUND: Final = 256
+"""Most ids that a template puts around a text."""
+_LONGEST_PART: Final = 1 << 14
+"""Bytes of a token or a list of numbers. A Unigram model is a tree as deep as its longest token, and freeing a deep one overflows the stack."""
 _PUBLISHED: Final = frozenset(
     {
-        *(pattern for rule in RULES for pattern in rule.patterns),
+        *(pattern for rule in RULES for pattern in rule.patterns if "(?=" not in pattern),  # looks ahead from each digit to the last one
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
         r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",  # CLIP
         r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",  # CLIP
@@ -39,10 +49,12 @@ _PLAIN: Final = frozenset(
     {
         *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt"),
         *("BertPreTokenizer", "Whitespace", "WhitespaceSplit", "Digits", "Punctuation", "UnicodeScripts", "CharDelimiterSplit"),
-        *("RobertaProcessing", "BertProcessing", "ByteFallback", "Fuse", "BPEDecoder", "CTC"),
+        *("RobertaProcessing", "BertProcessing", "ByteFallback", "Fuse"),
     }
 )
-"""Steps without numbers and texts of their own, and whose repetition changes nothing."""
+"""Steps without numbers and texts of their own."""
+_FORMS: Final[Mapping[str, int]] = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
+"""Most bytes that Unicode's forms make of a byte. They do so once, so they count only where a step before them has made characters of its own."""
 _ONCE: Final = (("ByteLevel", 0, 2), ("Precompiled", 0, 2), ("TemplateProcessing", 2, 3))
 """Steps that lengthen a text each time, and the sections in which they do."""
 _LISTS: Final = ("normalizers", "pretokenizers", "processors", "decoders")
@@ -56,13 +68,15 @@ def unbounded_rule(content: Mapping[str, Any]) -> str:
         content: the sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder.
     """
     steps = {section: list(_flat(content.get(section))) for section in _SECTIONS}
+    growth = 1.0
     for section, found in steps.items():
         if len(found) > _MOST_STEPS:
             return f"{len(found)} steps of {section}"
-        growth = 1.0
+        growth = growth if section == "pre_tokenizer" else 1.0  # which works on what the normalizer has made
         for step in found:
             if not _is_bounded(step):
                 return _as_text(step)
+            growth *= _FORMS.get(str(step["type"]), 1) if growth > 1 else 1
             growth *= _growth(step)
             if growth > _MOST_GROWTH:
                 return _as_text(step)
@@ -80,13 +94,33 @@ def unbounded_model(inner: Any) -> str:
     """
     model, name = inner.model, type(inner.model).__name__
     for attribute in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
-        if len(getattr(model, attribute, None) or "") > _LONGEST_WORD:
+        if len(getattr(model, attribute, None) or "") > (_LONGEST_WORD if attribute == "unk_token" else _LONGEST_PREFIX):
             return f"{attribute} of {len(getattr(model, attribute))} characters"
-    if name == "WordPiece" and model.max_input_chars_per_word > _LONGEST_WORD:
+    if name == "WordPiece" and model.max_input_chars_per_word > _LONGEST_PIECE:
         return f"words of {model.max_input_chars_per_word} characters"
-    if name == "Unigram" and (longest := max(map(len, inner.get_vocab(with_added_tokens=False)), default=0)) > _LONGEST_WORD:
+    if name == "Unigram" and (longest := max(map(len, inner.get_vocab(with_added_tokens=False)), default=0)) > _LONGEST_PIECE:
         return f"a token of {longest} characters"
+    for token in inner.get_added_tokens_decoder().values():
+        if (token.lstrip or token.rstrip) and token.content.isspace():  # each of n spaces is followed to the end of the run
+            return f"an added token of {len(token.content)} spaces that takes those beside it"
     return ""
+
+
+def has_long_part(text: bytes) -> bool:
+    """Return whether a tokenizer.json has `_LONGEST_PART` bytes without a quotation mark, except in tables of its normalizer.
+
+    The model, nearly all of the file, is not parsed.
+    """
+    half, quote = _LONGEST_PART // 2, re.compile(rb'(?<!\\)"')
+    without = [at for at in range(0, len(text) - half + 1, half) if quote.search(text, at, at + half) is None]
+    if not without:
+        return False
+    try:
+        tables = [str(step.get("precompiled_charsmap")).encode() for step in _flat(normalizer_of(text))]
+    except (ValueError, RecursionError):  # no tokenizer
+        return True
+    spans = [(begin, begin + len(table)) for table in tables if table and (begin := text.find(table)) >= 0]
+    return any(not any(begin <= at and at + half <= end for begin, end in spans) for at in without)
 
 
 def sections_of(inner: Any) -> dict[str, Any]:
@@ -175,21 +209,33 @@ def _is_known(pattern: Any) -> bool:
     regex = pattern.get("Regex")
     if isinstance(regex, str):
         return regex in _PUBLISHED or _RUN.fullmatch(regex) is not None
-    return bool(pattern.get("String"))
+    return _is_short(pattern, "String") and pattern["String"] != ""
 
 
 def _is_short(step: Mapping[str, Any], key: str) -> bool:
     return isinstance(step.get(key), str) and len(step[key]) <= _LONGEST_WORD
 
 
+def _is_replaced(step: Mapping[str, Any], *keys: str) -> bool:
+    """Whether a decoder replaces texts that are not empty; an empty one is before and behind each character."""
+    return all(_is_short(step, key) and step[key] != "" for key in keys)
+
+
 def _is_bounded_template(step: Mapping[str, Any]) -> bool:
-    """Whether a template has each text once."""
+    """Whether a template has each text once, and few tokens."""
+    tokens = step.get("special_tokens")
+    if not isinstance(tokens, Mapping):
+        return False
+    counts = {name: len(token.get("ids", ())) for name, token in tokens.items()}
     for name, texts in (("single", ["A"]), ("pair", ["A", "B"])):
         pieces = step.get(name)
         if not isinstance(pieces, list) or len(pieces) > _MOST_PIECES:
             return False
         found = [piece["Sequence"].get("id") for piece in pieces if isinstance(piece, Mapping) and isinstance(piece.get("Sequence"), Mapping)]
         if sorted(map(str, found)) != texts:
+            return False
+        names = [piece["SpecialToken"].get("id") for piece in pieces if isinstance(piece, Mapping) and "SpecialToken" in piece]
+        if sum(counts.get(each, 0) for each in names) > _MOST_AROUND:
             return False
     return True
 
@@ -201,7 +247,7 @@ def _is_bounded_charsmap(step: Mapping[str, Any]) -> bool:
     except (binascii.Error, ValueError):
         return False
     texts = table[4 + int.from_bytes(table[:4], "little") :]
-    return max(map(len, texts.split(b"\0")), default=0) <= _LONGEST_WORD // 4
+    return max(map(len, texts.split(b"\0")), default=0) <= _LONGEST_FORM
 
 
 _CHECKS: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
@@ -215,17 +261,28 @@ _CHECKS: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
     "FixedLength": lambda step: type(step.get("length")) is int and step["length"] > 0,
     "TemplateProcessing": _is_bounded_template,
     "WordPiece": lambda step: _is_short(step, "prefix"),
+    "BPEDecoder": lambda step: _is_replaced(step, "suffix"),
+    "CTC": lambda step: _is_replaced(step, "pad_token", "word_delimiter_token"),
 }
 
 
+_GROWTHS: Final[Mapping[str, int]] = {"Precompiled": 4, "BertNormalizer": 2, "ByteLevel": 2, "WordPiece": 2}
+"""Growth of steps whose texts are fixed: spaces around Chinese characters, letters for bytes, spaces between words. For `Precompiled` it is that of
+common characters in published tables; a single character may become `_LONGEST_FORM` bytes."""
+
+
 def _growth(step: Mapping[str, Any]) -> float:
-    """Most bytes that a replacement makes of a byte."""
-    if step.get("type") == "Metaspace":
-        return max(len(str(step.get("replacement")).encode()), 1)
-    if step.get("type") != "Replace":
-        return 1
-    pattern = str(step["pattern"].get("String", "a"))
-    return max(len(step["content"].encode()) / len(pattern.encode()), 1)
+    """Return the largest number of bytes that a step makes of a byte; texts between added tokens may have one character each."""
+    kind = step["type"]
+    if kind == "Metaspace":
+        nbytes = len(str(step.get("replacement")).encode())
+        return max(nbytes, 1) + (step.get("prepend_scheme") != "never")
+    if kind == "Prepend":
+        return 1 + len(step["prepend"].encode())
+    if kind == "Replace":
+        pattern = str(step["pattern"].get("String", "a"))
+        return max(len(step["content"].encode()) / len(pattern.encode()), 1)
+    return _GROWTHS.get(kind, 1)
 
 
 def _state_of(component: Any) -> Any:

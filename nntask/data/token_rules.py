@@ -133,7 +133,7 @@ class ConfinedRules:
 
     Args:
         tokens: a `tokenizers.Tokenizer` without rules.
-        sections: the rules, as of `TokenRules.sections`.
+        sections: the rules as sections of a tokenizer.json, also one that leaves out what has a default.
         where: the place of the files, for messages.
 
     Raises:
@@ -141,13 +141,15 @@ class ConfinedRules:
     """
 
     def __init__(self, tokens: Any, sections: Mapping[str, Any], where: object) -> None:
-        self._sections, self._where = sections, where
+        self._where = where
         self.content = json.dumps(with_rules(json.loads(tokens.to_str()), sections), ensure_ascii=False)
         nbytes = len(self.content.encode())
-        limits = RequestLimits(2 * _SECONDS + (nbytes >> 20), _OPENING_NBYTES + _OPENING_A_BYTE * nbytes, _ANSWER, 60 + (nbytes >> 18))
+        seconds, memory = 2 * _SECONDS + (nbytes >> 20), _OPENING_NBYTES + _OPENING_A_BYTE * nbytes
+        limits = RequestLimits(seconds, memory, _ANSWER + 2 * nbytes, 60 + (nbytes >> 18))
         request = json.dumps({"content": self.content, "where": str(where), "ignores_special": bool(tokens.encode_special_tokens)})
         subject = Subject(f"the tokenizer in {where}", "name another with --tokenizer-path DIR")
         self._process = ConfinedProcess("nntask.data.token_service", ConfinedRequest(request, limits, subject), _WORDING)
+        self._sections: Mapping[str, Any] = self._process.facts[2]
 
     @property
     def sections(self) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ class TokenService:
             special tokens in texts are text.
 
     Attributes:
-        facts: number of ids that the template puts around a text, and around a pair.
+        facts: number of ids that the template puts around a text, and around a pair; and the rules, as of `TokenRules.sections`.
 
     Raises:
         DataError: the tokenizer is broken.
@@ -36,7 +36,7 @@ class TokenService:
             raise DataError(f"the tokenizer is broken: {error}") from None
         inner.encode_special_tokens = content["ignores_special"]
         self._rules = LocalRules(inner, content["where"])
-        self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True)]
+        self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True), self._rules.sections]
 
     def __call__(self, content: tuple[str, list[Any]]) -> Any:
         """Return what a method of `LocalRules` returns, arrays as lists."""
