@@ -18,12 +18,12 @@ from typing import Any, Final
 from ..gguf.pre_tokenizers import RULES
 
 _MOST_GROWTH: Final = 16
-"""Most bytes that all steps on texts, or all steps on tokens, may make of one byte. LLaMA's rules make 12: a sign of three bytes is put before each part
-of a text, and replaces each space."""
+"""Most bytes that all steps on texts, or all steps on tokens, may make of one byte. LLaMA's rules make 12: a sign of three bytes is put before each
+part of a text, and replaces each space."""
 _LONGEST_WORD: Final = 256
 """Longest addition to a word, and longest text that is searched for."""
 _LONGEST_PREFIX: Final = 32
-_LONGEST_PIECE: Final = 128
+_LONGEST_PIECE: Final = 100
 """Longest token of a Unigram model, and longest word of a WordPiece model, whose times are proportional to it. Published ones have 16 and 100."""
 _LONGEST_FORM: Final = 36
 """Bytes of the longest text of a `Precompiled` normalizer. The longest compatibility form of Unicode has 33."""
@@ -45,6 +45,8 @@ _PUBLISHED: Final = frozenset(
 """Regular expressions of published tokenizers."""
 _RUN: Final = re.compile(r"(?:\\[sSdDwWrnt]|\\[pP]\{\w+\}|[^\\\[\](){}|*+?.^$]|\[\^?(?:\\.(?:\{\w+\})?|[^\\\[\]])+\])(?:\+|\{[1-9],?[1-9]?\})?")
 """One class of characters, repeated or not, which is searched without a step back that matters."""
+_LEAST: Final = re.compile(r" \{([1-9]),\}")
+"""The least number of spaces that a run of them has."""
 _PLAIN: Final = frozenset(
     {
         *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt"),
@@ -101,8 +103,10 @@ def unbounded_model(inner: Any) -> str:
     if name == "Unigram" and (longest := max(map(len, inner.get_vocab(with_added_tokens=False)), default=0)) > _LONGEST_PIECE:
         return f"a token of {longest} characters"
     for token in inner.get_added_tokens_decoder().values():
-        if (token.lstrip or token.rstrip) and token.content.isspace():  # each of n spaces is followed to the end of the run
-            return f"an added token of {len(token.content)} spaces that takes those beside it"
+        is_normal = token.normalized and inner.normalizer is not None
+        word = inner.normalizer.normalize_str(token.content) if is_normal else token.content
+        if (token.lstrip or token.rstrip) and not word.strip():  # each of n spaces is followed to the end of the run
+            return f"an added token of {len(token.content)} spaces that takes those next to it"
     return ""
 
 
@@ -266,7 +270,7 @@ _CHECKS: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
 }
 
 
-_GROWTHS: Final[Mapping[str, int]] = {"Precompiled": 4, "BertNormalizer": 2, "ByteLevel": 2, "WordPiece": 2}
+_GROWTHS: Final[Mapping[str, int]] = {"Precompiled": 2, "BertNormalizer": 2, "ByteLevel": 2, "WordPiece": 2}
 """Growth of steps whose texts are fixed: spaces around Chinese characters, letters for bytes, spaces between words. For `Precompiled` it is that of
 common characters in published tables; a single character may become `_LONGEST_FORM` bytes."""
 
@@ -280,8 +284,9 @@ def _growth(step: Mapping[str, Any]) -> float:
     if kind == "Prepend":
         return 1 + len(step["prepend"].encode())
     if kind == "Replace":
-        pattern = str(step["pattern"].get("String", "a"))
-        return max(len(step["content"].encode()) / len(pattern.encode()), 1)
+        pattern, least = step["pattern"], _LEAST.fullmatch(step["pattern"].get("Regex", ""))
+        length = len(pattern["String"].encode()) if "String" in pattern else int(least[1]) if least else 1
+        return max(len(step["content"].encode()) / length, 1)
     return _GROWTHS.get(kind, 1)
 
 

@@ -77,7 +77,7 @@ def test_a_process_is_closed_under_answers_that_nobody_takes(process: ConfinedPr
 
 def test_ended_processes_are_let_go(process: ConfinedProcess) -> None:
     """A process that has been replaced is kept by nobody."""
-    first = weakref.ref(process._process)  # type: ignore[arg-type]
+    first = weakref.ref(process._process)
     for _ in range(2):
         with pytest.raises(DataError, match="code 3"):
             process.ask(request("exit"))

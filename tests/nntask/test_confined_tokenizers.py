@@ -212,6 +212,35 @@ PUBLISHED: dict[str, Callable[[], Any]] = {
         processors.TemplateProcessing("<unk> $A <unk>", "<unk> $A <unk> $B:1 <unk>:1", [("<unk>", 0)]),
         decoders.Metaspace(),
     ),
+    "T5, as transformers converts it": lambda: tokenized(
+        models.Unigram([("<unk>", 0.0), ("▁a", -1.0)], 0, False),
+        normalizers.Sequence([precompiled(), normalizers.Strip(left=False), normalizers.Replace(tokenizers.Regex(" {2,}"), "▁")]),
+        pre_tokenizers.Metaspace(),
+        processors.TemplateProcessing("$A <unk>", "$A <unk> $B:1 <unk>:1", [("<unk>", 0)]),
+        decoders.Metaspace(),
+    ),
+    "XLNet": lambda: tokenized(
+        models.Unigram([("<unk>", 0.0), ("▁a", -1.0)], 0, False),
+        normalizers.Sequence(
+            [normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase(), precompiled()]
+        ),
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+        None,
+        decoders.Metaspace(),
+    ),
+    "CLIP": lambda: tokenized(
+        models.BPE({"a</w>": 0}, [], end_of_word_suffix="</w>"),
+        normalizers.Sequence([normalizers.NFC(), normalizers.Replace(tokenizers.Regex(r"\s+"), " "), normalizers.Lowercase()]),
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"), behavior="removed", invert=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        ),
+        processors.RobertaProcessing(("a</w>", 0), ("a</w>", 0), trim_offsets=False, add_prefix_space=False),
+        decoders.ByteLevel(),
+    ),
+    "Wav2Vec2": lambda: tokenized(models.WordLevel({"<pad>": 0}, "<pad>"), None, pre_tokenizers.WhitespaceSplit(), None, decoders.CTC()),
     "Falcon": lambda: tokenized(
         models.BPE(),
         None,
@@ -231,12 +260,17 @@ PUBLISHED: dict[str, Callable[[], Any]] = {
 }
 
 
+def precompiled() -> Any:
+    """A normalizer with a table of one empty node, and the longest of Unicode's forms as the only text."""
+    return normalizers.Precompiled((4).to_bytes(4, "little") + bytes(4) + "صلى الله عليه وسلم".encode() + b"\0")
+
+
 def tokenized(model: Any, normalizer: Any, splitter: Any, template: Any, decoder: Any) -> tokenizers.Tokenizer:
     """A tokenizer of these parts."""
     found = tokenizers.Tokenizer(model)
-    if normalizer is not None:
-        found.normalizer = normalizer
-    found.pre_tokenizer, found.post_processor, found.decoder = splitter, template, decoder
+    for name, part in (("normalizer", normalizer), ("pre_tokenizer", splitter), ("post_processor", template), ("decoder", decoder)):
+        if part is not None:
+            setattr(found, name, part)
     return found
 
 
@@ -298,11 +332,13 @@ def test_long_tables_of_normalizers(written: Callable[..., Path]) -> None:
     assert has_long_part(json.dumps(content).encode())
 
 
-def test_an_added_token_of_spaces(written: Callable[..., Path]) -> None:
-    """One that takes the spaces beside it looks through a whole run for each of them."""
-    content = base()
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": " ", "lstrip": True, "special": False})
-    assert "an added token of 1 spaces" in load_tokenizer(written(content)).notes[0]
+@pytest.mark.parametrize(("content", "side"), [(" ", "lstrip"), ("\n", "rstrip"), ("q", "rstrip")])
+def test_an_added_token_of_spaces(content: str, side: str, written: Callable[..., Path]) -> None:
+    """One that takes the spaces next to it, and is one itself, also after normalization, looks through a whole run for each of them."""
+    file = base()
+    token = {**file["added_tokens"][0], "id": 300, "content": content, side: True, "special": False, "normalized": content == "q"}
+    file["added_tokens"].append(token)
+    assert "an added token of 1 spaces" in load_tokenizer(written(file, normalizer={**DOUBLE, "pattern": {"String": "q"}, "content": " "})).notes[0]
 
 
 def test_defaults_of_confined_rules(written: Callable[..., Path]) -> None:
@@ -310,7 +346,7 @@ def test_defaults_of_confined_rules(written: Callable[..., Path]) -> None:
     sign = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": True}
     path = written(base(), normalizer={**DOUBLE, "content": "nine letters or more"}, pre_tokenizer=sign)
     (path / "tokenizer_config.json").write_text('{"add_prefix_space": false}')
-    with pytest.raises(DataError, match="add_prefix_space in tokenizer_config.json"):
+    with pytest.raises(DataError, match=r"add_prefix_space in tokenizer_config\.json"):
         load_tokenizer(path)
 
 
