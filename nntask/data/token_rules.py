@@ -24,7 +24,7 @@ _SECONDS: Final = 5
 _NBYTES_A_SECOND: Final = 1 << 17
 """Seconds of a processor for a text, and bytes for which it gets another one; honest rules take a second for a MiB or more."""
 _NBYTES: Final = 48 << 20
-_NBYTES_A_BYTE: Final = 256
+_NBYTES_A_BYTE: Final = 512
 """Memory for a text, and for each of its bytes: tokens, their words and offsets, and their numbers in Python."""
 _OPENING_NBYTES: Final = 64 << 20
 _OPENING_A_BYTE: Final = 48

@@ -179,6 +179,12 @@ def test_confined_rules_are_the_same_rules(name: str, written: Callable[..., Pat
     assert json.loads(again.content()) == json.loads(inner.to_str())
 
 
+def test_a_long_text_of_short_words(written: Callable[..., Path]) -> None:
+    """The memory of a confined process is enough for a text in which each letter is a token and a word."""
+    ours = load_tokenizer(written(base(), pre_tokenizer={"type": "Sequence", "pretokenizers": [split("(?:c|s)at|."), LEVEL]}))
+    assert ours.encode(["a b c d " * (1 << 16)])[0].size == 1 << 19
+
+
 def test_a_confined_process_ends_with_its_tokenizer(written: Callable[..., Path]) -> None:
     """No process is left when a tokenizer is closed, or is no longer used."""
     before = set(psutil.Process().children())

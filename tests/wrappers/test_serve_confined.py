@@ -70,6 +70,20 @@ def test_a_prompt_that_does_not_end(model_with: Callable[..., Path]) -> None:
         assert "shutting down" in str(error)
 
 
+def test_a_process_that_others_end(model_with: Callable[..., Path]) -> None:
+    """The request is refused with the name of what is missing, and the next one gets another process."""
+    model = model_with(pre_tokenizer={"type": "Sequence", "pretokenizers": [EXPONENTIAL, LEVEL]})
+    with served(model, "--grace-seconds", "0") as server, server.client() as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.completions.create, model="small", prompt=SLOW, max_tokens=2)
+        until_busy(server)
+        for child in psutil.Process(server.process.pid).children():
+            child.kill()
+        error = asked.exception(DEADLINE)
+        assert isinstance(error, openai.APIStatusError)
+        assert (error.status_code, error.code) == (503, "tokenizer_unavailable")
+        assert client.completions.create(model="small", prompt="b", max_tokens=2).usage is not None
+
+
 def test_a_hostile_decoder(model_with: Callable[..., Path]) -> None:
     """A text that takes too much to be written ends with an error; the server goes on."""
     double = {"type": "Replace", "pattern": {"Regex": "[^q]"}, "content": "qq"}

@@ -222,7 +222,7 @@ class Application:
             async with self._rendering if asked.messages else contextlib.nullcontext():
                 return await asyncio.to_thread(encode)
         except ProcessUnavailable as error:
-            code = "shutting_down" if self.is_ending else "template_unavailable"
+            code = "shutting_down" if self.is_ending else "template_unavailable" if asked.messages else "tokenizer_unavailable"
             raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
         except DataError as error:
             param = "messages" if asked.messages else "prompt"
