@@ -90,9 +90,10 @@ def test_a_hostile_decoder(model_with: Callable[..., Path]) -> None:
     twice = {"type": "Replace", "pattern": {"String": "q"}, "content": "qq"}
     model = model_with(decoder={"type": "Sequence", "decoders": [double, *[twice] * 40]})
     with served(model) as server, server.client() as client:
-        for _ in range(2):
+        for options in ({}, {"logprobs": 1}, {"logprobs": 1, "echo": True, "max_tokens": 0}):
+            asked: dict[str, Any] = {"model": "small", "prompt": "b", "max_tokens": 4, **options}
             with pytest.raises(openai.InternalServerError, match="takes more memory than it may have") as refusal:
-                client.completions.create(model="small", prompt="b", max_tokens=4)
+                client.completions.create(**asked)
             assert refusal.value.code == "undecodable"
         with server.http() as http:
             assert http.get("/health").status_code == 200

@@ -18,7 +18,7 @@ from typing import Final, Literal
 from nntask import DataError, Diverged, ProcessUnavailable
 from nntask.inference import NextToken, RunningBatch, RunningText, TextRequest, TokenScore
 
-from .errors import ApiError
+from .errors import ApiError, undecodable
 from .pieces import TextPieces
 
 ENDING: Final = "the server is shutting down; ask another one, or this one later"
@@ -235,7 +235,7 @@ class TextEngine:
             return self._spelled(batch, text, running, each)
         except (DataError, ProcessUnavailable) as error:
             batch.leave(text)
-            return self._failed(text, ApiError(500, f"a text has ended because {error}", code="undecodable"))
+            return self._failed(text, undecodable(error))
 
     def _failed(self, text: RunningText, error: ApiError) -> News:
         """End the job of a text."""

@@ -28,3 +28,8 @@ class ApiError(Exception):
         """The object that a response, or an event of a stream, consists of."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def undecodable(error: Exception) -> ApiError:
+    """The end of a text whose tokenizer fails at it."""
+    return ApiError(500, f"a text has ended because {error}", code="undecodable")

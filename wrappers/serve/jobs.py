@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nntask import UsageError
+from nntask import DataError, ProcessUnavailable, UsageError
 from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets, TokenScore
 
 from .answers import DONE, Form, PromptCounts, ToldToken, Written, failed
 from .engine import Busy, Job, News, Piece, TextEngine
-from .errors import ApiError
+from .errors import ApiError, undecodable
 from .pieces import CONTEXT
 from .schema import Asked
 
@@ -164,7 +164,7 @@ class Progress:
         self._prompts = [prompt for prompt in prompts for _ in range(asked.n)]
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         self._texts = [Written() for _ in self._prompts]
-        self._offsets = [TokenOffsets(words, prompt.ids[-CONTEXT:]) for prompt in self._prompts]
+        self._offsets: dict[int, TokenOffsets] = {}
         self._waiting: list[list[TokenScore]] = [[] for _ in self._prompts]
 
     @property
@@ -193,6 +193,10 @@ class Progress:
 
     def _known(self, piece: Piece) -> list[tuple[int, TokenScore]]:
         """Tokens whose offsets are known with a piece, in their order."""
+        if self._asked.num_top is None:  # a tokenizer of others is not asked for what nobody reads
+            return []
+        if piece.index not in self._offsets:
+            self._offsets[piece.index] = TokenOffsets(self._words, self._prompts[piece.index].ids[-CONTEXT:])
         offsets, waiting, found = self._offsets[piece.index], self._waiting[piece.index], list[int]()
         for certain, score in piece.scores:
             waiting.append(score)
@@ -234,8 +238,12 @@ class Progress:
             if isinstance(piece, ApiError):
                 yield failed(piece.body())
                 return
-            said, scores = self.add(piece)
-            yield self._form.more(piece.index, said, scores, piece.end)
+            try:
+                event = self._form.more(piece.index, *self.add(piece), piece.end)
+            except (DataError, ProcessUnavailable) as error:
+                yield failed(undecodable(error).body())
+                return
+            yield event
         if self._asked.tells_usage:
             yield self._form.counts(self._texts, self._counts())
         yield DONE
@@ -250,5 +258,11 @@ class Progress:
             piece = await queue.get()
             if isinstance(piece, ApiError):
                 raise piece
-            self.add(piece)
-        return self.answer()
+            try:
+                self.add(piece)
+            except (DataError, ProcessUnavailable) as error:
+                raise undecodable(error) from None
+        try:
+            return self.answer()
+        except (DataError, ProcessUnavailable) as error:
+            raise undecodable(error) from None
