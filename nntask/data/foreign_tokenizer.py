@@ -17,7 +17,7 @@ from ..errors import DataError
 from ..gguf.model_file import GgufModel, is_gguf, open_gguf
 from ..io.regular_file import read_bytes
 from .added_tokens import add_tokens
-from .rule_bounds import has_long_part, normalizer_of, sections_of, unbounded_model, unbounded_rule, without_rules
+from .rule_bounds import has_long_value, normalizer_of, sections_of, unbounded_model, unbounded_rule, without_rules
 from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, companions
 from .token_rules import ConfinedRules, LocalRules, TokenRules
 from .tokenizer_keys import check_keys
@@ -122,7 +122,7 @@ def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] 
         raise DataError(f"{file} cannot be read: {error.strerror}; copy it again") from None
     if text.startswith(_POINTER):
         raise DataError(f"{file} is a pointer of Git LFS and not the file; fetch it with git lfs pull, or copy it from the model's page")
-    if has_long_part(text):
+    if has_long_value(text):
         why = "a token or a list of numbers that is longer than any of a published tokenizer"
         raise DataError(f"{file} has {why}; name another with --tokenizer-path DIR, or copy it again")
     try:

@@ -31,7 +31,7 @@ _MOST_STEPS: Final = 32
 _MOST_PIECES: Final = 16
 _MOST_AROUND: Final = 256
 """Most ids that a template puts around a text."""
-_LONGEST_PART: Final = 1 << 14
+_LONGEST_VALUE: Final = 1 << 14
 """Bytes of a token or a list of numbers. A Unigram model is a tree as deep as its longest token, and freeing a deep one overflows the stack."""
 _PUBLISHED: Final = frozenset(
     {
@@ -74,7 +74,7 @@ def unbounded_rule(content: Mapping[str, Any]) -> str:
     for section, found in steps.items():
         if len(found) > _MOST_STEPS:
             return f"{len(found)} steps of {section}"
-        growth = growth if section == "pre_tokenizer" else 1.0  # which works on what the normalizer has made
+        growth = growth if section == "pre_tokenizer" else 1.0  # which works on the output of the normalizer
         for step in found:
             if not _is_bounded(step):
                 return _as_text(step)
@@ -110,12 +110,12 @@ def unbounded_model(inner: Any) -> str:
     return ""
 
 
-def has_long_part(text: bytes) -> bool:
-    """Return whether a tokenizer.json has `_LONGEST_PART` bytes without a quotation mark, except in tables of its normalizer.
+def has_long_value(text: bytes) -> bool:
+    """Return whether a tokenizer.json has `_LONGEST_VALUE` bytes without a quotation mark, except in tables of its normalizer.
 
     The model, nearly all of the file, is not parsed.
     """
-    half, quote = _LONGEST_PART // 2, re.compile(rb'(?<!\\)"')
+    half, quote = _LONGEST_VALUE // 2, re.compile(rb'(?<!\\)"')
     without = [at for at in range(0, len(text) - half + 1, half) if quote.search(text, at, at + half) is None]
     if not without:
         return False
@@ -221,7 +221,7 @@ def _is_short(step: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_replaced(step: Mapping[str, Any], *keys: str) -> bool:
-    """Whether a decoder replaces texts that are not empty; an empty one is before and behind each character."""
+    """Whether a decoder replaces texts that are not empty; an empty one occurs at each character."""
     return all(_is_short(step, key) and step[key] != "" for key in keys)
 
 

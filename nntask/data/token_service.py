@@ -21,7 +21,7 @@ class TokenService:
             special tokens in texts are text.
 
     Attributes:
-        facts: number of ids that the template puts around a text, and around a pair; and the rules, as of `TokenRules.sections`.
+        facts: number of ids that the template puts around a text, and around a pair; and the sections of the rules.
 
     Raises:
         DataError: the tokenizer is broken.

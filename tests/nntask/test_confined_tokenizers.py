@@ -17,7 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from nntask.data.encoding import RowEncoder
 from nntask.data.foreign_tokenizer import TOKENIZER_FILE
-from nntask.data.rule_bounds import has_long_part, normalizer_of, sections_of, unbounded_rule
+from nntask.data.rule_bounds import has_long_value, normalizer_of, sections_of, unbounded_rule
 from nntask.data.token_rules import ConfinedRules, LocalRules
 from nntask.data.tokenizer import BpeTokenizer, load_tokenizer
 from nntask.errors import DataError
@@ -333,9 +333,9 @@ def test_a_part_that_is_too_long(place: str, character: str, written: Callable[.
 def test_long_tables_of_normalizers(written: Callable[..., Path]) -> None:
     """Only the table itself may be long, not a token beside it."""
     content = {**base(), "normalizer": {"type": "Precompiled", "precompiled_charsmap": "QUJD" * 20_000}}
-    assert not has_long_part(json.dumps(content).encode())
+    assert not has_long_value(json.dumps(content).encode())
     content["model"]["vocab"]["a" * 80_000] = 999
-    assert has_long_part(json.dumps(content).encode())
+    assert has_long_value(json.dumps(content).encode())
 
 
 @pytest.mark.parametrize(("content", "side"), [(" ", "lstrip"), ("\n", "rstrip"), ("q", "rstrip")])
