@@ -50,7 +50,8 @@ class ChatTemplate:
         try:
             self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template of {name} has a mistake: {error}; mend it, or name another with --chat-template FILE") from None
+            line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise DataError(f"the chat template of {name} has a mistake{line}: {error}; correct it, or give another --chat-template FILE") from None
         self._of_tools = ChatTemplate(tools, name, words) if tools else None
 
     def set_date(self, now: datetime) -> None:
@@ -161,4 +162,4 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
-            raise DataError(f"{where} is not for the chat template of {self._name}: {what}; mend or remove the line") from None
+            raise DataError(f"{where} is not for the chat template of {self._name}: {what}; mend or remove the line, or fix the template") from None

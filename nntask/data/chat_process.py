@@ -126,7 +126,7 @@ class ChatProcess:
         row = json.dumps(line.values)
         most = _WRITTEN + _WRITTEN_A_CHARACTER * len(row)
         content = f'{{"row": {row}, "where": {json.dumps(line.where)}, "most": {most}}}'
-        subject = Subject(f"{line.where} is not for the chat template of {self._name}, which", "mend or remove the line")
+        subject = Subject(f"{line.where} is not for the chat template of {self._name}, which", "mend or remove the line, or fix the template")
         return ConfinedRequest(content, self._limits(_ROW + len(row) * _ROW_A_CHARACTER, most, len(row) // _CHARACTERS_A_SECOND), subject)
 
     def _limits(self, nbytes: int, written: int, more_seconds: int = 0) -> RequestLimits:

@@ -171,6 +171,8 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
     found = tokenizer_location(name, path)
     if found.is_file() or has_tokenizer(found):
         return
+    if has_tokenizer(Path(name)):
+        raise DataError(f"--tokenizer takes a name of the Hub, and {name} is a directory of this machine; give it with --tokenizer-path {name}")
     what = f"--tokenizer {name}: there is no {TOKENIZER_FILE} in {path or found}"
     if importlib.util.find_spec("huggingface_hub") is None:
         raise DataError(f"{what}, and fetching it needs the huggingface_hub package; pip install -e '.[hf]', or {advice}")

@@ -77,7 +77,7 @@ class RowCounts(RowTally):
                 f"{before}unknown_keys",
                 len(self.unknown),
                 0,
-                f"keys that mean nothing here are ignored in {self.num_rows} {split}rows: {named}{more}",
+                f"unknown keys of {self.num_rows} {split}rows are ignored: {named}{more}",
             )
 
 

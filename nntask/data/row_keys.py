@@ -52,7 +52,14 @@ _PROVENANCE: Final = {
 }
 _MEDIA: Final = _all("refused", "a text model reads no media", "image", "images", "video", "videos", "audio", "audios", "files")
 _WEIGHTS: Final = _all(
-    "refused", "all rows count alike; repeat a row, or leave it out", "weight", "sample_weight", "loss_weight", "loss_scale", "importance", usual=1
+    "refused",
+    "all rows count alike; write a row more than once",
+    "weight",
+    "sample_weight",
+    "loss_weight",
+    "loss_scale",
+    "importance",
+    usual=1,
 )
 _PREFERENCES: Final = _all(
     "refused",

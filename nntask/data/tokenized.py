@@ -220,5 +220,5 @@ class cache_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise DataError(
-                f"cannot use the cache {cache_directory()}: {error.strerror or error}; set NNTASK_CACHE to a directory with room"
+                f"cannot use the cache {cache_directory()}: {error.strerror or error}; set NNTASK_CACHE to a writable directory with space"
             ) from None

@@ -140,8 +140,8 @@ class ModelSource:
             return cls(checkpoint.path, checkpoint.config, _with_length(settings, checkpoint.config), checkpoint)
         if directory.is_dir() and not any((directory / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
             raise DataError(
-                f"{directory} holds no checkpoint and no model: a run has checkpoints/step-*, a checkpoint {STATE}, a model directory of "
-                f"transformers {CONFIG}; give one of these"
+                f"{directory} holds no checkpoint and no model: a run has the files checkpoints/step-*, a checkpoint has {STATE}, a model "
+                f"directory of transformers contains {CONFIG}; give one of these"
             )
         config = read_config(directory)
         return cls(directory, config, _with_length(TrainSettings(), config), None)

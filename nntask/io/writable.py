@@ -26,7 +26,7 @@ def check_writable(path: Path, flag: str) -> None:
     else:
         ok, why = nearest.is_dir() and _can_create_in(nearest), f"{nearest} is not a writable directory"
     if not ok:
-        raise UsageError(f"{flag} {path} cannot be written: {why}; choose another place".lstrip())
+        raise UsageError(f"{flag} {path} cannot be written: {why}; choose another place, or change its permissions".lstrip())
 
 
 def _can_create_in(directory: Path) -> bool:

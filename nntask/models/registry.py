@@ -95,7 +95,7 @@ def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
         unread = GPT2Config.unread(values)
         if _OF_GPT2 & values.keys() and not unread:
             return GPT2Config.model_type
-        reason = f"a GPT-2, the default, has no key {unread[0]}" if unread else "it has no key that only a GPT-2 has, such as n_embd"
+        reason = f"a GPT-2, the default, has no key {unread[0]}" if unread else "its keys are not those of a GPT-2, the default"
     raise UsageError(f"{source} lacks model_type, and {reason}; add the model_type of its family, one of {names}")
 
 

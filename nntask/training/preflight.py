@@ -87,7 +87,7 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
             f"--steps must be above the {resumed.step} steps that {resumed.path} has done, got {steps}; for example --steps {2 * resumed.step}"
         )
     check_no_links(run)
-    check_writable(run, "--run-dir")
+    check_writable(run, "the run directory")
 
 
 def _check_files(run: LanguageRun) -> None:

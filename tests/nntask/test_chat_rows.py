@@ -149,7 +149,7 @@ def test_unknown_keys_are_named_once(rows_of: Callable[..., Dataset]) -> None:
     rows = [{"messages": [{**TALK[0], "mood": 1}, TALK[1]], "id": 3, "colour": "red"}, {"messages": TALK, "colour": 0, "zeal": None}]
     (finding, other) = rows_of("chat", rows).findings
     assert (finding.key, finding.number, other.key) == ("unknown_keys", 3, "validation_unknown_keys")
-    assert finding.sentence == 'keys that mean nothing here are ignored in 2 training rows: "colour" in 2, "mood" of messages in 1, "zeal" in 1'
+    assert finding.sentence == 'unknown keys of 2 training rows are ignored: "colour" in 2, "mood" of messages in 1, "zeal" in 1'
     (finding, _) = rows_of("labels", [{"text": "a", "label": 1, **{f"k{at}": 1 for at in range(10)}}]).findings
     assert finding.sentence.endswith(" and 2 others")
 

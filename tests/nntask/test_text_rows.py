@@ -91,8 +91,8 @@ def test_unknown_keys_are_named_once_for_each_split(layout: str) -> None:
     said: list[str] = []
     dataset = opened(layout, rows, [{"text": "c", "mood": 1}], said.append)
     assert [each.key for each in dataset.findings] == ["unknown_keys", "validation_unknown_keys"]
-    assert dataset.findings[0].sentence == 'keys that mean nothing here are ignored in 2 training rows: "colour" in 2, "mood" in 2'
-    assert dataset.findings[1].sentence == 'keys that mean nothing here are ignored in 1 validation rows: "mood" in 1'
+    assert dataset.findings[0].sentence == 'unknown keys of 2 training rows are ignored: "colour" in 2, "mood" in 2'
+    assert dataset.findings[1].sentence == 'unknown keys of 1 validation rows are ignored: "mood" in 1'
     assert (texts(dataset.train), texts(dataset.validation)) == (["a", "b"], ["c"])
     assert open_dataset(dataset.spec).findings == dataset.findings
     assert not any("mood" in sentence for sentence in said)

@@ -108,7 +108,7 @@ def test_keys_and_empty_rows_of_texts_are_said_once(here: Path, capsys: pytest.C
     assert main([*TRAIN, "--init-from=base", "--seq-len=32", "--run-dir=run"]) == 0
     said = capsys.readouterr().out
     for split in ("training", "validation"):
-        assert said.count(f'keys that mean nothing here are ignored in 5 {split} rows: "colour" in 4\n') == 1
+        assert said.count(f'unknown keys of 5 {split} rows are ignored: "colour" in 4\n') == 1
         assert said.count(f"1 of 5 {split} rows have an empty text and are left out\n") == 1
     data = json.loads((here / "run" / "summary.json").read_text())["data"]
     assert data["rows_empty"] == data["validation_rows_empty"] == {"number": 1, "total": 5}

@@ -61,10 +61,12 @@ def refused(name: str, rule: str, value: Any) -> ApiError:
     return ApiError(400, f"{name} must be {rule}, got {shown if len(shown) <= 80 else shown[:77] + '...'}; change it", param=name)
 
 
-def _integer(low: int, high: int) -> Check:
+def _integer(low: int, high: int, also: str = "") -> Check:
+    """A check of whole numbers; `also` names another value that is taken, for the message."""
+
     def check(name: str, value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
-            raise refused(name, f"a whole number from {low} to {high}", value)
+            raise refused(name, f"a whole number from {low} to {high}{also}", value)
         return value
 
     return check
@@ -184,7 +186,7 @@ _COMMON: Final[Mapping[str, tuple[Check, Any]]] = {
     "stream": (_flag, False),
     "stream_options": (_stream_options, False),
     "stop": (_stops, ()),
-    "max_tokens": (_or(-1, NO_LIMIT, _integer(0, _MOST_TOKENS)), None),
+    "max_tokens": (_or(-1, NO_LIMIT, _integer(0, _MOST_TOKENS, ", or -1 for the rest of the context")), None),
     "presence_penalty": (_number(-2, 2), 0.0),
     "frequency_penalty": (_number(-2, 2), 0.0),
     "repetition_penalty": (_number(0.01, 100), 1.0),
@@ -201,7 +203,7 @@ _COMPLETION: Final = {
 _CHAT: Final = {
     **_COMMON,
     "messages": (_messages, None),
-    "max_completion_tokens": (_or(-1, NO_LIMIT, _integer(0, _MOST_TOKENS)), None),
+    "max_completion_tokens": (_or(-1, NO_LIMIT, _integer(0, _MOST_TOKENS, ", or -1 for the rest of the context")), None),
     "logprobs": (_flag, False),
     "top_logprobs": (_integer(0, MOST_TOP), None),
 }
