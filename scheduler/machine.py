@@ -1,4 +1,4 @@
-"""The words of the scheduling core for code that simulates, plans or drives a machine: events and actions, records, models of durations, policies.
+"""Names of the scheduling core for code that simulates, plans or drives a machine: events and actions, records, models of durations, policies.
 
 Programs that only submit and record tasks need the names of `scheduler` alone.
 """

@@ -1,4 +1,4 @@
-"""The state diagrams of `scheduler/README.md`, made from the tables in the code: ``python -m scheduler.state_diagrams`` rewrites them in place."""
+"""State diagrams for the documentation, from the transition tables; ``python -m scheduler.state_diagrams`` updates them in `scheduler/README.md`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ README: Final = Path(__file__).with_name("README.md")
 
 
 def diagram(transitions: Iterable[tuple[tuple[str, str], str]], first: Mapping[str, str], last: Mapping[str, str]) -> str:
-    """A Mermaid state diagram.
+    """Return a Mermaid state diagram.
 
     Args:
         transitions: ((state, event), next state) pairs.
-        first: where things begin, and by which event.
-        last: where things may end, and by which event.
+        first: event that leads to each initial state.
+        last: event that ends each final state; "" for none.
     """
     lines = ["```mermaid", "stateDiagram-v2"]
     lines += [f"    [*] --> {state}: {event}" for state, event in first.items()]
@@ -28,7 +28,7 @@ def diagram(transitions: Iterable[tuple[tuple[str, str], str]], first: Mapping[s
 
 
 def diagrams() -> dict[str, str]:
-    """Every generated section of the README by name."""
+    """Return every generated section of the README by name."""
     dropped = dict.fromkeys(("reserved", "shared", "modified"), "dropped")
     return {
         "task states": diagram(TASK_TRANSITIONS.items(), {"waiting": "submitted"}, dict.fromkeys(("done", "failed", "cancelled"), "")),
@@ -37,7 +37,7 @@ def diagrams() -> dict[str, str]:
 
 
 def with_diagrams(text: str) -> str:
-    """`text` with its generated sections made anew.
+    """Return `text` with its generated sections updated.
 
     Raises:
         ValueError: the markers of a section are missing.

@@ -1,7 +1,7 @@
-"""The one dispatch over actions: every program that drives a machine carries actions out through `carry_out`.
+"""The single dispatch over actions: every driver of a machine executes its actions through `carry_out`.
 
-The real executor, virtual time, the fakes of tests and the store of Dask graphs each implement `ActionHandler`, one method per kind of action. A new
-kind of action does not pass the type checker until all of them say what it means there, also where it means nothing or cannot happen.
+The executor, virtual time, the fakes of tests and the store of Dask graphs each implement `ActionHandler`, which has one method per kind of action.
+A new kind of action fails the type check until every driver implements it, even if the implementation does nothing or raises.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from .events import Action, CopyTile, DiscardExtent, ForgetObject, MoveTile, Rep
 
 
 class ActionHandler(Protocol):
-    """A driver of a machine: what each action means there. Actions of an event are carried out in the order in which the machine returns them."""
+    """A driver of a machine: one method per kind of action. The actions of an event are executed in the order in which the machine returns them."""
 
     def run_task(self, action: RunTask) -> None:
-        """Begin a task on its worker; `TaskFinished` or `TaskFailed` follows."""
+        """Start a task on its worker; `TaskFinished` or `TaskFailed` follows."""
 
     def copy_tile(self, action: CopyTile) -> None:
-        """Begin a copy; `CopyFinished` or `CopyFailed` follows."""
+        """Start a copy; `CopyFinished` or `CopyFailed` follows."""
 
     def move_tile(self, action: MoveTile) -> None:
         """Move bytes within a node before anything else happens there; no event follows."""
@@ -30,14 +30,14 @@ class ActionHandler(Protocol):
         """Drop the buffer of a handle on a counted node; no event follows."""
 
     def report_failure(self, action: ReportFailure) -> None:
-        """Note a task that has failed or will never run."""
+        """Note a task that has failed or was cancelled."""
 
     def report_step_done(self, action: ReportStepDone) -> None:
         """Note a replay that has ended."""
 
 
 def carry_out(action: Action, handler: ActionHandler) -> None:
-    """Let the handler carry out one action."""
+    """Execute one action with the handler's method for its kind."""
     if isinstance(action, RunTask):  # hot path: quicker than `match`; most frequent kinds first
         handler.run_task(action)
     elif isinstance(action, CopyTile):

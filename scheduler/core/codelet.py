@@ -16,29 +16,31 @@ Kernel = Callable[..., None]
 
 
 class Cost(NamedTuple):
-    """What a task costs: floating-point operations, and bytes read plus written."""
+    """Cost of a task: floating-point operations, and bytes read plus written."""
 
     flops: float
     nbytes: float
 
 
 Begin = Callable[..., None]
-"""Begins what ends by itself, ``begin(done, *views, **constants)``, and only takes note: it is called under the runtime's lock and may not call back.
-Later, once, from any thread, ``done(None)`` or ``done(error)`` must be called. The views are its own until then."""
+"""Starts an asynchronous operation: ``begin(done, *views, **constants)``. It is called under the runtime's lock, so it must return at once and must
+not call the runtime. ``done(None)`` or ``done(error)`` must be called later, exactly once, from any thread. Until then the views are its own."""
 
 Many = Callable[[Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], None]
-"""Starts several tasks of one codelet at once, from the views and the constants of each."""
+"""Starts several tasks of one codelet at once. The argument has the views and the constants of each task."""
 
 CostFunction = Callable[[Sequence[Any], Mapping[str, Any]], Cost]
+"""Returns the `Cost` of a task, given the ``view`` objects of its handles and its constants."""
 
 
 class Tail(NamedTuple):
-    """The end of a computation, which makes some of its results from the others, bit by bit the same.
+    """The last part of a computation, which computes some of the results from the others, with bit-identical values.
 
     Attributes:
-        codelet: what it is by itself.
-        reads, writes: the accesses of the whole task that it reads and writes, in the order of its own; those that it reads may be results.
-        constants: names of the task's constants that it takes.
+        codelet: codelet that computes this part alone.
+        reads, writes: indices of the whole task's accesses that the tail reads and writes, in the order of the tail's own accesses. It may read
+            results of the task.
+        constants: names of the task's constants that the tail takes.
     """
 
     codelet: Codelet
@@ -52,16 +54,17 @@ class Codelet:
     """A named computation.
 
     Args:
-        name: unique, as it appears in traces and errors.
-        cpu: runs on a CPU worker and, because simulated devices compute on the CPU, on simulated ones.
-        cuda: runs on a CUDA worker.
-        host: begins something that occupies no worker while it is under way, such as waiting for data from elsewhere; see `Begin`. Any number of
-            such tasks are under way at a time, over data in host memory.
-        cost: from the ``view`` objects of the task's handles (they know shapes) and its constants to the task's `Cost`.
-        tail: the end of the computation, where a part of its results follows from the rest.
-        cuda_many: runs several tasks on a CUDA worker, bit by bit as `cuda` would one after another, where none writes what another one uses.
-        again: share of its work that makes again what another task of the step has made, for a program that has arranged that by itself.
-        cpu_only: whether CPU workers alone run it, over data in host memory, although simulated devices could.
+        name: unique name, shown in traces and errors.
+        cpu: kernel for CPU workers and for simulated devices, which compute on the CPU.
+        cuda: kernel for CUDA workers.
+        host: asynchronous operation over data in host memory, such as waiting for data from elsewhere; see `Begin`. It occupies no worker, and any
+            number of such tasks may be in progress at a time.
+        cost: function from the ``view`` objects of the task's handles (which know shapes) and the task's constants to the task's `Cost`.
+        tail: last part of the computation, if some of its results follow from the others.
+        cuda_many: kernel for several tasks on a CUDA worker, of which none writes data that another one uses. Results are bit-identical to calls of
+            `cuda` one after another.
+        again: fraction of its work that recomputes results of another task of the step, if the program has arranged the recomputation by itself.
+        cpu_only: whether only CPU workers run it, over data in host memory, although simulated devices could.
     """
 
     name: str
@@ -76,7 +79,7 @@ class Codelet:
 
     @property
     def kinds(self) -> tuple[WorkerKind, ...]:
-        """Workers that it has an implementation for."""
+        """Kinds of workers that have an implementation of this codelet."""
         if self.host is not None:
             return ("host",)
         if self.cpu_only:

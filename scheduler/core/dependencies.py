@@ -1,8 +1,8 @@
-"""Which task waits for which: edges that follow from access modes in submission order.
+"""Dependencies between tasks: edges that follow from access modes in submission order.
 
 The rule (sequential consistency): a reader waits for the last writer before it; a writer waits for the last writer and for all readers since.
-A handle remembers only unfinished tasks, so the graph never grows beyond what is in flight. Edges may be doubled; they count as often as they
-are added. Knows nothing of memory, replicas or workers.
+A handle remembers only unfinished tasks, so the graph contains unfinished tasks alone. An edge may be added more than once, and counts each time.
+This module does not know memory, replicas or workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .records import SCRATCH, R, SharedUse, Task
 
 
 def link(task: Task) -> None:
-    """Add the edges into a newly submitted task and enter it as an access of its handles."""
+    """Add the edges into a newly submitted task, and register its accesses with its handles."""
     for handle, mode in task.accesses:
         if mode is R or mode == R:
             _wait_for_writer(task, handle.last_writer)
@@ -30,7 +30,7 @@ def link(task: Task) -> None:
 
 
 def predecessors(task: Task) -> Iterator[Task]:
-    """The unfinished tasks that `link` would let a task wait for."""
+    """Return the unfinished tasks that `link` would make a task wait for."""
     for handle, mode in task.accesses:
         if mode not in (R, SCRATCH) and handle.readers:
             yield from handle.readers
@@ -39,19 +39,19 @@ def predecessors(task: Task) -> Iterator[Task]:
 
 
 def waiting_for(task: Task) -> set[Task]:
-    """All tasks that wait for an unfinished one, directly or through others."""
-    found, stack = set[Task](), [task]
+    """Return all tasks that wait for an unfinished task, directly or through others."""
+    waiting, stack = set[Task](), [task]
     while stack:
-        each = stack.pop()
-        for after in chain(each.successors, each.late_successors):
-            if after not in found:
-                found.add(after)
+        before = stack.pop()
+        for after in chain(before.successors, before.late_successors):
+            if after not in waiting:
+                waiting.add(after)
                 stack.append(after)
-    return found
+    return waiting
 
 
 def unlink(task: Task) -> None:
-    """Forget a finished task as an access of its handles."""
+    """Remove the accesses of a finished task from its handles."""
     for handle, mode in task.accesses:
         if mode is R or mode == R:
             handle.readers.pop(task, None)
@@ -60,7 +60,7 @@ def unlink(task: Task) -> None:
 
 
 def link_step(uses: Sequence[SharedUse]) -> None:
-    """Order a whole replay after whatever still uses the handles it shares with the rest of the program."""
+    """Order a replay after all unfinished tasks that use the handles it shares with the rest of the program."""
     for use in uses:
         handle, writer = use.handle, use.last_writer
         if handle.last_writer is not None:
@@ -84,6 +84,6 @@ def _wait_for_writer(task: Task, writer: Task | None) -> None:
 
 
 def _edge(before: Task, after: Task) -> None:
-    """A recorded task's own successors are fixed; edges out of its replay go to a list that dies with the replay."""
+    """Add an edge. The successors of a recorded task are fixed, so edges out of its replay go to a list that is dropped with the replay."""
     (before.successors if before.step is None else before.late_successors).append(after)
     after.num_waiting += 1

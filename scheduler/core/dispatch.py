@@ -1,8 +1,8 @@
-"""Who runs what, and when there is memory for it: from ready tasks to running ones.
+"""Assignment of ready tasks to workers, and their admission to memory.
 
-A worker with a free slot draws a task from the policy; the task is admitted to the worker's node if everything it misses there can be reserved in one
-step (`memory/admission`), else it is blocked: it joins the node's line, holds nothing and occupies no worker. Behind the oldest of a line only tasks
-that need no new memory are admitted. Knows workers, policy and admission; does not know dependencies, failures or replays.
+A worker with a free slot takes a task from the policy. The task is admitted to the worker's node if all missing bytes can be reserved in one step
+(`memory/admission`). Otherwise it is blocked: it joins the node's queue, holds nothing and occupies no worker. After the oldest blocked task of a
+node, only tasks that need no new memory are admitted. This module knows workers, policy and admission, but not dependencies, failures or replays.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ TASK_TRANSITIONS: Final[dict[tuple[TaskState, TaskEvent], TaskState]] = {
     ("running", "finished"): "done",
     ("running", "raised"): "failed",
 }
-"""(state, event) -> next state of a task. A recorded task starts over as waiting. "ready" and "staged" may be passed within one event."""
+"""(state, event) -> next state of a task. A recorded task starts every replay as waiting. A task may pass "ready" and "staged" within one event."""
 
 
 class Dispatch:
     """Workers, ready tasks and blocked tasks.
 
     Attributes:
-        to_cancel: tasks found to have nothing to read, and why; the owner of the dispatch cancels them.
-        blocked: per node, tasks waiting for memory, oldest first.
-        throttled: recorded tasks too far ahead of the planned order, a heap.
-        num_active: tasks running, the program's included.
-        num_ready: tasks the policy holds.
+        to_cancel: tasks that can never run, each with the error; the owner of the dispatch cancels them.
+        blocked: for each node, the tasks that wait for its memory, oldest first.
+        throttled: heap of the recorded tasks that are too far ahead of the planned order.
+        num_active: number of running tasks, including those of the program.
+        num_ready: number of tasks that the policy holds.
     """
 
     def __init__(self, replicas: Replicas, admission: Admission, policy: Policy) -> None:
@@ -73,10 +73,10 @@ class Dispatch:
         self.num_blocked = 0
         self.num_ready = 0
         self.throttled: list[tuple[int, TaskId, Task, Worker | None]] = []
-        self._num_slots: list[int] = [0 for _ in replicas.nodes]  # tasks the workers of each node can hold together
+        self._num_slots: list[int] = [0 for _ in replicas.nodes]  # per node, the number of tasks that its workers can hold together
 
     def join(self, worker: Worker, actions: list[Action]) -> None:
-        """A worker joins."""
+        """Add a worker."""
         self.workers[worker.id] = worker
         self.joined.append(worker)
         self.policy.join(worker)
@@ -85,19 +85,19 @@ class Dispatch:
             self._fill(worker, actions)
 
     def keep_pins(self) -> None:
-        """Tasks that only one worker may run are about to come: let a policy that knows of them stand in front of the one that does not."""
+        """Put a policy that respects pins in front of the current one; to be called before the first pinned task."""
         if not isinstance(self.policy, Pinned):
             self.policy = Pinned(self.policy)
 
     def explain(self, estimates: Estimates, names: Collection[str], count: int) -> Sequence[Placement]:
-        """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
+        """Record the next `count` placements of recorded tasks with these names; the returned list grows as they happen."""
         holder = self.policy if isinstance(self.policy, Pinned) else self
         policy = holder.policy.policy if isinstance(holder.policy, Explained) else holder.policy
         watched = holder.policy = Explained(policy, estimates, self.joined, names, count)
         return watched.placements
 
     def push(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
-        """Take a task that waits for no other; `worker` ran the last one it waited for."""
+        """Take a task without unfinished predecessors; `worker` ran the last of them, if any did."""
         task.state = "ready"
         step = task.step
         if step is not None:
@@ -108,7 +108,7 @@ class Dispatch:
         self._hand_over(task, worker, actions)
 
     def _hand_over(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
-        """Give a ready task to the policy; what needs no worker is admitted at once."""
+        """Give a ready task to the policy; a task of kind "host", which needs no worker, is admitted at once."""
         if task.kinds[0] == "host":
             self._assign(task, self.host, actions)
         else:
@@ -116,7 +116,7 @@ class Dispatch:
             self.policy.push(task, worker)
 
     def release_throttled(self, actions: list[Action]) -> None:
-        """The planned order has advanced: hand the next throttled tasks to the policy."""
+        """Give the policy the throttled tasks that are within reach now that the planned order has advanced."""
         throttled, order = self.throttled, self._foresight.order
         while throttled:
             task, worker = throttled[0][2:]
@@ -134,10 +134,10 @@ class Dispatch:
                 self._fill(worker, actions)
 
     def _fill(self, worker: Worker, actions: list[Action]) -> None:
-        """Draw ready tasks for a worker while it has free slots; not many more while its memory is short.
+        """Assign ready tasks to a worker while it has free slots, and while few tasks wait for its memory.
 
-        Where all tasks that it has wait for copies, its last slot is for one that need not: else it would idle behind a slow link. Not so of workers
-        that stand aside: all that they run waits for what devices send.
+        If all of its tasks wait for copies, the last slot is kept for a task that need not wait, so that the worker does not idle because of a slow
+        link. Workers that stand aside are exempt: all of their tasks wait for data from devices.
         """
         assigned, depth = worker.assigned, worker.depth
         line, limit = self.blocked[worker.node], self._num_slots[worker.node]
@@ -152,7 +152,7 @@ class Dispatch:
             self._assign(task, worker, actions)
 
     def _assign(self, task: Task, worker: Worker, actions: list[Action]) -> None:
-        """Admit the task for the worker, or let it wait for memory."""
+        """Admit the task for the worker, or block it until there is memory."""
         line = self.blocked[worker.node]
         is_behind = line and line[0].order < task.order and not self._admission.needs_no_bytes(task, worker.node)
         if is_behind or not self._admit(task, worker, actions):
@@ -164,7 +164,7 @@ class Dispatch:
             self.num_blocked += 1
 
     def _admit(self, task: Task, worker: Worker, actions: list[Action]) -> bool:
-        """Admit the task to the worker's node if it fits; a task found to have nothing to read counts as dealt with."""
+        """Admit the task to the worker's node if it fits; a task with nothing to read is marked for cancellation and counts as admitted."""
         task.worker = worker.id
         task.node = worker.node
         try:
@@ -186,7 +186,7 @@ class Dispatch:
         return True
 
     def stage(self, task: Task, worker: Worker, actions: list[Action]) -> None:
-        """The task's data is in place: run it, or let it wait for its worker."""
+        """Run a task whose data is in place, or stage it until its worker is free."""
         if worker.running is None:
             self._run(task, worker, actions)
         else:
@@ -202,11 +202,11 @@ class Dispatch:
         actions.append(RunTask(worker.id, task))
 
     def withdraw(self, task: Task) -> None:
-        """A task that was admitted will never run: its data could not be fetched."""
+        """Take an admitted task from its worker, because its data could not be fetched and it will never run."""
         self.workers[task.worker].assigned.remove(task)
 
     def retire(self, task: Task, actions: list[Action]) -> Worker:
-        """A task that ran has ended: free its worker for the next one that is staged. Returns the worker."""
+        """Free the worker of a task that has ended, run its next staged task, and return the worker."""
         worker = self.workers[task.worker]
         self.num_active -= 1
         worker.assigned.remove(task)
@@ -219,7 +219,7 @@ class Dispatch:
         return worker
 
     def refill(self, worker: Worker, actions: list[Action]) -> None:
-        """Give ready tasks out, to `worker` first."""
+        """Assign ready tasks to workers, starting with `worker`."""
         if worker is not self.host:
             if worker.running is None:
                 self._fill(worker, actions)
@@ -228,7 +228,7 @@ class Dispatch:
         self.feed(actions)
 
     def retry(self, actions: list[Action]) -> None:
-        """Admit blocked tasks from the oldest on; behind one that does not fit, only those that need no new memory."""
+        """Admit blocked tasks, oldest first; after one that does not fit, only those that need no new memory."""
         for line in sorted(filter(None, self.blocked), key=lambda line: line[0].order):
             is_head = True
             for task in list(line):
@@ -240,14 +240,14 @@ class Dispatch:
                     is_head = False
 
     def oldest_blocked(self) -> Task | None:
-        """The oldest task that waits for memory."""
+        """Return the oldest task that waits for memory, or None."""
         return min(chain.from_iterable(self.blocked), key=_order, default=None)
 
     def force_admit(self, actions: list[Action]) -> bool:
-        """When nothing runs or moves: let through any task that fits anywhere, oldest first, then any the policy holds.
+        """Admit, when nothing runs or moves, the oldest blocked task that fits on any node, or else any task of the policy that does.
 
         Returns:
-            Whether something is under way now.
+            Whether a task or a copy is in progress now.
         """
         for task in sorted(chain.from_iterable(self.blocked), key=_order):
             if self._admit_anywhere(task, actions):
@@ -261,9 +261,9 @@ class Dispatch:
         return False
 
     def _admit_anywhere(self, task: Task, actions: list[Action]) -> bool:
-        """Admit a blocked task on whatever node it fits; True if that, or a write-back towards it, is under way.
+        """Admit a blocked task on any node with room for it; return whether it, or a write-back that makes room for it, is in progress.
 
-        When only fragmentation is in the way, the node is compacted first.
+        If only fragmentation prevents the admission, the node is compacted first.
         """
         tried: set[NodeId] = set()
         for worker in (self.host, *self.joined):
@@ -278,7 +278,7 @@ class Dispatch:
         return False
 
     def _find_worker(self, task: Task) -> Worker | None:
-        """A worker with a free slot on the node the blocked task waits for, preferably the one that drew it."""
+        """Return a worker with a free slot on the node of a blocked task, preferably the worker that took the task from the policy."""
         drawer = self.workers[task.worker]
         if len(drawer.assigned) < drawer.depth:
             return drawer
@@ -299,20 +299,20 @@ class Dispatch:
         return dealt_with
 
     def unblock(self, task: Task, node_id: NodeId | None = None) -> None:
-        """Take a task out of its line, or of another node's."""
+        """Remove a task from the queue of its node, or of `node_id`."""
         self.blocked[task.node if node_id is None else node_id].remove(task)
         self.num_blocked -= 1
 
     def admitted(self) -> Iterator[Task]:
-        """Tasks that hold memory now."""
+        """Return the tasks that hold memory now."""
         for worker in self.workers.values():
             yield from worker.assigned
 
     def validate(self) -> None:
-        """Check the books at rest between two events.
+        """Check the counters at rest between two events.
 
         Raises:
-            InvalidEvent: something does not add up.
+            InvalidEvent: a counter or a state is inconsistent.
         """
         if self.num_ready != len(self.policy):
             raise InvalidEvent(f"{self.num_ready} tasks were given to the policy, which holds {len(self.policy)}")
@@ -331,12 +331,12 @@ class Dispatch:
 
 
 def _only_wait(tasks: Sequence[Task]) -> bool:
-    """Whether there are tasks, and all of them wait for copies."""
+    """Return whether there are tasks and all of them wait for copies."""
     return bool(tasks) and all(task.state == "fetching" for task in tasks)
 
 
 def _misses_input(task: Task, node: NodeId) -> bool:
-    """Whether data that a task reads has yet to arrive on a node."""
+    """Return whether data that a task reads has yet to arrive on a node."""
     for handle, mode in task.accesses:
         if mode == R or mode == RW:
             replica = handle.replicas.get(node)

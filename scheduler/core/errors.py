@@ -1,26 +1,26 @@
 """The scheduler's exceptions.
 
     SchedulerError
-    ├── TaskError        a kernel raised, or a task could not run; dependants were cancelled
-    ├── HandleLost       data whose producer failed was asked for
-    ├── DoesNotFit       a task's working set exceeds every node that could run it
+    ├── TaskError        a kernel raised, or a task could not run; dependent tasks were cancelled
+    ├── HandleLost       the program requested data whose producer failed
+    ├── DoesNotFit       the working set of a task exceeds every node that could run it
     ├── TierFailed       the disk tier could not be read or written
-    ├── DeviceFailed     a GPU stopped working while it was used
-    ├── Deadlock         the program was about to wait for what waits for data that it holds
-    ├── PlacementError   a task was placed by hand where it cannot run
-    ├── RunStopped       the program's own `on_task` callback asked for the end
-    ├── RuntimeBroken    a thread of the runtime died; nothing runs any more
-    ├── Stalled          tasks wait and nothing is under way: a bug of the scheduler
-    └── InvalidEvent     an event that cannot happen in the present state: a bug of a driver
+    ├── DeviceFailed     a GPU stopped working during the run
+    ├── Deadlock         the program was about to wait for a task that waits for data that the program holds
+    ├── PlacementError   a task was placed by hand on a worker that cannot run it
+    ├── RunStopped       an `on_task` callback of the program raised
+    ├── RuntimeBroken    a thread of the runtime died; no task runs any more
+    ├── Stalled          tasks wait and nothing is in progress: a bug in the scheduler
+    └── InvalidEvent     an event that is impossible in the present state: a bug in a driver
 
-Messages say the rule, the values and what to do; the last two carry the story of the task or handle.
+A message has the rule, the values and the remedy. Messages of the last two also have the latest events of the task or handle.
 """
 
 from __future__ import annotations
 
 
 class SchedulerError(Exception):
-    """Base of everything the scheduler raises on purpose."""
+    """Base class of all exceptions that the scheduler raises on purpose."""
 
 
 class TaskError(SchedulerError, RuntimeError):
@@ -28,15 +28,15 @@ class TaskError(SchedulerError, RuntimeError):
 
 
 class HandleLost(SchedulerError, RuntimeError):
-    """The data does not exist any more because the task that should have written it failed."""
+    """The data does not exist any more, because the task that should have written it failed."""
 
 
 class DoesNotFit(SchedulerError, MemoryError):
     """A working set or a reservation exceeds a memory budget.
 
     Args:
-        message: what does not fit where.
-        node: name of the memory that is too small, where it is one.
+        message: the requirement, the limit and the remedy.
+        node: name of the memory that is too small, if it is a single one.
     """
 
     def __init__(self, message: str, node: str = "") -> None:
@@ -45,15 +45,15 @@ class DoesNotFit(SchedulerError, MemoryError):
 
 
 class TierFailed(SchedulerError, OSError):
-    """Bytes could not be written to the last tier, or not be read back."""
+    """Bytes could not be written to the last tier, or could not be read back."""
 
 
 class DeviceFailed(SchedulerError, RuntimeError):
-    """A GPU stopped working; what was in its memory is gone."""
+    """A GPU stopped working; the contents of its memory are lost."""
 
 
 class Deadlock(SchedulerError, RuntimeError):
-    """A thread that holds data was about to wait for something that waits for that data; nothing has happened."""
+    """A thread that holds data was about to wait for a task that waits for this data. The call that raises it has changed nothing."""
 
 
 class PlacementError(SchedulerError, ValueError):
@@ -61,15 +61,15 @@ class PlacementError(SchedulerError, ValueError):
 
 
 class RunStopped(SchedulerError, RuntimeError):
-    """A callback of `Runtime.on_task` raised; ``__cause__`` is what. Every task that was submitted has run, so no data is lost."""
+    """A callback of `Runtime.on_task` raised; ``__cause__`` is its exception. Every submitted task has run, so no data is lost."""
 
 
 class RuntimeBroken(SchedulerError, RuntimeError):
-    """A thread of the runtime died, or the program was interrupted inside it; ``__cause__`` says of what. Make a new runtime."""
+    """A thread of the runtime died, or the program was interrupted inside it; ``__cause__`` is the reason. Create a new runtime."""
 
 
 class Stalled(SchedulerError, RuntimeError):
-    """Tasks wait although nothing runs and nothing moves."""
+    """Tasks wait although nothing runs and no copy is in progress."""
 
 
 class InvalidEvent(SchedulerError, RuntimeError):

@@ -1,14 +1,12 @@
-"""Event logs: what happened to a machine as plain tuples, and the same again on a fresh machine.
+"""Event logs: the events of a machine as plain tuples, which can be replayed on a new machine.
 
-A log holds everything that decides what a machine does (sizes, access modes, orders, completion order) and nothing else: no codelets, views
-or times. Replaying it must give the same actions in the same order, which turns a recorded failure into a unit test. Entries:
-
-    ("handle", id, nbytes, size, name, kind, data_class, released)         first mention of a handle
-    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, next_uses)  TaskSubmitted
-    ("instance", key, tasks, owned, shared, makes, passing, window, schedules)  first mention of a recorded step's instance
-    ("step", key, number, first_order)                                     StepStarted
-    ("finished", task) ("failed", task, message) ("copied", handle, from, to) ("not copied", handle, from, to, message)
-    ("joined", worker, kind, node, depth) ("released", handle) ("attached", handle, scratch)
+A log holds everything that determines the actions of a machine (sizes, access modes, orders, completion order), but no codelets, views or times. A
+replay must give the same actions in the same order, so a recorded failure is a unit test. Entries, with the first mention of a handle or instance:
+    ("handle", id, nbytes, size, name, kind, data_class, released)
+    ("task", id, name, kinds, ((handle, mode), ...), priority, order, pin, next_uses)
+    ("instance", key, tasks, owned, shared, makes, passing, window, schedules, returns) ("step", key, number, first_order)
+    ("finished", task) ("failed", task, message, has_begun) ("copied", handle, from, to) ("not copied", handle, from, to, message)
+    ("joined", worker, kind, node, depth, aside) ("released", handle) ("attached", handle, scratch)
     ("adopted", handle, next_use, stays) ("changed", handle)
 """
 
@@ -51,11 +49,11 @@ _Shared = tuple[int, tuple[int, ...], int | None, int | None, tuple[int, ...], i
 
 
 class LoggedError(Exception):
-    """Stands for a kernel's exception when a log is replayed."""
+    """The exception of a kernel, in the replay of a log."""
 
 
 class EventLog:
-    """Turns events into entries; `entries` holds what was added so far."""
+    """A log that grows event by event; `entries` holds the entries added so far."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -63,7 +61,7 @@ class EventLog:
         self._steps: dict[Replay, int] = {}
 
     def add(self, event: Event) -> None:
-        """Append an event, before the machine handles it."""
+        """Append an event; to be called before the machine handles it."""
         match event:
             case TaskSubmitted(task):
                 self._mention(handle for handle, _ in task.accesses)
@@ -156,7 +154,7 @@ class EventLog:
 
 
 class Revival:
-    """Fresh records and events from a log's entries."""
+    """New records and events made from the entries of a log."""
 
     def __init__(self) -> None:
         self._handles: dict[int, HandleRecord] = {}
@@ -164,7 +162,7 @@ class Revival:
         self._steps: dict[int, Replay] = {}
 
     def events(self, entries: Iterable[Entry]) -> Iterator[Event]:
-        """The events of a log, over new records, in order."""
+        """Return the events of a log, in order, over new records."""
         for kind, *rest in entries:
             event = getattr(self, f"_on_{str(kind).replace(' ', '_')}")(*rest)
             if event is not None:
@@ -263,7 +261,7 @@ class Revival:
 
 
 def describe(action: Action) -> Entry:
-    """An action as a plain tuple, equal for equal actions of different machines."""
+    """Return an action as a plain tuple, which is equal for equal actions of different machines."""
     match action:
         case RunTask(worker, task):
             return ("run", worker, task.id, tuple((replica.node, replica.offset) for replica in task.replicas))

@@ -1,6 +1,6 @@
-"""What the world tells the machine (past tense) and what the machine asks of the world (imperative).
+"""Events, which a driver reports to the machine (past tense), and actions, which the machine requests from its driver (imperative).
 
-Plain mutable slots classes: creating a frozen dataclass costs three times as much, and these are made once per task.
+They are mutable classes with slots, because a few are created for every task and creating a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TaskFinished:
 
 @dataclass(slots=True, eq=False)
 class TaskFailed:
-    """The kernel of `task` raised `error`; where it has not begun, what it should have written is as it was."""
+    """The kernel of `task` raised `error`. If the kernel has not begun, the data that it was to write is unchanged."""
 
     task: Task
     error: BaseException
@@ -50,7 +50,7 @@ class CopyFinished:
 
 @dataclass(slots=True, eq=False)
 class CopyFailed:
-    """The bytes of `source` could not be read, or not be written to `target`, because of `error`."""
+    """The bytes of `source` could not be read, or could not be written to `target`, because of `error`."""
 
     source: Replica
     target: Replica
@@ -66,14 +66,14 @@ class WorkerJoined:
 
 @dataclass(slots=True, eq=False)
 class HandleReleased:
-    """No program references the handle any more."""
+    """The program dropped its last reference to the handle."""
 
     handle: HandleRecord
 
 
 @dataclass(slots=True, eq=False)
 class SourceAttached:
-    """From now on the data of `handle`, which no task uses, is what lies at `source` in a file; readers need `scratch` bytes of host memory."""
+    """The data of `handle`, which no task uses, now lies at `source` in a file; readers need `scratch` bytes of host memory."""
 
     handle: HandleRecord
     source: object
@@ -82,9 +82,9 @@ class SourceAttached:
 
 @dataclass(slots=True, eq=False)
 class HandleAdopted:
-    """The data of `handle`, whose size was not known before, is in host memory, in a buffer of its own: counted from now on.
+    """The data of `handle`, whose size was unknown so far, is in host memory, in a buffer of its own, and is counted from now on.
 
-    `next_use` is the order of the task that uses it next; `stays` says that it never leaves host memory, because the program holds it.
+    `next_use` is the order of the task that uses it next. If `stays` is true, the program holds it and it never leaves host memory.
     """
 
     handle: HandleRecord
@@ -94,7 +94,7 @@ class HandleAdopted:
 
 @dataclass(slots=True, eq=False)
 class HandleChanged:
-    """A task that was to read adopted data has changed it in place: what was written of it to the tier, or is on its way there, is out of date."""
+    """A task changed adopted data in place instead of only reading it. Copies of the data on the tier, finished or in progress, are out of date."""
 
     handle: HandleRecord
 
@@ -132,7 +132,7 @@ class CopyTile:
 
 @dataclass(slots=True, eq=False)
 class MoveTile:
-    """Move `nbytes` bytes within a node now, before anything else happens; source and target may overlap."""
+    """Move `nbytes` bytes within a node before any other action there; source and target may overlap."""
 
     node: NodeId
     source_offset: int
@@ -142,7 +142,7 @@ class MoveTile:
 
 @dataclass(slots=True, eq=False)
 class DiscardExtent:
-    """Give the file system back `nbytes` bytes of a storage node's file; nothing will read them."""
+    """Return `nbytes` bytes of a storage node's file to the file system; they will never be read."""
 
     node: NodeId
     offset: int
@@ -151,7 +151,7 @@ class DiscardExtent:
 
 @dataclass(slots=True, eq=False)
 class ReportFailure:
-    """`task` failed with `error`, or was cancelled because of it."""
+    """Report that `task` failed with `error`, or was cancelled because of it."""
 
     task: Task
     error: BaseException
@@ -159,7 +159,7 @@ class ReportFailure:
 
 @dataclass(slots=True, eq=False)
 class ReportStepDone:
-    """Every task of the replay is done or cancelled."""
+    """Report that every task of the replay is done or cancelled."""
 
     replay: Replay
     number: int
@@ -167,7 +167,7 @@ class ReportStepDone:
 
 @dataclass(slots=True, eq=False)
 class ForgetObject:
-    """Let go of what holds the bytes of `handle` on a counted node: they are not counted any more."""
+    """Drop the object that holds the bytes of `handle` on a counted node; they are not counted any more."""
 
     node: NodeId
     handle: HandleRecord

@@ -1,4 +1,4 @@
-"""What holds between any two events: extents, ledger, replica protocol, pins, backing replicas and copies add up. Tests ask; a run does not."""
+"""Invariants that hold between any two events, over extents, ledger, replicas, pins and copies. Only tests check them; runs do not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .records import FILE, Replica, Task
 
 
 def check_replicas(replicas: Replicas, admitted: Sequence[Task]) -> None:
-    """Check everything against the tasks that are admitted now.
+    """Check all invariants, given the tasks that are admitted now.
 
     Raises:
-        InvalidEvent: something does not add up.
+        InvalidEvent: an invariant is violated.
     """
     pins: dict[Replica, int] = {}
     used = [replica for task in admitted for replica in task.replicas]
@@ -28,8 +28,8 @@ def check_replicas(replicas: Replicas, admitted: Sequence[Task]) -> None:
                 _check_replica(replicas, replica, pins.pop(replica, 0))
             if replica.node != number:
                 raise InvalidEvent(f"{replica.handle!r} is listed on node {number} but lives on node {replica.node}")
-    # Held data has no reservation, although it may lie on the last tier: reservations guard the order of recorded steps, and nodes of counted bytes,
-    # the only ones where data is held, run plain tasks alone.
+    # Held data has no reservation, although it may lie on the last tier. Reservations guard the order of recorded steps, but data is held only on
+    # nodes of counted bytes, which run plain tasks alone.
     replicas.reservations.validate(
         replica for replica in replicas.residents(replicas.last) if replica.is_backing and replica.handle not in replicas.held
     )

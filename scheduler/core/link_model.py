@@ -1,6 +1,7 @@
-"""Time of copies over a link: latency + bytes / bandwidth, fitted to measured copies by medians (Theil and Sen), so that a few slow copies change
-nothing. Small copies, whose times vary most, say nothing of the bandwidth while several large ones are known. Durations come in as arguments; nothing
-here knows time or files.
+"""Time of copies over a link: latency + bytes / bandwidth, fitted to measured copies.
+
+The fit uses medians (Theil and Sen), so that a few slow copies do not change it. Times of small copies vary most, so the bandwidth is fitted to large
+ones if several are known. Durations are arguments: this module knows neither clocks nor files.
 """
 
 from __future__ import annotations
@@ -10,34 +11,34 @@ from collections.abc import Iterable
 from typing import Final
 
 KEPT_COPIES: Final = 16
-"""Copies remembered per link, and as many small ones."""
+"""Number of large copies remembered per link, and of small ones."""
 
 LARGE: Final = 1 << 16
-"""Copies of fewer bytes take what it costs to start them: they say nothing of a link's bandwidth."""
+"""Smallest copy, in bytes, that is used for the bandwidth. The time of a smaller copy is mostly the cost of starting it."""
 
 MOST_LATENCY: Final = 0.75
-"""Largest share of a large copy's time that latency explains; bandwidth is at most 1 / (1 - MOST_LATENCY) times the best measured rate."""
+"""Largest fraction of a large copy's time that latency explains; bandwidth is at most 1 / (1 - MOST_LATENCY) times the best measured rate."""
 
 FEW_PAIRS: Final = 8
-"""Pairs of large copies that are too few for a median."""
+"""Number of pairs of large copies below which their median is unreliable."""
 
 REFIT: Final = 8
-"""A link is fitted anew after so many copies, sooner while it has few."""
+"""Number of new copies after which a link is fitted again; a link with few copies is fitted sooner."""
 
 MEMORY_LINK: Final = (2e-5, 5e9)
-"""Seconds and bytes per second of a copy between memories, until one has been measured."""
+"""Latency in seconds and bandwidth in bytes per second of a copy between memories, until copies have been measured."""
 
 DISK_LINK: Final = (1e-4, 4e8)
-"""The same of one of the requests in flight of a disk."""
+"""Latency in seconds and bandwidth in bytes per second of one of the concurrent requests of a disk, until copies have been measured."""
 
 
 class LinkModel:
     """Latency + bytes / bandwidth of one link.
 
     Args:
-        latency: seconds, until copies have been measured.
-        bandwidth: bytes per second, until copies of at least `LARGE` bytes have been measured.
-        is_given: whether that is how the link is, whatever copies take: of simulated links and imaginary machines.
+        latency: seconds, used until copies have been measured.
+        bandwidth: bytes per second, used until copies of at least `LARGE` bytes have been measured.
+        is_given: whether the two values are exact, so that measured copies are ignored: for simulated links and imaginary machines.
     """
 
     def __init__(self, latency: float = MEMORY_LINK[0], bandwidth: float = MEMORY_LINK[1], *, is_given: bool = False) -> None:
@@ -54,7 +55,7 @@ class LinkModel:
         return [*self._small, *self._large]
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Record the time a copy took, waiting for the link not included."""
+        """Record the duration of a copy, without the time it waited for the link."""
         if nbytes <= 0 or seconds <= 0.0 or self.is_given:
             return
         self.remember([(nbytes, seconds)])
@@ -63,7 +64,7 @@ class LinkModel:
             self.fit()
 
     def remember(self, samples: Iterable[tuple[int, float]]) -> None:
-        """Take note of (bytes, seconds) of copies, without a fit."""
+        """Add (bytes, seconds) of copies without a new fit."""
         for nbytes, seconds in samples:
             (self._small if nbytes < LARGE else self._large).append((nbytes, seconds))
 
@@ -76,16 +77,17 @@ class LinkModel:
         self.bandwidth = 1.0 / slope
 
     def _seconds_per_byte(self) -> float:
-        """1 / bandwidth, from at least one large copy.
+        """Return 1 / bandwidth, given at least one large copy.
 
-        It is a median over pairs of copies one of which is at least twice the other: of large ones if there are several such pairs, else of a large
-        one and any other. It is at least what the best large copy leaves after the latency, which no small copy exceeds.
+        It is a median over pairs of copies, of which one is at least twice as large as the other: pairs of large copies if there are several, else
+        pairs of a large copy and any other. The result is at least the rate of the best large copy after its latency. This latency is no longer
+        than a small copy takes.
         """
         slopes = _slopes(self._large, self._large)
         if len(slopes) < FEW_PAIRS:  # one slow copy may spoil all of them
             slopes += _slopes(self._large, self._small)
         slope = median(slopes) if slopes else 0.0
-        if slope <= 0.0:  # sizes too much alike to tell latency from bandwidth
+        if slope <= 0.0:  # the sizes are too similar to separate latency from bandwidth
             return median([seconds / nbytes for nbytes, seconds in self._large])
         latency = max(0.0, median([seconds - nbytes * slope for nbytes, seconds in self._large]))
         if self._small:
@@ -93,17 +95,17 @@ class LinkModel:
         return max(slope, min((seconds - min(latency, MOST_LATENCY * seconds)) / nbytes for nbytes, seconds in self._large))
 
     def seconds(self, nbytes: int) -> float:
-        """Seconds to move so many bytes while nothing else uses the link."""
+        """Return the seconds to move `nbytes` while nothing else uses the link."""
         return self.latency + nbytes / self.bandwidth
 
 
 def _slopes(larger: Iterable[tuple[int, float]], others: Iterable[tuple[int, float]]) -> list[float]:
-    """Seconds per byte of the differences between copies and those of at most half their size."""
+    """Return seconds per byte, of the difference between each larger copy and each other copy of at most half its size."""
     return [(t - s) / (b - a) for b, t in larger for a, s in others if b >= 2 * a]
 
 
 def median(values: Iterable[float]) -> float:
-    """The middle value, or the mean of the two in the middle; there must be one."""
+    """Return the middle value, or the mean of the two middle values; `values` may not be empty."""
     ordered = sorted(values)
     middle = len(ordered) >> 1
     return ordered[middle] if len(ordered) & 1 else (ordered[middle - 1] + ordered[middle]) / 2

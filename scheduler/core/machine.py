@@ -1,25 +1,13 @@
 """The scheduler as a state machine: events in, actions out.
 
-Theory of operation. A submitted task gets edges from earlier tasks (`dependencies`). Without unfinished predecessors it is ready and belongs to the
-policy. A worker with a free slot takes a task from the policy; the task is *admitted* to the worker's memory node when all of its missing bytes are
-reserved in one step (`memory/admission`); otherwise it is blocked, holds nothing and occupies no worker, and no younger task that needs new bytes is
-admitted to that node before it. Inputs that are not valid on the node are copied in; then the task is staged, and runs when its worker is
-free. A finished task unpins, invalidates what it overwrote, frees what died, and releases its successors.
+`docs/internals/scheduler.md` describes the life of a task. The machine composes the parts: `dependencies` finds the tasks without unfinished
+predecessors, `dispatch` assigns them to workers and admits them to memory, `memory` places and copies data, `prefetchers` look ahead. It handles
+failures itself.
 
-Promises:
-  - an admitted task holds everything it needs, so it always finishes; blocked tasks hold nothing;
-  - a pinned replica is never evicted, moved or freed;
-  - when nothing runs or moves, any task that fits anywhere is let through; if there is none, the oldest blocked one fails with `DoesNotFit`.
-    Nothing ever hangs, as long as the program gives back what it has acquired;
-  - a task that fails or is cancelled makes its outputs lost; tasks that would read lost data are cancelled; a full overwrite revives it;
-  - but a task of a replay that never began, because it was cancelled or its device took nothing of it, leaves data alone that outlives the replay
-    and that the replay was to update: to the rest of this replay it is lost, to all other tasks it is what it was before. What a plain task was to
-    write is lost all the same: nothing says which of the tasks behind it may do without.
+Every event has one list of actions: `Machine.handle` creates it, passes it as the argument `actions` to every method that can cause actions, and
+returns it. No part keeps the list, so all actions follow from the present event, and a signature shows whether a method can cause actions.
 
-Actions. Every event has one list of actions: `Machine.handle` makes it, hands it down as the argument `actions` of whatever may cause some, and
-returns it. No part keeps it, so no action comes of anything but the event at hand, and a signature says whether a method can cause actions at all.
-
-No threads, clocks, I/O or arrays: the same machine serves real workers, virtual time and unit tests.
+The machine has no threads, clocks, I/O or arrays, so the same code serves real workers, virtual time and unit tests.
 """
 
 from __future__ import annotations
@@ -63,25 +51,36 @@ from .stalls import Stalls
 from .story import tell
 
 HISTORY: Final = 512
-"""Events remembered for stories."""
+"""Number of events remembered for stories."""
 
 
 class Machine:
     """The state machine.
 
+    Guarantees:
+      - An admitted task holds everything it needs, so it always ends. A blocked task holds nothing.
+      - A pinned replica is never evicted, moved or freed.
+      - When nothing runs or moves, any task that fits on any node is admitted. If there is none, the oldest blocked task fails with `DoesNotFit`. So
+        nothing hangs, as long as the program releases the data that it has acquired.
+      - The outputs of a task that failed or was cancelled are lost. Tasks that would read lost data are cancelled; a task that overwrites lost data
+        completely revives it.
+      - An exception for tasks of a replay that never began, because they were cancelled or failed before their kernel changed anything: data that
+        outlives the replay, and that the replay was to update, keeps its value. It counts as lost for the rest of this replay and is unchanged for
+        all other tasks. This does not hold for plain tasks: it is unknown which of the later tasks could use the old value.
+
     Args:
-        nodes: memory nodes; a node's id is its position, host memory comes first.
-        policy: chooses among ready tasks.
+        nodes: memory nodes; the id of a node is its position, and host memory is the first.
+        policy: policy that chooses among ready tasks.
         eviction: name of the eviction policy.
-        prefetch: whether data is fetched and written back ahead of the tasks that ask for it.
+        prefetch: whether data is fetched and written back ahead of the tasks that need it.
 
     Attributes:
-        memory: what may be asked of the memory nodes.
-        stalls: how long ready work waited beside idle workers.
+        memory: queries about the memory nodes.
+        stalls: time that workers idled although tasks for them were ready.
         handlers: the method that handles each type of event.
-        num_unfinished: tasks that are neither done, failed nor cancelled.
-        num_finished: all others ever submitted or replayed.
-        num_lost: handles whose data is lost.
+        num_unfinished: number of submitted tasks that are neither done, failed nor cancelled.
+        num_finished: number of all other tasks ever submitted or replayed.
+        num_lost: number of handles whose data is lost.
     """
 
     def __init__(self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, prefetch: bool = True) -> None:
@@ -97,8 +96,8 @@ class Machine:
         self.num_unfinished = 0
         self.num_finished = 0
         self.num_lost = 0
-        self._num_behind = 0  # entries of `Replay.behind`
-        self._progress = 0  # tasks ended, replicas dropped and copies ended when blocked tasks were last tried
+        self._num_stale = 0  # entries of `Replay.stale` of all replays
+        self._progress = 0  # number of ended tasks, dropped replicas and ended copies when blocked tasks were last retried
         self.handlers: dict[type, Callable[..., None]] = {
             TaskSubmitted: self._on_task_submitted,
             StepStarted: self._on_step_started,
@@ -115,17 +114,17 @@ class Machine:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Those that have joined, in that order."""
+        """Workers in the order in which they joined."""
         return self._dispatch.joined
 
     @property
     def program(self) -> Worker:
-        """The program itself, as the worker of its acquisitions and of tasks of kind host."""
+        """The program itself, as the worker of its acquisitions and of tasks of kind "host"."""
         return self._dispatch.host
 
     @property
     def keeps_partitions(self) -> bool:
-        """Whether the policy runs the parts of a step where the plan wants them."""
+        """Whether the policy runs the partitions of a step on the nodes that the plan chose."""
         return self._dispatch.policy.keeps_partitions
 
     @property
@@ -135,30 +134,31 @@ class Machine:
 
     @property
     def num_ready(self) -> int:
-        """Tasks that wait for a worker."""
+        """Number of tasks that wait for a worker."""
         return self._dispatch.num_ready
 
     def blocked(self, node: NodeId) -> Sequence[Task]:
-        """Tasks that wait for memory of a node, oldest first."""
+        """Return the tasks that wait for memory of a node, oldest first."""
         return self._dispatch.blocked[node]
 
     def explain(self, estimates: Estimates, names: Collection[str], count: int) -> Sequence[Placement]:
-        """Write down the next placements of recorded tasks of these names; the list grows as they happen.
+        """Record the next `count` placements of recorded tasks with these names; the returned list grows as they happen.
 
         Args:
-            estimates: what the policy goes by, or would.
-            count: placements wanted.
+            estimates: estimates for the candidates, if the policy does not weigh costs itself.
+            names: names of codelets.
+            count: number of placements to record.
         """
         return self._dispatch.explain(estimates, names, count)
 
     def handle(self, event: Event) -> list[Action]:
-        """Advance by one event and return what has to be done now.
+        """Advance by one event and return the actions to execute now.
 
         Raises:
             InvalidEvent: the event is impossible in this state.
-            Stalled: tasks remain although nothing is under way (a bug; the message carries the story).
-            DoesNotFit: a source was attached whose readers find no free bytes, or data was adopted for which the last tier has none; it is as if the
-                event had not happened.
+            Stalled: tasks remain although nothing is in progress (a bug; the message has the latest events).
+            DoesNotFit: there are not enough free bytes for the readers of an attached source, or for adopted data in the last tier. The event has no
+                effect then.
         """
         dispatch = self._dispatch
         self._foresight.clock += 1
@@ -214,7 +214,7 @@ class Machine:
         self.num_unfinished += len(replay.tasks)
         for handle, num_uses in replay.owned:
             handle.num_uses += num_uses
-            if handle.replicas:  # a copy has kept it alive beyond its last use
+            if handle.replicas:  # a copy still in progress kept the replicas beyond the last use
                 self._lose(handle, "it died with an earlier replay", actions)
                 self._replicas.reservations.reenter(handle, replay)
             elif handle.lost is not None:
@@ -253,11 +253,11 @@ class Machine:
                 replica.state = "modified"
                 if handle.lost is not None:
                     self._revive(handle)
-                if self._num_behind:
+                if self._num_stale:
                     self._catch_up(task.step, handle)
             if has_several:
                 replicas.unpin(replica)
-            else:  # nothing is ever evicted
+            else:  # the only tier: no replica is ever evicted
                 replica.pins -= 1
             if not uses and handle.released:
                 self._free(handle, actions)
@@ -287,11 +287,11 @@ class Machine:
             self._replicas.drop_unpinned(handle, actions)
         for task in arrived:
             self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
-        if arrived and self._dispatch.num_ready:  # a worker whose tasks all waited may take one more
+        if arrived and self._dispatch.num_ready:  # a worker whose tasks all waited for copies may take another one
             self._dispatch.feed(actions)
 
     def _on_copy_failed(self, event: CopyFailed, actions: list[Action]) -> None:
-        """Bytes could not be written: the tier takes no more. Bytes could not be read: they are lost, and tasks that wait for them are cancelled."""
+        """Handle a failed copy. After a failed write, the tier is closed. After a failed read, the data is lost and its readers are cancelled."""
         source, target, error = event.source, event.target, event.error
         handle = source.handle
         waiting = self._replicas.end_copy(source, target)
@@ -351,15 +351,15 @@ class Machine:
             self._lookaheads.choose_nodes()
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
-        """The task waits for no other; `worker` ran the last one it waited for."""
-        if not ((self.num_lost or self._num_behind) and self._reads_lost_data(task)):
+        """Give a task without unfinished predecessors to the dispatch; `worker` ran the last of them."""
+        if not ((self.num_lost or self._num_stale) and self._reads_lost_data(task)):
             self._dispatch.push(task, worker, actions)
 
     def _reads_lost_data(self, task: Task) -> bool:
-        """Whether the task has nothing to read; it is to be cancelled then."""
-        behind = task.step.behind if task.step is not None else {}
+        """Return whether the task reads lost data; if so, mark it for cancellation."""
+        stale = task.step.stale if task.step is not None else {}
         for handle, mode in task.accesses:
-            why = handle.lost or behind.get(handle)
+            why = handle.lost or stale.get(handle)
             if why is not None and (mode == R or mode == RW):
                 reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {why}"
                 self._dispatch.to_cancel.append((task, TaskError(reason)))
@@ -367,7 +367,7 @@ class Machine:
         return False
 
     def _retire(self, task: Task, actions: list[Action]) -> None:
-        """A task that ran has ended: free its worker, release its successors, and give the worker something new."""
+        """Free the worker of a task that has run, release the task's successors, and give the worker a new task."""
         dispatch = self._dispatch
         worker = dispatch.retire(task, actions)
         self._release_successors(task, worker, actions)
@@ -400,13 +400,13 @@ class Machine:
                 self._advance(replay, actions)
             if not replay.num_unfinished:
                 if replay.failure is not None:
-                    replay.changed_nothing = all(first is None or handle in replay.behind for handle, first in replay.updated.items())
-                    self._num_behind -= len(replay.behind)
-                    replay.behind.clear()
+                    replay.changed_nothing = all(first is None or handle in replay.stale for handle, first in replay.updated.items())
+                    self._num_stale -= len(replay.stale)
+                    replay.stale.clear()
                 actions.append(ReportStepDone(replay, replay.number))
 
     def _advance(self, replay: Replay, actions: list[Action]) -> None:
-        """The planned task at the frontier of a replay has ended."""
+        """Advance the frontier of a replay past the planned tasks that have ended."""
         replay.frontier = replay.done.find(0, replay.frontier)
         if replay.frontier < 0:
             replay.frontier = len(replay.tasks)
@@ -418,21 +418,25 @@ class Machine:
             self._dispatch.release_throttled(actions)
 
     def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action], *, keeps: bool) -> None:
-        """Mark what the task should have written as lost, or where it `keeps` what was there as behind, and report."""
+        """Report a task that failed or was cancelled, and mark its outputs as lost.
+
+        Args:
+            keeps: whether the task has not begun, so that outputs of a replay may keep their old values (`_keep_stale`).
+        """
         task.state = state
         step = task.step
         if step is not None:
             step.done[task.position] = 1
             if step.failure is None:
                 step.updated = {use.handle: use.first_writer for use in step.shared if use.needs_data}
-        behind = {} if step is None else step.behind
-        root = next((why for handle, mode in task.accesses if mode != W and (why := handle.root or behind.get(handle)) is not None), None)
+        stale = {} if step is None else step.stale
+        root = next((why for handle, mode in task.accesses if mode != W and (why := handle.root or stale.get(handle)) is not None), None)
         reason = f"{task!r} {state}: {error}"
-        if root is not None:  # else a long chain of tasks makes a long chain of texts
+        if root is not None:  # name the first failure only: the text of a long chain of tasks would be as long as the chain
             reason = f"{task!r} was cancelled, because {root}"
         for handle, mode in task.accesses:
             handle.num_uses -= 1
-            if (mode == W or mode == RW) and not (keeps and self._leave_behind(task, handle, root or reason, actions)):
+            if (mode == W or mode == RW) and not (keeps and self._keep_stale(task, handle, root or reason, actions)):
                 self._lose(handle, reason, actions, root)
             if handle.released and not handle.num_uses:
                 self._free(handle, actions)
@@ -440,27 +444,27 @@ class Machine:
             step.failure = error
         actions.append(ReportFailure(task, error))
 
-    def _leave_behind(self, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-        """Whether a handle that a task has not begun to write still holds what it held before the replay, and is therefore not lost.
+    def _keep_stale(self, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
+        """Return whether an output that the task has not begun to write keeps its value from before the replay, and mark it so.
 
-        It does if no task of the replay has begun to write it, and if the replay has not made it worthless by planning to overwrite it unread.
+        It does unless another task of the replay has begun to write it, or its old value was discarded because the replay overwrites it unread.
         """
         step = task.step
         if step is None or handle.lost is not None:
             return False
-        if handle in step.behind:
+        if handle in step.stale:
             return True
         if step.updated.get(handle) is not task or coherence.best_source(handle, None) is None:
             return False
         self._replicas.forget_write(handle, actions)
-        step.behind[handle] = reason
-        self._num_behind += 1
+        step.stale[handle] = reason
+        self._num_stale += 1
         return True
 
     def _catch_up(self, replay: Replay | None, handle: HandleRecord) -> None:
-        """A task of a replay has written a handle: it is not behind any more."""
-        if replay is not None and replay.behind.pop(handle, None) is not None:
-            self._num_behind -= 1
+        """Note that a task of a replay has written a handle, whose value is therefore not an old one any more."""
+        if replay is not None and replay.stale.pop(handle, None) is not None:
+            self._num_stale -= 1
 
     def _cancel(self, task: Task, error: BaseException, actions: list[Action]) -> None:
         """End a task that will never run."""
@@ -474,7 +478,7 @@ class Machine:
         self._release_successors(task, None, actions)
 
     def _let_go(self, replica: Replica, actions: list[Action]) -> None:
-        """A task that will not run no longer needs a replica; what holds no data goes."""
+        """Unpin a replica of a task that will not run; drop it if it holds no data."""
         self._replicas.unpin(replica)
         if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and not replica.is_backing)):
             self._replicas.drop(replica, actions)
@@ -484,15 +488,15 @@ class Machine:
         self.num_lost -= 1
 
     def _free(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """The handle is dead: drop every replica; nothing is written back."""
+        """Drop every replica of a dead handle, without write-back."""
         for replica in list(handle.replicas.values()):
-            if replica.node in handle.replicas:  # an empty backing replica goes with the last other replica
+            if replica.node in handle.replicas:  # an empty backing replica is dropped along with the last other replica
                 self._replicas.drop(replica, actions)
         if handle.lost is not None:
             self._revive(handle)
 
     def _make_progress(self, actions: list[Action]) -> None:
-        """Cancel what is to be cancelled, retry what is blocked, and make sure that something is under way while tasks remain."""
+        """Cancel the tasks marked for it, retry blocked tasks, and ensure that something is in progress while tasks remain."""
         replicas, dispatch = self._replicas, self._dispatch
         while True:
             while dispatch.to_cancel:
@@ -526,14 +530,14 @@ class Machine:
         )
 
     def validate(self) -> None:
-        """Check every invariant that can be checked at rest between two events.
+        """Check all invariants that hold between two events.
 
         Raises:
-            InvalidEvent: one is broken.
+            InvalidEvent: an invariant is violated.
         """
         check_replicas(self._replicas, list(self._dispatch.admitted()))
         self._dispatch.validate()
 
     def story(self, subject: Task | HandleRecord | None = None) -> str:
-        """What happened lately, to one task or handle or in general."""
+        """Return the latest events as text: those that concern one task or handle, or all."""
         return tell(self._history, subject)

@@ -1,15 +1,14 @@
-"""How long tasks and copies will take: measured where there are measurements, guessed from operations and bytes where there are none.
+"""Estimates of how long tasks and copies take: measured durations, or guesses from operations and bytes.
 
-Tasks. One series of durations per (codelet, footprint, worker kind). The footprint is a stable number for everything that decides a task's cost:
-shapes, dtypes and modes of its tiles, and its constants (`footprint` says which). The first duration a process measures of a series is dropped
-(cold caches, lazy set-up); the estimate is the mean of the latest ones without spikes, those beyond twice the median: where copies take cycles and
-bandwidth from kernels many durations lie above the median and few below, and a step takes their sum. Without any, the codelet's cost function over
-what the kind of worker does per second.
+Tasks. There is one series of durations per (codelet, footprint, worker kind). A footprint is a stable number that tasks of equal cost share
+(`footprint`). A process drops the first duration it measures of a series (cold caches, lazy set-up). The estimate is the mean of the latest durations
+without spikes, those beyond twice the median. The mean, not the median, because copies slow kernels down: many durations lie above the median and few
+below, and a step takes their sum. Without durations, the estimate is the codelet's cost function divided by the rates of the worker kind.
 
-Links. A `LinkModel` per (source, target).
+Links. There is a `LinkModel` per (source, target).
 
-Rules: durations come in as arguments, nothing here knows time, tasks in flight or files (`storage.performance_store` keeps models between runs).
-Nothing is locked: threads record under the machine's lock.
+Durations are arguments; this module does not know clocks, tasks in progress or files (`storage.performance_store` keeps models between runs). It has
+no locks: threads record under the machine's lock.
 """
 
 from __future__ import annotations
@@ -24,99 +23,99 @@ from .link_model import DISK_LINK, MEMORY_LINK, LinkModel, median
 from .records import FILE, NodeId, Task, WorkerKind
 
 KEPT: Final = 32
-"""Durations remembered per series."""
+"""Number of durations remembered per series."""
 
 SPIKE: Final = 2.0
-"""Durations of more than so many times the median are those of something else."""
+"""Multiple of the median beyond which a duration is a spike, caused by something other than the task."""
 
 UNKNOWN_SECONDS: Final = 1e-4
-"""What a task without measurements and cost function is taken to last."""
+"""Estimate for a task without measurements and cost function, seconds."""
 
 Key = tuple[str, int, str]
 """(codelet name, footprint, worker kind)."""
 
 
 class Rate(NamedTuple):
-    """What a kind of worker does at best: floating-point operations, and bytes read plus written, per second."""
+    """Largest rates of a kind of worker: floating-point operations, and bytes read plus written, per second."""
 
     flops: float
     nbytes: float
 
 
 RATES: Final[Mapping[WorkerKind, Rate]] = {"cpu": Rate(5e10, 1e10), "sim": Rate(5e10, 1e10), "cuda": Rate(2e13, 1.5e12)}
-"""Rough rates of one worker, until they are measured."""
+"""Rough rates of one worker, used until rates are measured."""
 
 
 class MemoryView(Protocol):
-    """What estimates need to know of the memory nodes at this moment; `MemoryStatus` is one."""
+    """The present state of the memory nodes, for estimates; implemented by `MemoryStatus`."""
 
     def free_bytes(self, node: NodeId) -> int:
-        """Bytes of the node's budget that nothing uses."""
+        """Return the unused bytes of the node's budget."""
 
     def queued_bytes(self, source: NodeId, target: NodeId) -> int:
-        """Bytes on their way over a link, the copy under way included."""
+        """Return the bytes on their way over a link, including the copy in progress."""
 
     def below(self, node: NodeId) -> NodeId:
-        """The node that takes what is evicted from `node`; `node` itself if nothing lies below it."""
+        """Return the node to which `node` evicts; `node` itself if no tier lies below it."""
 
 
 class Boundless:
     """Memory without limits or traffic."""
 
     def free_bytes(self, node: NodeId) -> int:
-        """More than anything needs."""
+        """Return a number beyond any need."""
         return 1 << 62
 
     def queued_bytes(self, source: NodeId, target: NodeId) -> int:
-        """Nothing is on its way."""
+        """Return 0: no copy is in progress."""
         return 0
 
     def below(self, node: NodeId) -> NodeId:
-        """Nothing is evicted."""
+        """Return `node`: nothing is evicted."""
         return node
 
 
 class Estimates(Protocol):
-    """What cost-based policies ask.
+    """Estimates for cost-based policies.
 
     Attributes:
-        memory: the nodes; `Machine.memory`, once there is a machine.
+        memory: state of the memory nodes; `Machine.memory`, once there is a machine.
     """
 
     memory: MemoryView
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """Seconds the task will run on a worker of that kind."""
+        """Return the seconds that the task will run on a worker of that kind."""
 
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """Seconds to move so many bytes over an idle link; 0 from a node to itself."""
+        """Return the seconds to move `nbytes` over an idle link; 0 from a node to itself."""
 
 
 class NoEstimates:
-    """Every task takes a second, copies take no time."""
+    """Estimates without models: every task takes a second, and copies take no time."""
 
     def __init__(self) -> None:
         self.memory: MemoryView = Boundless()
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """One second."""
+        """Return one second."""
         return 1.0
 
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """No time."""
+        """Return 0."""
         return 0.0
 
 
 NO_ESTIMATES: Final = NoEstimates()
-"""For policies made without models."""
+"""Estimates for policies created without models."""
 
 
 class Given:
-    """Estimates known beforehand, as in virtual time.
+    """Estimates from given functions, as in virtual time.
 
     Args:
-        duration: seconds of a task on a kind of worker.
-        transfer: seconds of a copy from node to node; None for copies that take no time.
+        duration: function that returns the seconds of a task on a kind of worker.
+        transfer: function that returns the seconds of a copy, given source, target and bytes; None for copies that take no time.
     """
 
     def __init__(self, duration: Callable[[Task, WorkerKind], float], transfer: Callable[[NodeId, NodeId, int], float] | None = None) -> None:
@@ -125,36 +124,36 @@ class Given:
         self._transfer = transfer
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """As given."""
+        """Return the given duration."""
         return self._duration(task, kind)
 
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """As given."""
+        """Return the given transfer time; 0 from a node to itself."""
         return 0.0 if self._transfer is None or source == target else self._transfer(source, target, nbytes)
 
 
 class _View(Protocol):
-    """What footprints look at in a handle's view, where it is there."""
+    """The attributes of a handle's view that footprints use, if it has them."""
 
     shape: tuple[int, ...]
     dtype: object
 
 
 class _Codelet(Protocol):
-    """What is asked of a codelet: its cost is (flops, bytes)."""
+    """The attribute of a codelet that estimates use; its cost is (flops, bytes)."""
 
     cost: Callable[[Sequence[object], Mapping[str, object]], tuple[float, float]] | None
 
 
 _dtypes: dict[object, str] = {}
-"""Names of dtypes; NumPy takes microseconds to make one."""
+"""Names of dtypes, cached because NumPy takes microseconds to build one."""
 
 
 def footprint(task: Task) -> int:
-    """A number that tasks of equal cost share: the CRC-32 of everything their cost may depend on, the same in every process.
+    """Return a number that tasks of equal cost share: the CRC-32 of everything that may affect the cost, the same in every process.
 
-    That is each access's mode, shape and dtype (or size, of views that have no shape), the constants that are bool or str, and the cost function's
-    answer. Numeric constants count by themselves only where there is no cost function: seeds and offsets are numbers too, and cost nothing.
+    It covers each access's mode, shape and dtype (or size, if the view has no shape), the constants of type bool or str, and the result of the cost
+    function. Numeric constants are included only if the codelet has no cost function: seeds and offsets are numbers too, and do not affect the cost.
     """
     terms: list[str] = []
     for handle, mode in task.accesses:
@@ -175,35 +174,35 @@ def footprint(task: Task) -> int:
 
 
 def key_of(task: Task) -> tuple[str, int]:
-    """Codelet name and footprint of a task, which it keeps."""
+    """Return the codelet name and footprint of a task; they are cached in `Task.model_key`."""
     if task.model_key is None:
         task.model_key = (task.name, footprint(task))
     return task.model_key
 
 
 def _cost(task: Task) -> tuple[float, float] | None:
-    """(flops, bytes) of a task, if its codelet says."""
+    """Return (flops, bytes) of a task, or None if its codelet has no cost function."""
     cost = cast(_Codelet, task.codelet).cost if hasattr(task.codelet, "cost") else None
     return None if cost is None else cost([handle.view for handle, _ in task.accesses], task.constants)
 
 
 class Series:
-    """The latest durations of one kind of task, and what the next one will take.
+    """The latest durations of one kind of task, and their typical value.
 
     Attributes:
         samples: seconds, oldest first.
-        is_warm: whether this process has dropped its first one.
+        is_warm: whether this process has dropped the first duration that it measured.
     """
 
     __slots__ = ("_typical", "is_warm", "samples")
 
     def __init__(self, samples: Sequence[float] = ()) -> None:
         self.samples = deque(samples, KEPT)
-        self._typical: float | None = None  # of the samples as they are, once asked for
+        self._typical: float | None = None  # of the present samples, computed on demand
         self.is_warm = False
 
     def add(self, seconds: float) -> None:
-        """Record a duration; the first is dropped."""
+        """Record a duration; the first one is dropped."""
         if self.is_warm:
             self.samples.append(seconds)
             self._typical = None
@@ -212,7 +211,7 @@ class Series:
 
     @property
     def typical(self) -> float | None:
-        """Mean without spikes, in seconds; None without samples."""
+        """Mean duration without spikes, seconds; None without samples."""
         if self._typical is None and self.samples:
             limit = SPIKE * median(self.samples)
             kept = [seconds for seconds in self.samples if seconds <= limit]
@@ -224,7 +223,7 @@ class History:
     """Measured durations by key.
 
     Attributes:
-        series: everything known; `storage.performance_store` reads and fills it.
+        series: all series; `storage.performance_store` reads and fills it.
     """
 
     def __init__(self) -> None:
@@ -238,7 +237,7 @@ class History:
         series.add(seconds)
 
     def estimate(self, key: Key) -> float | None:
-        """Mean duration in seconds without spikes, or None without samples."""
+        """Return the mean duration without spikes in seconds, or None without samples."""
         series = self.series.get(key)
         return None if series is None else series.typical
 
@@ -247,11 +246,11 @@ class Models:
     """Estimates from measurements.
 
     Args:
-        rates: what a worker of each kind does per second, for tasks that were never measured.
+        rates: rates of one worker of each kind, for tasks that were never measured.
 
     Attributes:
         history: durations of tasks.
-        links: models of links by (source, target); `declare_links` says what is known of them before any copy.
+        links: models of links by (source, target); `declare_links` sets them before any copy.
     """
 
     def __init__(self, rates: Mapping[WorkerKind, Rate] = RATES) -> None:
@@ -262,7 +261,7 @@ class Models:
         self._guesses: dict[Key, float] = {}
 
     def record(self, task: Task, kind: WorkerKind, seconds: float) -> None:
-        """Take note of how long a task ran. Under a microsecond for a task whose `model_key` is known, as in any replay but the first."""
+        """Record how long a task ran. Takes less than a microsecond if the task's `model_key` is set, as in every replay after the first."""
         key = (*key_of(task), kind)
         series = self.history.series.get(key)
         if series is None:
@@ -271,18 +270,19 @@ class Models:
             series.add(seconds)
 
     def record_copy(self, source: NodeId, target: NodeId, nbytes: int, seconds: float) -> None:
-        """Take note of how long a copy took once it had the link to itself."""
+        """Record how long a copy took, from the moment when it had the link to itself."""
         self._link(source, target).add(nbytes, seconds)
 
     def declare_links(
         self, num_nodes: int, *, storage: bool, given: tuple[float, float] | None = None, disk: tuple[float, float] | None = None
     ) -> None:
-        """Say what is known of the links between nodes before any copy; where copies have been measured, they know better.
+        """Set the models of the links between nodes before any copy; a link that has measured copies keeps them.
 
         Args:
+            num_nodes: number of memory nodes.
             storage: whether the last node is a disk tier.
-            given: latency in seconds and bytes per second of every link between memories, if they are simulated or imaginary.
-            disk: the same of each request in flight of the disk tier, if that is imaginary.
+            given: latency in seconds and bandwidth in bytes per second of every link between memories, if they are simulated or imaginary.
+            disk: latency and bandwidth of each concurrent request of the disk tier, if it is imaginary.
         """
         for source, target in permutations(range(num_nodes), 2):
             ends = NodeId(source), NodeId(target)
@@ -296,7 +296,7 @@ class Models:
             self._declare((FILE, NodeId(target)), DISK_LINK)
 
     def _declare(self, ends: tuple[NodeId, NodeId], rough: tuple[float, float]) -> None:
-        """A link with rough latency and bandwidth, and with the samples that there are."""
+        """Create the model of a link with a rough latency and bandwidth, and with the copies measured so far."""
         known = self.links.get(ends)
         link = self.links[ends] = LinkModel(*rough)
         if known is not None and not known.is_given:
@@ -304,7 +304,7 @@ class Models:
             link.fit()
 
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """What was measured, else a guess."""
+        """Return the measured duration, or else a guess."""
         key = (*key_of(task), kind)
         seconds = self.history.estimate(key)
         if seconds is None:
@@ -314,14 +314,14 @@ class Models:
         return seconds
 
     def _guess(self, task: Task, kind: WorkerKind) -> float:
-        """The cost function over the rates of the worker, whichever binds."""
+        """Return the cost divided by the rates of the worker: the larger of the times for operations and for bytes."""
         cost, rate = _cost(task), self._rates.get(kind)
         if cost is None or rate is None:
             return UNKNOWN_SECONDS
         return max(cost[0] / rate.flops, cost[1] / rate.nbytes)
 
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """Latency + bytes / bandwidth."""
+        """Return latency + bytes / bandwidth."""
         return 0.0 if source == target else self._link(source, target).seconds(nbytes)
 
     def _link(self, source: NodeId, target: NodeId) -> LinkModel:

@@ -1,4 +1,4 @@
-"""Which nodes look ahead, and when: where something has changed."""
+"""The lookaheads of the memory nodes, and the choice of the nodes that look ahead after an event."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .records import RAM, NodeId
 
 
 class Lookaheads:
-    """The lookahead of every node that has one, and when each looks.
+    """The lookaheads of all nodes that have one.
 
     Args:
-        enabled: whether anything is moved ahead at all.
+        enabled: whether any data is moved ahead.
 
     Attributes:
-        by_node: each of them.
-        partition_nodes: where the partitions of a step run, if it has as many: equal devices, and nothing runs elsewhere.
+        by_node: lookahead of each node that has one.
+        partition_nodes: nodes that run the partitions of a step, one each, if the devices are equal and nothing runs elsewhere; else empty.
     """
 
     def __init__(self, dispatch: Dispatch, replicas: Replicas, *, enabled: bool) -> None:
@@ -30,10 +30,10 @@ class Lookaheads:
         self.by_node: dict[NodeId, Lookahead] = {}
 
     def choose_nodes(self) -> None:
-        """Decide which nodes look ahead, after a worker has joined, or data in a file has come: then even the last tier has something to fetch."""
+        """Choose the nodes that look ahead, after a worker has joined or data in a file was attached (which even the last tier can fetch ahead)."""
         replicas, joined = self._replicas, [worker for worker in self._dispatch.joined if not worker.aside]
-        nodes_of_tasks = sorted({each.node for each in joined})
-        kinds = {each.kind for each in joined}
+        nodes_of_tasks = sorted({worker.node for worker in joined})
+        kinds = {worker.kind for worker in joined}
         is_parted = self._dispatch.policy.keeps_partitions and len(nodes_of_tasks) > 1 and RAM not in nodes_of_tasks and len(kinds) == 1
         self.partition_nodes = tuple(nodes_of_tasks) if is_parted else ()
         if self._enabled and replicas.has_several:
@@ -42,7 +42,7 @@ class Lookaheads:
             self.by_node = {node: Lookahead(replicas, node, is_only=len(nodes_of_tasks) == 1) for node in looking}
 
     def run(self, event: Event, actions: list[Action]) -> None:
-        """Let the node where something changed look ahead: all nodes when a step starts, the only one if memory was short or data is unread."""
+        """Look ahead where `event` changed something: on all nodes at the start of a step; on a single node if memory was short or data is unread."""
         nodes: Iterable[NodeId] = ()
         if len(self.by_node) == 1:
             replicas = self._replicas
@@ -61,6 +61,6 @@ class Lookaheads:
                 lookahead.run(ended, actions, blocked=bool(self._dispatch.blocked[node]))
 
     def rest(self) -> None:
-        """No replay is in flight: nothing is kept of the last one."""
-        for each in self.by_node.values():
-            each.rest()
+        """Drop the state of the last replay; to be called when no replay is in progress."""
+        for lookahead in self.by_node.values():
+            lookahead.rest()

@@ -1,7 +1,7 @@
-"""Plain records the whole core shares: access modes, handles, replicas, tasks, workers, nodes, and the ids that name them.
+"""Plain records that the whole core shares: access modes, handles, replicas, tasks, workers, nodes, and their ids.
 
-Rules: records hold state and no behaviour beyond printing themselves; nothing here knows threads, clocks, arrays or devices. What a record
-calls ``view`` or ``codelet`` is opaque to the core.
+Records hold state and have no behaviour except printing themselves. Nothing here knows threads, clocks, arrays or devices. The fields ``view`` and
+``codelet`` are opaque to the core.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ ReplicaState = Literal["reserved", "shared", "modified", "scratch"]
 TaskState = Literal["waiting", "ready", "blocked", "fetching", "staged", "running", "done", "failed", "cancelled"]
 
 RAM: Final = NodeId(0)
-"""The node of host memory, where CPU workers compute and the program borrows data."""
+"""The node of host memory, where CPU workers compute and the program acquires data."""
 
 NEWEST: Final = -1
-"""In the place of a kernel's mark: which kernel of a device used some bytes last is not known; it may be the newest one."""
+"""A kernel mark that means: the last kernel of the device that used these bytes is unknown, so it may be the newest one."""
 
 FILE: Final = NodeId(1 << 16)
-"""The node of the files that data comes from: read only, without budget or extents, and not among a machine's memory nodes. Above all of them,
-because data is read from there when it is nowhere else."""
+"""The node of the files that data comes from. It is read-only, has no budget or extents, and is not among a machine's memory nodes. Its id is the
+largest, because copies come from the lowest node with valid data: a file is read only if the data is nowhere else."""
 
 FILE_NAME: Final = "file"
-"""What users call it."""
+"""Name of the node `FILE` in messages."""
 
 MOST_SHOWN: Final = 40
-"""Accesses of a task that messages name."""
+"""Number of accesses of a task that messages name."""
 
 ANY: Final = 1 << 60
-"""A window that holds nothing back."""
+"""A window that holds no task back."""
 
 HOST: Final = WorkerId(-1)
 """The program itself, as the worker of its acquisitions; it runs any number of them at a time."""
@@ -54,19 +54,19 @@ HOST: Final = WorkerId(-1)
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One handle's bytes on one node.
+    """The bytes of one handle on one node.
 
     Attributes:
-        offset: where the extent begins in the node's memory, bytes.
-        state: "reserved" holds no valid data yet; "shared" equals every other valid replica; "modified" is the only valid one;
-            "scratch" is one task's private working memory, which its handle does not list.
-        pins: tasks and copies that use the extent now; a pinned replica is never evicted.
-        outgoing: copies out of it that are under way; each is one of its pins.
-        arriving: whether a copy into it is under way.
-        is_backing: whether it stays for as long as its handle holds data anywhere: the extent on the last tier, or the extent in a file.
-        is_ahead: whether it is the backing replica of a temporary that the planned order would not have made yet.
-        since, last_use: the machine's event count when it was installed and at the last use.
-        kernel_mark: number of the mark behind the last kernel of the node's device that used the extent, set by its driver; else `NEWEST`.
+        offset: start of the extent in the node's memory, bytes.
+        state: "reserved": no valid data yet; "shared": equal to every other valid replica; "modified": the only valid replica; "scratch": private
+            working memory of one task, which its handle does not list.
+        pins: number of tasks and copies that use the extent now; a pinned replica is never evicted.
+        outgoing: number of copies out of it that are in progress; each is one of its pins.
+        arriving: whether a copy into it is in progress.
+        is_backing: whether it stays as long as its handle holds data anywhere: the extent on the last tier, or the extent in a file.
+        is_ahead: whether it is the backing replica of a temporary that the planned order would not have created yet.
+        since, last_use: event count of the machine when it was installed, and at its last use.
+        kernel_mark: number of the mark that follows the last kernel of the node's device that used the extent, set by its driver; else `NEWEST`.
     """
 
     handle: HandleRecord
@@ -86,13 +86,13 @@ class Replica:
 
 @dataclass(slots=True, eq=False)
 class UseSchedule:
-    """When a recorded step uses a handle: what eviction and prefetching go by.
+    """The uses of a handle in a recorded step, for eviction and prefetching.
 
     Attributes:
-        positions: of the tasks that use it, rising.
-        modes: for each, what the task does with the handle.
-        leaves: those of `positions` before which it is expected to leave the memory where tasks run, if that is known.
-        replay: the replay that owns the handle; None for a handle that outlives replays, whose uses come again in the next one.
+        positions: positions of the tasks that use the handle, ascending.
+        modes: access mode of each of these tasks.
+        leaves: those of `positions` before which the handle is expected to leave the memory where tasks run, if known.
+        replay: the replay that owns the handle; None for a handle that outlives replays, whose uses recur in the next one.
     """
 
     positions: Sequence[int]
@@ -106,15 +106,15 @@ class HandleRecord:
     """One piece of data.
 
     Attributes:
-        nbytes: exact size; `size` is what the ledger counts (rounded up).
-        replicas: the nodes that hold bytes for it.
+        nbytes: exact size; `size` is the size in the ledger (rounded up).
+        replicas: replica on each node that holds bytes for it.
         last_writer, readers: unfinished tasks that the next access must wait for.
-        num_uses: accesses of unfinished tasks, plus copies under way.
-        released: no program references it: it dies with its last use.
-        lost: why its data does not exist any more, if so; `root` is the failure where that began.
-        use_schedule: when the recorded step that used it last uses it.
-        preferred_offset: offset that it had where a task last freed bytes for it: taken again if it is free, so that replays find the same addresses.
-        next_use: order of the plain task that uses it next, where the submitter knows it.
+        num_uses: number of accesses of unfinished tasks and of copies in progress.
+        released: whether the program has no reference to it any more, so that it dies with its last use.
+        lost: reason why its data does not exist any more, else None; `root` is the failure that started the chain of losses.
+        use_schedule: its uses in the recorded step that used it last.
+        preferred_offset: its offset where a task last freed bytes for it, used again if free, so that replays find the same addresses; -1 for none.
+        next_use: order of the plain task that uses it next, if the submitter knows it.
     """
 
     id: HandleId
@@ -145,25 +145,25 @@ class Task:
 
     Attributes:
         codelet: opaque; only `name` and `kinds` matter to the core.
-        order: position in the order of submission; decides ties everywhere; of a recorded task, set anew in every replay.
-        num_waiting: unfinished predecessors (an edge counts once each time it was added).
-        successors: tasks waiting for this one; of a recorded task, those of the same replay.
-        late_successors: of a recorded task, tasks outside its replay.
-        replicas: one per access while admitted.
-        num_arriving: inputs still on their way to `node`.
-        step: the replay it belongs to.
-        position: of a recorded task, its position in the step's planned order.
-        partition: of a recorded task, the partition of the step, which belongs on one device; -1 for none.
+        order: position in the order of submission, which decides all ties; for a recorded task, set anew in every replay.
+        num_waiting: number of unfinished predecessors (an edge counts once for each time it was added).
+        successors: tasks that wait for this one; for a recorded task, those of the same replay.
+        late_successors: tasks outside the replay that wait for this recorded task.
+        replicas: one replica per access while the task is admitted.
+        num_arriving: number of inputs on their way to `node`.
+        step: the replay of a recorded task, else None.
+        position: position of a recorded task in the step's planned order.
+        partition: partition of the step that a recorded task belongs to, which runs on one device; -1 for none.
         pin: the only worker that may run it, if the program has placed it by hand.
-        aside: of a recorded task, whether it runs in host memory by workers that stand aside.
-        num_predecessors: what `num_waiting` starts from in every replay.
+        aside: whether a recorded task runs in host memory, on workers that stand aside.
+        num_predecessors: value of `num_waiting` at the start of every replay.
         is_exit: whether a handle may remember it as an access, so that it must be unlinked when it ends.
-        token: the waiter of the program, where the program waits for the task to run.
-        model_key: codelet name and footprint, once a performance model has asked for them.
-        next_uses: of a plain task, for each access the order of the plain task that uses the handle after this one, where the submitter knows it.
-        num_clones: of a recorded task, how many it stands for, itself or those that are fused, that make again, if only in part, what others of the
-            step have made.
-        clone_share: their share of its time, as far as that is known.
+        token: the waiter of the program, if the program waits for the task to run.
+        model_key: codelet name and footprint, once a performance model has computed them.
+        next_uses: for each access of a plain task, the order of the next plain task that uses the handle, if the submitter knows it.
+        num_clones: number of recomputing tasks in a recorded task: of itself, or of the tasks fused into it, those that recompute results of other
+            tasks of the step, at least in part.
+        clone_share: fraction of the task's time that recomputation takes, as far as it is known.
     """
 
     id: TaskId
@@ -197,7 +197,7 @@ class Task:
 
     @property
     def planned_node(self) -> NodeId | None:
-        """The node where the plan wants the task, if it says so: policies that weigh data keep to it."""
+        """The node that the plan chose for the task, else None; policies that weigh data respect it."""
         step = self.step
         return step.partition_nodes[self.partition] if step is not None and step.partition_nodes and self.partition >= 0 else None
 
@@ -206,39 +206,39 @@ class Task:
 
 
 def data_of(task: Task) -> str:
-    """The data of a task, for messages: of fused tasks, which may use that of a whole step, the beginning."""
+    """Return the data of a task for messages: at most `MOST_SHOWN` accesses, since fused tasks may use the data of a whole step."""
     shown = ", ".join(f"{mode} {handle.name or handle.id}" for handle, mode in task.accesses[:MOST_SHOWN])
     return shown if len(task.accesses) <= MOST_SHOWN else f"{shown} and {len(task.accesses) - MOST_SHOWN} more"
 
 
 @dataclass(slots=True, eq=False)
 class Replay:
-    """One of the two instances of a recorded step, and the replay it carries at present.
+    """One of the two instances of a recorded step, and the state of its current replay.
 
     Attributes:
-        number: of the replay, from 0.
-        num_unfinished: tasks of this replay that are neither done nor cancelled.
-        failure: the first error of a task of this replay.
-        updated: once a task of this replay has not run to its end, the first writer of each handle that the step reads before it writes it.
-        behind: those of them that have missed their first write in this replay, and why: to its tasks they are lost, to all others they hold what
-            they held before it.
-        changed_nothing: of a replay that has failed and ended, whether all data that it was to update is as it was before.
-        owned: handles that live and die within a replay of this instance, with the number of accesses a replay makes.
-        window: its tasks this far beyond the oldest unfinished one are held back from the policy.
-        partitions: the positions of each partition of the step, see `Task.planned_node`.
-        partition_nodes: the node where each partition belongs; empty where the workers do not match the partitions.
+        number: number of the replay, from 0.
+        num_unfinished: number of tasks of this replay that are neither done nor cancelled.
+        failure: first error of a task of this replay.
+        updated: once a task of this replay has failed or was cancelled, the first writer of each handle that the step reads before it writes it.
+        stale: handles of `updated` whose first write in this replay was cancelled, with the reason. They are lost within the replay, and unchanged
+            outside it.
+        changed_nothing: whether a replay that has failed and ended left all data that it was to update unchanged.
+        owned: handles that are created and die within a replay of this instance, with the number of their accesses in a replay.
+        window: tasks of the replay that are at least this far beyond the oldest unfinished one are held back from the policy.
+        partitions: positions of the tasks of each partition of the step, see `Task.planned_node`.
+        partition_nodes: node of each partition; empty if the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
-        returns: of each partition, or of all tasks where there are none: (from, position) of the tasks that miss data which has left the memory
-            where they run, in planned order; from that position on nothing else is expected to need the bytes for it.
+        returns: for each partition, or for all tasks if there are none, (from, position) of the tasks whose data has left the memory that they run
+            in, in planned order; from position `from` on, the bytes for that data are expected to be free.
         has_aside: whether any of its tasks runs aside.
-        heads: of each partition, an index into its positions before which all tasks have ended.
-        makes: for each position, the bytes of temporaries its task is the first to write.
-        passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch where tasks run on
-            the last tier.
-        peaks: for each position and the end, the most of these bytes from there on.
+        heads: for each partition, an index into its positions before which all tasks have ended.
+        makes: for each position, the bytes of temporaries that its task is the first to write.
+        passing: for each position, the bytes of temporaries that exist while its task runs in the planned order, and of scratch if tasks run on the
+            last tier.
+        peaks: for each position and the end, the largest value of `passing` from there on.
         first_order: `order` of the first task of this replay.
-        done: per position, whether its task has ended in this replay.
-        frontier: the first position whose task has not.
+        done: for each position, whether its task has ended in this replay.
+        frontier: first position whose task has not ended.
     """
 
     tasks: list[Task]
@@ -262,21 +262,21 @@ class Replay:
     num_unfinished: int = 0
     failure: BaseException | None = None
     updated: Mapping[HandleRecord, Task | None] = field(default_factory=dict)
-    behind: dict[HandleRecord, str] = field(default_factory=dict)
+    stale: dict[HandleRecord, str] = field(default_factory=dict)
     changed_nothing: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SharedUse:
-    """How a recorded step uses a handle that outlives a replay.
+    """The use of a handle that outlives replays in a recorded step.
 
     Attributes:
         first_readers: tasks that read it before the step writes it.
-        first_writer, last_writer: the first and last task that write it.
-        needs_data: whether the first access reads what was there before the step.
+        first_writer, last_writer: first and last task that write it.
+        needs_data: whether the first access reads the value from before the step.
         last_readers: tasks that read it after the last write.
-        num_uses: accesses of all tasks of the step.
-        use_schedule: when.
+        num_uses: number of accesses by all tasks of the step.
+        use_schedule: positions of its uses.
     """
 
     handle: HandleRecord
@@ -291,10 +291,10 @@ class SharedUse:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Who runs tasks: one at a time, `depth` of them admitted ahead.
+    """A worker: it runs one task at a time, and holds at most `depth` admitted ones.
 
     Attributes:
-        aside: whether it only gets tasks that devices may not run: then its memory is not one where the tasks of a step run.
+        aside: whether it only gets tasks that devices may not run; its memory does not count as one where the tasks of a step run.
     """
 
     id: WorkerId

@@ -1,9 +1,9 @@
-"""How long workers stood idle although work for them was ready, because its data was on the way or had no free bytes to go to.
+"""Time that workers stood idle although work for them was ready, because its data was on the way or had no memory to go to.
 
-Stalled at any moment are, on each node, the idle workers that hold an admitted task, whose inputs are being copied, and of the other idle ones as
-many as tasks stand in the node's line for memory; of several equal ones, those that joined first. A worker that waits for another one's result is
-idle and not stalled, and neither is one whose next task the planned order holds back. Between two events nothing of this changes, so the sums are
-exact. Time is an argument.
+An idle worker is stalled while it holds an admitted task, whose inputs are being copied. If n tasks wait for the memory of a node, n more of its idle
+workers are stalled; those that joined first are counted. A worker that waits for the result of another one is idle but not stalled, and so is a
+worker whose next task is held back by the planned order. The stalled workers do not change between two events, so the sums are exact. Time is an
+argument.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .records import HOST, WorkerId
 
 
 class Stalls:
-    """Sums up stalled workers over time. Nothing needs an `update` while no copy is under way, no task is blocked, and `stalled` is empty.
+    """Sums of stalled time. No `update` is needed while no copy is in progress, no task is blocked, and `stalled` is empty.
 
     Attributes:
-        dispatch: knows the idle workers and the blocked tasks.
-        copying: copies under way by their target.
+        dispatch: the dispatch, which knows the idle workers and the blocked tasks.
+        copying: copies in progress by their target.
         stalled: workers stalled since the last update.
-        by_worker: nanoseconds of each worker that ever was, until the last update.
+        by_worker: nanoseconds each worker was stalled, until the last update; workers that never stalled are missing.
     """
 
     __slots__ = ("_since", "by_worker", "copying", "dispatch", "stalled")
@@ -34,14 +34,14 @@ class Stalls:
 
     @property
     def nanoseconds(self) -> int:
-        """Of all workers together, until the last update."""
+        """Stalled nanoseconds of all workers together, until the last update."""
         return sum(self.by_worker.values())
 
     def update(self, now: int) -> None:
-        """Look again after an event at `now`, in nanoseconds."""
+        """Add the time since the last update, and find the workers that are stalled after an event at `now`, in nanoseconds."""
         if self.stalled:
-            for one in self.stalled:
-                self.by_worker[one] = self.by_worker.get(one, 0) + now - self._since
+            for worker_id in self.stalled:
+                self.by_worker[worker_id] = self.by_worker.get(worker_id, 0) + now - self._since
         self._since = now
         dispatch = self.dispatch
         stalled = [worker.id for worker in dispatch.joined if worker.running is None and worker.assigned]

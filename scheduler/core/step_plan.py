@@ -1,9 +1,9 @@
 """Recorded steps: tasks captured once, planned once, replayed many times.
 
-A recording is a list of tasks over handle records. Handles made while recording belong to the step: each of its two instances gets its own
-copies of them, so that two replays can be in flight without touching each other's temporaries. All other handles are shared with the rest of
-the program, and a replay waits for the last access of each of them, not for the whole of the previous replay. Pure: building a plan and an
-instance runs nothing and takes no memory.
+A recording is a list of tasks over handle records. Handles created while recording belong to the step: each of its two instances has its own copies
+of them, so that two replays can be in progress without sharing temporaries. All other handles are shared with the rest of the program. A replay
+waits for the last access of each shared handle, not for the end of the previous replay. This module is pure: building a plan and an instance runs
+nothing and takes no memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .records import ANY, FILE, RW, HandleRecord, Mode, R, Replay, SharedUse, Ta
 
 @dataclass(slots=True, eq=False)
 class RecordedTask:
-    """One captured task; fields as in `Task`.
+    """One captured task, with fields as in `Task`.
 
     Attributes:
-        block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all.
-        aside: whether workers run it that stand aside (`Worker.aside`), in host memory.
+        block: number of the block of a model that it belongs to (`TaskRuntime.block`); None outside all blocks.
+        aside: whether it runs in host memory, on workers that stand aside (`Worker.aside`).
     """
 
     codelet: object
@@ -41,7 +41,7 @@ class RecordedTask:
 
 @dataclass(slots=True)
 class _Use:
-    """How the step uses one handle, by positions in the recorded order."""
+    """The uses of one handle in the step, by positions in the recorded order."""
 
     first_readers: list[int] = field(default_factory=list)
     first_writer: int | None = None
@@ -58,14 +58,14 @@ class StepPlan:
     """The dependency graph and lifetimes of a recording.
 
     Args:
-        tasks: in recorded order.
-        owned: handles made while recording; True for outputs, which outlive the replay, False for those that die at their last use.
-        window: tasks this far beyond the oldest unfinished one are held back.
-        partitions: of each task, the partition of the step it belongs to, from 0, or -1; the tasks of one belong on one device. Empty for none.
-        idle: bytes of the program's data that is there while the step runs and that none of its tasks touches, if they are known.
+        tasks: the tasks in recorded order.
+        owned: handles created while recording; True for outputs, which outlive the replay, False for those that die at their last use.
+        window: distance from the oldest unfinished task at which tasks are held back.
+        partitions: partition of each task, from 0, or -1; the tasks of a partition run on one device. Empty without partitions.
+        idle: bytes of the program's data that exist while the step runs and that none of its tasks uses, if known.
 
     Attributes:
-        aside: for each task, whether it runs in host memory beside the devices that run the others (`RecordedTask.aside`).
+        aside: for each task, whether it runs in host memory while devices run the others (`RecordedTask.aside`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StepPlan:
 
     @staticmethod
     def _enter(use: _Use, position: int, mode: Mode, waits: set[int]) -> None:
-        """Enter one access and collect what it waits for; the same rule as `dependencies.link`."""
+        """Add one access and collect the tasks that it waits for; the same rule as `dependencies.link`."""
         if use.first_writer is None and not use.readers and (mode == R or mode == RW):
             use.needs_data = True
         use.num_uses += 1
@@ -117,41 +117,41 @@ class StepPlan:
                 use.first_writer = position
 
     def divided(self, partitions: Sequence[int]) -> StepPlan:
-        """The same step with partitions; what else it has is shared."""
-        found = copy(self)
-        found.partitions = list(partitions)
-        return found
+        """Return the same step with partitions; everything else is shared with this plan."""
+        plan = copy(self)
+        plan.partitions = list(partitions)
+        return plan
 
     def foresee(self, leaves: Mapping[HandleRecord, Set[int]], returns: Sequence[Sequence[tuple[int, int]]] = ()) -> None:
-        """Note which handles are expected to leave the memory where tasks run, and before which of their uses; instances made later know it.
+        """Note the uses before which handles are expected to leave the memory where tasks run, for instances created later.
 
         Args:
+            leaves: `UseSchedule.leaves` of each handle that leaves at all.
             returns: `Replay.returns` of these instances.
         """
-        self.returns = [list(each) for each in returns]
+        self.returns = [list(partition) for partition in returns]
         for handle, positions in leaves.items():
             self.uses[handle].leaves = positions
 
     def unwritten(self) -> list[tuple[RecordedTask, HandleRecord]]:
-        """Owned handles whose first access reads them, with the task that does."""
-        found = []
+        """Return the owned handles whose first access reads them, each with the task that does."""
+        reads = []
         seen: set[HandleRecord] = set()
         for task in self.tasks:
             for handle, mode in task.accesses:
                 if handle not in seen and handle in self.owned and (mode == R or mode == RW):
-                    found.append((task, handle))
+                    reads.append((task, handle))
                 seen.add(handle)
-        return found
+        return reads
 
     def is_only_aside(self, handle: HandleRecord) -> bool:
-        """Whether no task touches the handle but those that run aside."""
+        """Return whether only tasks that run aside use the handle."""
         return self.has_aside and all(self.aside[position] for position in self.uses[handle].positions)
 
     def live_bytes(self) -> list[int]:
-        """For each position in the planned order, the bytes of the step's own data that must exist while its task runs, scratch included; without
-        what only tasks aside touch.
+        """Return, for each position in the planned order, the bytes of the step's own data that must exist while its task runs.
 
-        Data that outlives the step counts from its first write, if that comes before any read of it.
+        Scratch is included; data that only tasks aside use is not. Data that outlives the step counts from its first write, if no read precedes it.
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
@@ -168,51 +168,54 @@ class StepPlan:
         return list(accumulate(change[:-1]))
 
     def needed_bytes(self) -> int:
-        """Bytes that exist at once at most, in this order with one task at a time: what the step finds, makes and uses as scratch, without what only
-        tasks aside touch."""
-        found = sum(
+        """Return the largest number of bytes that exist at once, if tasks run one at a time in this order.
+
+        They are the inputs, results and scratch of the step, without data that only tasks aside use.
+        """
+        inputs = sum(
             handle.size for handle, use in self.uses.items() if use.needs_data and handle not in self.owned and not self.is_only_aside(handle)
         )
-        return found + max(self.live_bytes(), default=0)
+        return inputs + max(self.live_bytes(), default=0)
 
     def minimum_bytes(self, *, is_last: bool, computes: bool, replays: int = 2, ranks: Sequence[int] | None = None) -> int:
-        """The smallest budget of a memory with which every task of the step gets its turn, whatever ends first: what a plan refuses to go below.
+        """Return the smallest budget of a memory with which every task of the step can run in any order of completions; plans refuse a smaller one.
 
-        A memory with a tier below it must hold the hungriest task, or, where no task runs, the largest tile, which the program may ask for. The
-        last tier must hold what exists at once in the planned order with one task at a time: all data that outlives the step, one instance of the
-        outputs for each replay in flight, and the largest sum of temporaries (copies of inputs among them) and, if tasks run there, scratch. The
-        second replay's temporaries do not add to it: tasks ahead of the planned order get only bytes that the rest of that order does not need.
-        What lies in a file and is only read counts like scratch, since it can be read again. Of data that the step does not use, `idle` counts.
+        A memory with a tier below it must hold the largest working set of a task. If no task runs there, it must hold the largest tile, which the
+        program may acquire. The last tier must hold everything that exists at once in the planned order with one task at a time: all data that
+        outlives the step, one instance of the outputs per replay in progress, and the largest sum of temporaries (including copies of inputs) and, if
+        tasks run there, scratch. The temporaries of the second replay add nothing: tasks ahead of the planned order only get bytes that the rest of
+        the order does not need. Data in a file that is only read counts like scratch, since it can be read again. Of the data that the step does not
+        use, `idle` counts.
 
         Args:
-            is_last: whether no tier lies below.
+            is_last: whether no tier lies below this memory.
             computes: whether tasks run on data in this memory.
-            replays: that will ever run; with one, the outputs have one instance.
-            ranks: of the tasks, where they run in another order.
+            replays: number of replays that will ever run; with one, the outputs have one instance.
+            ranks: position of each task in another order, if they run in that one.
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
         kept = self.kept_bytes()
         outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
-        borrowed = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # by the program: any of them
+        borrowed = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
         return kept + min(replays, 2) * outputs + max(passing, borrowed)
 
     def kept_bytes(self) -> int:
-        """Bytes of the last tier that outlive the step: all data but outputs, and what lies in a file and is only read; `idle` too."""
+        """Return the bytes of the last tier that outlive the step: `idle` and all data except outputs and data in files that is only read."""
         outlives = [handle for handle in self.uses if handle not in self.owned and not self._is_scratch(handle)]
         return self.idle + sum(handle.size for handle in outlives if not self.stays_in_file(handle))
 
     def stays_in_file(self, handle: HandleRecord) -> bool:
-        """Whether the handle's data lies in a file and the step only reads it."""
+        """Return whether the handle's data lies in a file and the step only reads it."""
         return FILE in handle.replicas and self.uses[handle].first_writer is None
 
     def temporary_bytes(self, *, scratch: bool, ranks: Sequence[int] | None = None) -> list[int]:
-        """For each position in the planned order, the bytes of data that lives and dies within a replay while its task runs, perhaps with scratch.
+        """Return, for each position in the planned order, the bytes of data that is created and dies within a replay while its task runs.
 
         Args:
-            scratch: whether tasks run here, and need bytes for scratch and for what they read from files; those that run aside do in any case.
-            ranks: of the tasks, where they run in another order.
+            scratch: whether tasks run here, and need bytes for scratch and for data that they read from files; tasks that run aside always do.
+            ranks: position of each task in another order, if they run in that one.
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
@@ -232,16 +235,16 @@ class StepPlan:
         return use.first_writer is None and not use.readers
 
     def largest_task(self, *, aside: bool = False) -> int:
-        """Bytes that the hungriest task touches: no memory where tasks run may be smaller.
+        """Return the bytes that the task with the largest working set uses: the smallest size of a memory where tasks run.
 
         Args:
-            aside: whether of those that run aside, which host memory must hold.
+            aside: whether to look at the tasks that run aside, which host memory must hold, instead of the others.
         """
-        found = zip(self.tasks, self.aside, strict=True)
-        return max((sum(handle.size for handle, _ in task.accesses) for task, is_beside in found if is_beside == aside), default=0)
+        tasks = zip(self.tasks, self.aside, strict=True)
+        return max((sum(handle.size for handle, _ in task.accesses) for task, is_aside in tasks if is_aside == aside), default=0)
 
     def _makes(self) -> list[int]:
-        """`makes` of the step's replays."""
+        """Return `Replay.makes` of the step's replays."""
         makes = [0] * len(self.tasks)
         for handle, use in self.uses.items():
             if self.owned.get(handle) is False and not self._is_scratch(handle):
@@ -251,15 +254,15 @@ class StepPlan:
     def instantiate(
         self, clone: Callable[[HandleRecord], HandleRecord], first_id: int, *, computes_on_last: bool = True
     ) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
-        """Tasks and own handles of one instance.
+        """Create the tasks and own handles of one instance.
 
         Args:
-            clone: makes a new record like the one given.
+            clone: function that creates a new record with the properties of the given one.
             first_id: id of the first task.
-            computes_on_last: whether tasks run on data in the last tier, whose bytes then hold their scratch as well.
+            computes_on_last: whether tasks run on data in the last tier, which then also holds their scratch.
 
         Returns:
-            The replay, and the instance's record of each owned one.
+            The replay, and the instance's record of each owned handle.
         """
         twins: dict[HandleRecord, HandleRecord] = {}
         for handle, is_output in self.owned.items():
@@ -337,12 +340,12 @@ class StepPlan:
 
 
 def peaks_of(passing: Sequence[int]) -> list[int]:
-    """`peaks` of a replay from its `passing`."""
+    """Return `Replay.peaks` for a given `Replay.passing`."""
     return [*accumulate(reversed(passing), max, initial=0)][::-1]
 
 
 def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:
-    """The positions of the tasks of each partition, from the partition of each task."""
+    """Return the positions of the tasks of each partition, given the partition of each task."""
     positions: list[list[int]] = [[] for _ in range(max(partitions, default=-1) + 1)]
     for position, partition in enumerate(partitions):
         if partition >= 0:

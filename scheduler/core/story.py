@@ -1,4 +1,4 @@
-"""Stories: the last events, or those that touched one task or handle, as text for errors."""
+"""Stories: the latest events, or those that concern one task or handle, as text for errors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .events import (
 from .records import HandleRecord, Task
 
 LENGTH = 20
-"""Lines of a story."""
+"""Largest number of events in a story."""
 
 
 def tell(history: Iterable[Event], subject: Task | HandleRecord | None = None) -> str:
-    """The latest events that concern `subject` (all, if None), oldest first."""
+    """Return the latest events that concern `subject` (all events if None), oldest first, as text."""
     lines = [line for event in history if (line := _line(event, subject)) is not None]
     about = "lately" if subject is None else f"story of {subject!r}"
     return "\n  ".join([f"{about}:", *(lines[-LENGTH:] or ["nothing is remembered"])])

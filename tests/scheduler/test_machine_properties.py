@@ -284,17 +284,17 @@ def allocate_twice(self: ExtentAllocator, size: int, wanted: int = -1) -> int | 
 
 
 def keep_half_updated(self: Machine, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-    """`Machine._leave_behind` that does not ask what earlier tasks of the replay have done to the data."""
+    """`Machine._keep_stale` that does not ask what earlier tasks of the replay have done to the data."""
     if task.step is None or handle.lost is not None or coherence.best_source(handle, None) is None:
         return False
-    if handle not in task.step.behind:
-        self._num_behind += 1
-    task.step.behind[handle] = reason
+    if handle not in task.step.stale:
+        self._num_stale += 1
+    task.step.stale[handle] = reason
     return True
 
 
 def keep_for_all(self: Machine, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-    """`Machine._leave_behind` after which the rest of the replay reads what has missed an update."""
+    """`Machine._keep_stale` after which the rest of the replay reads what has missed an update."""
     return task.step is not None and task.step.updated.get(handle) is task and handle.lost is None
 
 
@@ -314,9 +314,9 @@ MUTANTS = {
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
     "a copy of a file passes for a backing replica": [(coherence, "wants_backing", takes_copies_for_backing)],
     "a file outlives a write": [(Replicas, "drop", keep_files)],
-    "a cancelled task loses what it should have updated": [(Machine, "_leave_behind", lambda self, *_: False)],
-    "a replay reads what has missed an update of its own": [(Machine, "_leave_behind", keep_for_all)],
-    "half of the updates of a replay pass for none": [(Machine, "_leave_behind", keep_half_updated)],
+    "a cancelled task loses what it should have updated": [(Machine, "_keep_stale", lambda self, *_: False)],
+    "a replay reads what has missed an update of its own": [(Machine, "_keep_stale", keep_for_all)],
+    "half of the updates of a replay pass for none": [(Machine, "_keep_stale", keep_half_updated)],
     "a copy keeps no pin": [(Copies, "wait_for", lambda self, target, task: None)],
 }
 

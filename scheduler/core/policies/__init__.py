@@ -1,18 +1,14 @@
-"""Which ready task a worker runs next: small pure classes behind `join`, `push` and `pop`.
+"""Scheduling policies, which choose the task that a worker runs next: small pure classes with `join`, `push` and `pop`.
 
-A policy sees tasks that are ready (no unfinished predecessor) and workers with free slots. It never locks, measures or moves anything; what it may
-ask of durations and memory is in its `Estimates`. All ties are broken by submission order, so equal events and estimates give equal decisions.
-
+A policy sees ready tasks and workers with free slots; its `Estimates` know durations and memory. Submission order breaks all ties.
     eager   first ready, first served
-    prio    priority, then submission order: keeps to the order in which the program was written, hence to its memory peak
-    lws     a queue per worker where the data is, idle workers steal
+    prio    priority, then submission order, which stays close to the memory peak of the program as written
+    lws     a queue per worker, on the node of the data; idle workers steal
     dm      the worker expected to end the task soonest: queued seconds + execution
-    dmda    dm + the transfers of what is missing there, behind what its link has queued, + evictions where bytes are missing
+    dmda    dm + transfers of missing inputs, including the wait for the link, + evictions if bytes are short
     dmdas   dmda, each queue by priority, then submission order
-    reuse   dmdas, data first: among the next tasks of the queue, the one that misses fewest bytes there (in the spirit of DARTS)
-
-Modules: `base` (the interface), `simple` (eager, prio, lws), `costs` (what a task costs on a worker, and `explain`), `expected` (dm, dmda, dmdas),
-`reuse`, `explained` (any of them, watched), `pinned` (any of them, beside tasks placed by hand).
+    reuse   dmdas, but of the next tasks of the queue, the one that misses fewest bytes on the node (in the spirit of DARTS)
+Modules: `base` (interface), `simple`, `costs` (cost terms), `expected`, `reuse`, and the wrappers `explained` (records) and `pinned` (pins).
 """
 
 from __future__ import annotations
@@ -37,10 +33,10 @@ POLICIES: Final[dict[str, PolicyFactory]] = {
     "dmdas": DataAwareSorted,
     "reuse": Reuse,
 }
-"""Every policy by the name users type."""
+"""Every policy by the name that users type."""
 
 DEFAULT_POLICY: Final = "prio"
-"""What "auto" stands for on a machine without devices."""
+"""Policy that "auto" selects on a machine without devices."""
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -66,10 +62,10 @@ __all__ = [
 
 
 def policy_of(sched: str, num_devices: int) -> str:
-    """The policy that a name stands for: "auto", or a key of `POLICIES`.
+    """Return the name of the policy for `sched`, which is "auto" or a key of `POLICIES`.
 
     Args:
-        num_devices: workers with memory of their own.
+        num_devices: number of workers with memory of their own.
     """
     if sched != "auto":
         return sched

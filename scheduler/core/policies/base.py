@@ -9,29 +9,29 @@ from ..records import Task, Worker
 
 
 class Policy(Protocol):
-    """Holds ready tasks and hands them out.
+    """A container of ready tasks that hands them out to workers.
 
     Attributes:
-        keeps_partitions: whether it queues a task nowhere but where the plan wants it (`Task.planned_node`).
+        keeps_partitions: whether it queues a task only on the node that the plan chose (`Task.planned_node`).
     """
 
     keeps_partitions: bool
 
     def join(self, worker: Worker) -> None:
-        """A worker joins; called once for each, before its first `pop`."""
+        """Add a worker; called once for each, before its first `pop`."""
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Take a task that became ready; `worker` is the one whose finished task made it so, if any."""
+        """Take a task that became ready; `worker` ran its last predecessor, if any did."""
 
     def pop(self, worker: Worker) -> Task | None:
-        """Give up the task `worker` should run next; None if there is none it can run, or none that it would end sooner than another worker."""
+        """Remove and return the task that `worker` should run next; None if it can run none, or would end none sooner than another worker."""
 
     def __len__(self) -> int:
         """Number of ready tasks held."""
 
 
 class PolicyFactory(Protocol):
-    """Makes a policy."""
+    """A function or class that creates a policy."""
 
     def __call__(self, estimates: Estimates = ...) -> Policy:
-        """A policy without workers and tasks; without estimates every task takes a second and copies no time."""
+        """Return a policy without workers and tasks; without estimates, every task takes a second and copies take no time."""

@@ -1,12 +1,12 @@
-"""What a task is expected to cost on a worker, term by term, and why a policy would choose one.
+"""Expected cost of a task on a worker, term by term.
 
     total = queueing + execution + transfer + eviction                                                        [seconds]
     execution   the task on that kind of worker
-    transfer    the bytes it reads and its node lacks, each over the link from where they are
+    transfer    the bytes that it reads and its node lacks, each over the link from their source
     queueing    until worker and links are free: queued tasks run while queued copies move, so the longer of the two
-    eviction    what exceeds the node's free bytes (inputs, outputs and scratch) has to be written one tier down first
+    eviction    write-back to the tier below of the bytes that exceed the node's free bytes (inputs, outputs and scratch)
 
-A copy that is under way counts as present, as does data that a task queued for the same node is going to bring (`promised`).
+A copy in progress counts as present, and so does data that a task queued for the same node will bring (`promised`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..records import RW, SCRATCH, HandleRecord, NodeId, R, Task, Worker, Worker
 
 @dataclass(slots=True)
 class Move:
-    """What it takes to bring a task's data to a node.
+    """The copies and evictions that bring a task's data to a node.
 
     Attributes:
-        nbytes: to be copied.
-        transfer_seconds: for these, over idle links.
-        wait_seconds: until what the links carry already has arrived.
-        eviction_seconds: of the write-backs that free its bytes.
-        brings: the handles to be copied, and those that were promised.
+        nbytes: bytes to copy.
+        transfer_seconds: time to copy them over idle links.
+        wait_seconds: time until the copies that the links already carry have arrived.
+        eviction_seconds: time of the write-backs that free memory for the task.
+        brings: handles to copy, including promised ones.
     """
 
     nbytes: int
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(slots=True)
 class Candidate:
-    """One worker for a task: what each part of waiting for it costs, in seconds."""
+    """One worker for a task, with the terms of the expected cost in seconds."""
 
     worker: WorkerId
     kind: WorkerKind
@@ -57,7 +57,7 @@ class Candidate:
 
 
 class WorkerGroup:
-    """Workers of one kind on one node: to them any task costs the same, so they are interchangeable."""
+    """Workers of one kind on one node, which are interchangeable because any task costs the same on each."""
 
     def __init__(self, kind: WorkerKind, node: NodeId) -> None:
         self.kind = kind
@@ -65,12 +65,12 @@ class WorkerGroup:
         self.workers: list[Worker] = []
 
     def assigned_seconds(self, estimates: Estimates) -> float:
-        """Seconds of the tasks the workers hold, per worker."""
+        """Return the seconds per worker of the tasks that the workers hold."""
         return sum(assigned_seconds(worker, estimates) for worker in self.workers) / len(self.workers)
 
 
 def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Container[HandleRecord] = ()) -> Move:
-    """What the task misses on a node; data that no task has written yet is not missed."""
+    """Return the copies and evictions that the task needs on a node; data that no task has written yet needs no copy."""
     memory = estimates.memory
     nbytes = taken = 0
     transfer = wait = 0.0
@@ -104,12 +104,12 @@ def find_move(task: Task, node: NodeId, estimates: Estimates, promised: Containe
 
 
 def nearest(handle: HandleRecord) -> NodeId | None:
-    """Where a copy would come from: the lowest node with valid data, as in `coherence.best_source`."""
+    """Return the source of a copy: the lowest node with valid data, as in `coherence.best_source`; None if there is none."""
     return min((replica.node for replica in handle.replicas.values() if replica.state != "reserved"), default=None)
 
 
 def missing_bytes(task: Task, node: NodeId) -> int:
-    """Bytes the task reads that are neither on the node nor on their way."""
+    """Return the bytes that the task reads and that are neither on the node nor on their way."""
     nbytes = 0
     for handle, mode in task.accesses:
         if mode == R or mode == RW:
@@ -120,22 +120,22 @@ def missing_bytes(task: Task, node: NodeId) -> int:
 
 
 def assigned_seconds(worker: Worker, estimates: Estimates) -> float:
-    """Seconds of the tasks the worker holds; the one it runs counts in full, since there is no clock here."""
+    """Return the seconds of the tasks that the worker holds; the running one counts in full, since there is no clock here."""
     return sum(estimates.task_seconds(task, worker.kind) for task in worker.assigned)
 
 
 def explain(task: Task, workers: Iterable[Worker], estimates: Estimates) -> list[Candidate]:
-    """What the task would cost now on each worker that can run it, cheapest first, ties by worker.
+    """Return the present cost of the task on each worker that can run it, cheapest first, ties by worker.
 
-    Where data lies is read from the task's handles. Queues that a policy keeps are not counted; a policy's own `explain` does that.
+    The handles of the task know where its data is. Queues of a policy are not counted; the policy's own `explain` counts them.
     """
-    found = []
+    candidates = []
     for worker in workers:
         if worker.kind in task.kinds:
             move = find_move(task, worker.node, estimates)
             queueing = max(assigned_seconds(worker, estimates), move.wait_seconds)
             execution = estimates.task_seconds(task, worker.kind)
-            found.append(
+            candidates.append(
                 Candidate(worker.id, worker.kind, worker.node, execution, move.transfer_seconds, queueing, move.eviction_seconds, move.nbytes)
             )
-    return sorted(found, key=lambda candidate: (candidate.total, candidate.worker))
+    return sorted(candidates, key=lambda candidate: (candidate.total, candidate.worker))

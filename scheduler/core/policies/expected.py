@@ -1,13 +1,12 @@
-"""Minimum expected completion time: dm, dmda and dmdas, after StarPU's policies of these names (Augonnet et al. 2011).
+"""Policies of minimum expected completion time: dm, dmda and dmdas, after StarPU's policies of these names (Augonnet et al. 2011).
 
-A task that becomes ready is queued where it is expected to end soonest (`costs`). Workers of one kind on one node are interchangeable, so they form
-a *group* and share its queue: what is estimated once per group costs as little with 64 workers as with one, and nothing has to be rebalanced inside.
+A task that becomes ready joins the queue where its expected end is earliest (`costs`). Workers of one kind on one node are interchangeable, so they
+form a *group* with one queue. An estimate per group costs as little with 64 workers as with one, and no queues inside a group need balancing. dmda
+and dmdas queue a task with a planned node (`Task.planned_node`) there, whatever it costs.
 
-dmda and dmdas queue a task whose node is planned (`Task.planned_node`) there, whatever it costs.
-
-Decisions stay late. A worker whose group has nothing for it takes the task from the far end of another group's queue, if it expects to end it no
-later than the group where it waits. So no worker idles while it could help, and a slow worker does not take what a fast one will have ended sooner.
-Tasks that no group can run yet wait for a worker that can.
+Decisions stay late. A worker whose group has no task for it takes one from the far end of another group's queue, if it expects to end the task no
+later than that group. So no worker idles while it could help, and a slow worker does not take a task that a fast one would end sooner. Tasks that no
+group can run yet wait for a worker that can.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from ..records import HandleRecord, NodeId, Task, Worker, WorkerId, WorkerKind
 from .costs import Candidate, Move, WorkerGroup, find_move
 
 STEAL: Final = 8
-"""Tasks at the far end of a queue that a worker from elsewhere looks at."""
+"""Number of tasks at the far end of a queue that a worker of another group considers."""
 
 NOTHING: Final = Move(0, 0.0, 0.0, 0.0, [])
 
 
 def sum_up(weights: tuple[float, float, Move]) -> float:
-    """Seconds until the task has ended, of (queueing, execution, move)."""
+    """Return the seconds until the task has ended, given (queueing, execution, move)."""
     queueing, seconds, move = weights
     return queueing + seconds + move.transfer_seconds + move.eviction_seconds
 
 
 class Entry(NamedTuple):
-    """A queued task; entries sort from the last to the first.
+    """A queued task. Entries sort ascending, so the next task to run is the last one.
 
     Attributes:
-        urgency, rank, number: priority; minus the order among equal priorities; minus the count of pushes.
-        seconds: it will run.
-        transfer_seconds: its copies will take.
-        brings: handles it will bring to the node.
+        urgency, rank, number: priority; negative order, among equal priorities; negative count of pushes.
+        seconds: expected duration of the task.
+        transfer_seconds: expected duration of its copies.
+        brings: handles that it will bring to the node.
     """
 
     urgency: int
@@ -54,8 +53,8 @@ class Queues(WorkerGroup):
     """A group and its queues: one for each set of kinds that can run a task.
 
     Attributes:
-        seconds, transfer_seconds: of all queued tasks.
-        promised: handles that queued tasks will bring to the node, and how many of them.
+        seconds, transfer_seconds: sums over all queued tasks.
+        promised: handles that queued tasks will bring to the node, with the number of these tasks.
     """
 
     def __init__(self, kind: WorkerKind, node: NodeId) -> None:
@@ -79,7 +78,7 @@ class Queues(WorkerGroup):
             self.promised[handle] = self.promised.get(handle, 0) + 1
 
     def take(self, queue: list[Entry], at: int) -> Task:
-        """Give up a queued task."""
+        """Remove and return a queued task."""
         entry = queue.pop(at)
         self._num -= 1
         if self._num:
@@ -96,7 +95,7 @@ class Queues(WorkerGroup):
         return entry.task
 
     def head(self) -> list[Entry] | None:
-        """The queue whose last entry has its turn."""
+        """Return the queue whose last entry is the next to run."""
         best: list[Entry] | None = None
         for queue in self.queues.values():
             if queue and (best is None or queue[-1] > best[-1]):
@@ -104,20 +103,20 @@ class Queues(WorkerGroup):
         return best
 
     def first(self) -> Task | None:
-        """Give up the task whose turn it is."""
+        """Remove and return the next task."""
         queue = self.head()
         return None if queue is None else self.take(queue, -1)
 
     def backlog(self, estimates: Estimates) -> float:
-        """Seconds of work per worker, queued here or with the workers."""
+        """Return the seconds of work per worker, both queued and held by the workers."""
         return self.seconds / len(self.workers) + self.assigned_seconds(estimates)
 
 
 class ExpectedEnd:
-    """dm: queued seconds + execution; where the data lies does not matter. Queues are first in, first out.
+    """The policy dm: queued seconds + execution; the location of data does not matter. Queues are first in, first out.
 
     Args:
-        estimates: of durations, links and memory.
+        estimates: estimates of durations, links and memory.
     """
 
     weighs_data = False
@@ -134,7 +133,7 @@ class ExpectedEnd:
         self._num_pushed = 0
 
     def join(self, worker: Worker) -> None:
-        """The worker joins its group; tasks that only it can run are queued."""
+        """Add the worker to its group, and queue the tasks that no earlier worker could run."""
         if worker.id in self._group_of:
             return
         group = self._groups.setdefault((worker.kind, worker.node), self.queues(worker.kind, worker.node))
@@ -146,7 +145,7 @@ class ExpectedEnd:
             self.push(task, None)
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Queue the task where it is expected to end soonest; ties go to the group that joined first."""
+        """Queue the task with the group that is expected to end it soonest; ties go to the group that joined first."""
         self._num += 1
         self._num_pushed += 1
         node = task.planned_node
@@ -156,7 +155,7 @@ class ExpectedEnd:
             return
         best, best_total, best_move, best_seconds = groups[0], float("inf"), NOTHING, 0.0
         if len(self._groups) > 1:
-            for group in groups:  # one only, where the plan says where: it is weighed all the same, for what it promises
+            for group in groups:  # a single planned group is weighed too, because the entry needs its seconds and promises
                 weights = self._weigh(task, group)
                 total = sum_up(weights)
                 if total < best_total:
@@ -165,9 +164,9 @@ class ExpectedEnd:
         best.put(Entry(urgency, rank, -self._num_pushed, task, best_seconds, best_move.transfer_seconds, best_move.brings))
 
     def pop(self, worker: Worker) -> Task | None:
-        """The next task of the worker's group, else one it can end no later than the group where it waits."""
+        """Return the next task of the worker's group, else one of another group that the worker can end no later."""
         group = self._group_of.get(worker.id)
-        if group is None:  # it asks before it has been introduced
+        if group is None:  # the worker asks before it has joined
             self.join(worker)
             group = self._group_of[worker.id]
         task = group.first()
@@ -181,26 +180,26 @@ class ExpectedEnd:
         return self._num
 
     def explain(self, task: Task) -> list[Candidate]:
-        """What the task would cost now on each worker that can run it, the queues included; cheapest first, ties by worker."""
-        found = []
+        """Return the present cost of the task on each worker that can run it, including the queues; cheapest first, ties by worker."""
+        candidates = []
         for group in self._groups.values():
             if group.kind in task.kinds:
                 queueing, seconds, move = self._weigh(task, group)
-                found += [
+                candidates += [
                     Candidate(each.id, each.kind, each.node, seconds, move.transfer_seconds, queueing, move.eviction_seconds, move.nbytes)
                     for each in group.workers
                 ]
-        return sorted(found, key=lambda candidate: (candidate.total, candidate.worker))
+        return sorted(candidates, key=lambda candidate: (candidate.total, candidate.worker))
 
     def _weigh(self, task: Task, group: Queues) -> tuple[float, float, Move]:
-        """Seconds of queueing and of execution, and what the group lacks."""
+        """Return the seconds of queueing and of execution, and the copies that the group needs."""
         estimates = self.estimates
         move = find_move(task, group.node, estimates, group.promised) if self.weighs_data else NOTHING
         queueing = max(group.backlog(estimates), move.wait_seconds + group.transfer_seconds)
         return queueing, estimates.task_seconds(task, group.kind), move
 
     def _steal(self, worker: Worker, own: Queues) -> Task | None:
-        """A task that waits elsewhere, from the longest queue on, if the worker ends it no later than its group would."""
+        """Return a task of another group, longest queue first, that the worker ends no later than that group; None without one."""
         estimates = self.estimates
         for group in sorted(self._groups.values(), key=lambda group: -group.seconds):
             if group is own:
@@ -208,7 +207,7 @@ class ExpectedEnd:
             for kinds, queue in group.queues.items():
                 if worker.kind not in kinds:
                     continue
-                before = group.seconds  # of the tasks up to the one looked at
+                before = group.seconds  # sum over the tasks up to the present one
                 for at in range(min(STEAL, len(queue))):
                     entry = queue[at]
                     before -= entry.seconds
@@ -221,13 +220,13 @@ class ExpectedEnd:
 
 
 class DataAware(ExpectedEnd):
-    """dmda: dm + transfers + evictions."""
+    """The policy dmda: dm + transfers + evictions."""
 
     weighs_data = True
     keeps_partitions = True
 
 
 class DataAwareSorted(DataAware):
-    """dmdas: dmda with queues by priority, then submission order."""
+    """The policy dmdas: dmda with queues by priority, then submission order."""
 
     is_sorted = True

@@ -1,8 +1,8 @@
-"""A policy that is watched: what chosen tasks would have cost on each worker when they became ready, and which worker took them.
+"""A wrapper that records the placements of a policy: the cost of chosen tasks on each worker when they became ready, and the worker that took them.
 
-Wraps another policy and changes none of its decisions. Policies that weigh costs (dm, dmda, dmdas, reuse) are asked themselves, queues included;
-for those that do not (eager, prio, lws) the candidates are what `costs.explain` makes of the same estimates. A task whose node is planned
-(`Task.planned_node`) goes there, whatever the candidates cost.
+It changes no decision. Policies that weigh costs (dm, dmda, dmdas, reuse) compute the candidates themselves, including their queues. For the others
+(eager, prio, lws), `costs.explain` computes them from the same estimates. A task with a planned node (`Task.planned_node`) goes there, whatever the
+candidates cost.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from .costs import Candidate, explain
 from .expected import ExpectedEnd
 
 NOT_CHOSEN: Final = WorkerId(-2)
-"""Who has taken a task that is still queued."""
+"""Value of `Placement.chosen` while the task is still queued."""
 
 
 @dataclass(slots=True)
 class Placement:
-    """One task, the workers it could have gone to, and the one that took it.
+    """One task, the candidate workers, and the worker that took it.
 
     Attributes:
-        order: the task's number, in planned order.
-        candidates: estimates at the moment it became ready, cheapest first.
-        weighs_costs: whether the policy goes by them.
-        planned_node: the node where the plan wants the task, if the policy keeps to that: then the candidates did not decide.
-        chosen: the worker that took it; where costs are weighed an idle worker may, if it expects to end the task before the cheapest one would.
+        name: name of the codelet.
+        order: number of the task in planned order.
+        candidates: estimates at the moment when it became ready, cheapest first.
+        weighs_costs: whether the policy decides by these estimates.
+        planned_node: the node that the plan chose for the task, if the policy respects it; the candidates did not decide then.
+        chosen: the worker that took it. Under a policy that weighs costs this may be an idle worker that expects to end the task before the cheapest
+            one would.
     """
 
     name: str
@@ -42,17 +44,17 @@ class Placement:
 
 
 class Explained:
-    """A policy with its first placements of some recorded tasks written down.
+    """A policy that records its first placements of some recorded tasks.
 
     Args:
-        policy: whose decisions these are.
-        estimates: what it goes by, or would.
-        workers: the workers.
-        names: of the tasks.
-        count: placements wanted.
+        policy: policy that decides.
+        estimates: estimates for the candidates, if the policy does not weigh costs itself.
+        workers: all workers.
+        names: names of the codelets to record.
+        count: number of placements to record.
 
     Attributes:
-        placements: those whose worker is known, in the order they were taken.
+        placements: placements with a known worker, in the order in which the tasks were taken.
     """
 
     def __init__(self, policy: Policy, estimates: Estimates, workers: Sequence[Worker], names: Collection[str], count: int) -> None:
@@ -64,14 +66,14 @@ class Explained:
         self._names = frozenset(names)
         self._num_wanted = count
         self._open: dict[Task, Placement] = {}
-        self._known: set[int] = set()  # orders of the tasks written down: a worker may give one back, which comes again
+        self._known: set[int] = set()  # orders of the recorded tasks: a worker may return a task, which is then pushed once more
 
     def join(self, worker: Worker) -> None:
-        """The worker joins the policy."""
+        """Add a worker to the policy."""
         self.policy.join(worker)
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Write down what the policy sees if the task is wanted, then hand it on."""
+        """Record the candidates if the task is wanted, then pass it to the policy."""
         if self._num_wanted and task.step is not None and task.name in self._names and task.order not in self._known:
             self._num_wanted -= 1
             self._known.add(task.order)
@@ -83,7 +85,7 @@ class Explained:
         self.policy.push(task, worker)
 
     def pop(self, worker: Worker) -> Task | None:
-        """What the policy gives the worker."""
+        """Return the policy's task for the worker."""
         task = self.policy.pop(worker)
         if self._open and task in self._open:
             placement = self._open.pop(task)

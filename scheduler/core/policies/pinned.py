@@ -1,8 +1,8 @@
-"""A policy in front of another one: tasks that the program has placed by hand wait for their worker, the others are the other policy's.
+"""A wrapper for tasks that the program has placed by hand: they wait for their worker, and all others go to the wrapped policy.
 
-It stands there from the first pinned task on, so programs that place nothing pay nothing. A worker takes its own tasks first, by priority, then
-submission order: no other worker can run it. The other policy does not count them when it weighs queues; where that sends a worker too much, others
-steal it.
+It is added with the first pinned task, so programs without pins pay nothing. A worker takes its own tasks first, by priority, then submission order,
+since no other worker can run them. The wrapped policy does not count pinned tasks when it weighs queues; if it queues too much with a worker, other
+workers steal it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .base import Policy
 
 
 class Pinned:
-    """A policy, and a line of tasks for each worker that has any.
+    """A policy, and a queue of pinned tasks for each worker that has any.
 
     Args:
-        policy: whose decisions the others are.
+        policy: policy for the tasks that are not pinned.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -27,11 +27,11 @@ class Pinned:
         self._num = 0
 
     def join(self, worker: Worker) -> None:
-        """The worker joins the policy."""
+        """Add a worker to the policy."""
         self.policy.join(worker)
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Let a pinned task wait for its worker; hand on any other."""
+        """Queue a pinned task for its worker; pass any other to the policy."""
         if task.pin is None:
             self.policy.push(task, worker)
             return
@@ -39,7 +39,7 @@ class Pinned:
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:
-        """The most urgent of the worker's own tasks, else what the policy gives it."""
+        """Return the most urgent of the worker's own tasks, else the policy's task for it."""
         line = self._lines.get(worker.id)
         if not line:
             return self.policy.pop(worker)

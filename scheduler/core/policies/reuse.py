@@ -1,14 +1,13 @@
-"""Data first: of the tasks queued for a group, a worker runs the one whose data is there, in the spirit of DARTS (Gonthier, Marchal, Thibault 2022).
+"""The policy reuse: dmdas, but resident data first, in the spirit of DARTS (Gonthier, Marchal, Thibault 2022).
 
-A task is queued where it is expected to end soonest, as under dmdas. A worker then looks at the next `AHEAD` tasks of its group, by priority and
-submission order, and takes the one that misses fewest bytes; among equals, the first. So tiles are used while they are there, and those about to be
-evicted before others come in. The bound keeps it cheap, and close to the order in which the program (or the plan) would run the tasks, hence to its
-memory peak. A task that has been passed over `PATIENCE` times is taken whatever it misses.
+A worker looks at the next `AHEAD` tasks of its group, by priority and submission order, and takes the one that misses fewest bytes; ties go to the
+first. So tiles are used before they are evicted. The bound keeps the choice cheap, and the order close to that of the program or plan, hence to its
+memory peak. A task that has been passed over `PATIENCE` times is taken, whatever it misses.
 
 Measured in virtual time (``python benchmarks/policies.py``: tiled matrix products, Cholesky factorizations and multilayer perceptrons over 1, 2 and 4
 devices with and without CPU workers; geometric mean of the time over the best policy's): under memory pressure 1.03, against 1.04 of dmdas, 1.06 of
-dmda, 1.14 of lws and 1.19 of prio; with memory for everything 1.03, like dmdas and dmda. One line for all groups, where workers chose by missing
-bytes alone, was slower (1.09 and 1.07): tiles followed the idle worker.
+dmda, 1.14 of lws and 1.19 of prio; with memory for everything 1.03, like dmdas and dmda. A single queue for all groups, from which workers chose by
+missing bytes alone, was slower (1.09 and 1.07), because tiles followed the idle worker.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from .costs import missing_bytes
 from .expected import DataAwareSorted, Entry, Queues
 
 AHEAD: Final = 16
-"""Tasks looked at, of each set of kinds that can run a task."""
+"""Number of tasks considered in each queue of a group."""
 
 PATIENCE: Final = 64
-"""Times the first task in line may be passed over."""
+"""Number of times that the first task in line may be passed over."""
 
 
 class ReuseQueues(Queues):
-    """The queues of a group that hands out what misses fewest bytes there."""
+    """The queues of a group, from which the task that misses fewest bytes on the node is taken."""
 
     def __init__(self, kind: WorkerKind, node: NodeId) -> None:
         super().__init__(kind, node)
@@ -35,7 +34,7 @@ class ReuseQueues(Queues):
         self._num_passed = 0
 
     def first(self) -> Task | None:
-        """Give up the task among the next ones that misses fewest bytes, or the first if it has been passed over too often."""
+        """Remove and return the task, among the next ones, that misses fewest bytes, or the first if it has been passed over too often."""
         head = self.head()
         if head is None:
             return None
@@ -52,7 +51,7 @@ class ReuseQueues(Queues):
         return self.take(best, best_at)
 
     def _is_overdue(self, head: Entry) -> bool:
-        """Count how often the first in line was passed over; True when that was once too often."""
+        """Count another time that the first task was passed over; return whether that is once too often."""
         if head.task is not self._head:
             self._head, self._num_passed = head.task, 0
         self._num_passed += 1
@@ -60,6 +59,6 @@ class ReuseQueues(Queues):
 
 
 class Reuse(DataAwareSorted):
-    """dmdas, with what is resident first."""
+    """The policy reuse: dmdas with resident data first."""
 
     queues = ReuseQueues

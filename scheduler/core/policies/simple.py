@@ -1,6 +1,6 @@
-"""Policies that estimate nothing: eager, prio, and stealing by locality.
+"""Policies without estimates: eager, prio, and stealing by locality.
 
-Tasks that only some kinds of worker can run are kept apart, so that asking is cheap.
+Tasks are kept apart by the set of kinds of workers that can run them, so that a worker finds its tasks cheaply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
 
 
 class Eager:
-    """First ready, first served."""
+    """The policy eager: first ready, first served."""
 
     keeps_partitions = False
 
@@ -23,7 +23,7 @@ class Eager:
         self._num_pushed = 0
 
     def join(self, worker: Worker) -> None:
-        """All workers share the tasks."""
+        """Do nothing: all workers share the tasks."""
 
     def push(self, task: Task, worker: Worker | None) -> None:
         """Append the task."""
@@ -35,7 +35,7 @@ class Eager:
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:
-        """The task the worker can run that has been ready longest."""
+        """Return the task that has been ready longest among those that the worker can run."""
         first: deque[tuple[int, Task]] | None = None
         for kinds, queue in self._queues.items():
             if queue and worker.kind in kinds and (first is None or queue[0][0] < first[0][0]):
@@ -50,7 +50,7 @@ class Eager:
 
 
 class Prio:
-    """Highest priority first, then submission order: keeps close to the order in which the program was written, hence to its memory peak."""
+    """The policy prio: highest priority first, then submission order, which stays close to the memory peak of the program as written."""
 
     keeps_partitions = False
 
@@ -59,10 +59,10 @@ class Prio:
         self._num = 0
 
     def join(self, worker: Worker) -> None:
-        """All workers share the tasks."""
+        """Do nothing: all workers share the tasks."""
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Enter the task."""
+        """Add the task."""
         heap = self._heaps.get(task.kinds)
         if heap is None:
             heap = self._heaps[task.kinds] = []
@@ -70,7 +70,7 @@ class Prio:
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:
-        """The most urgent task the worker can run."""
+        """Return the most urgent task that the worker can run."""
         best: list[tuple[int, int, int, Task]] | None = None
         for kinds, heap in self._heaps.items():
             if heap and worker.kind in kinds and (best is None or heap[0] < best[0]):
@@ -85,7 +85,7 @@ class Prio:
 
 
 class LocalityStealing:
-    """A queue per worker; a task joins the worker that holds most of its bytes, an idle worker steals the oldest task of the longest queue."""
+    """The policy lws: a queue per worker. A task joins a worker that holds most of its bytes; an idle worker steals from the longest queue."""
 
     keeps_partitions = False
 
@@ -95,13 +95,13 @@ class LocalityStealing:
         self._stray: deque[Task] = deque()
 
     def join(self, worker: Worker) -> None:
-        """The worker gets a queue."""
+        """Create a queue for the worker."""
         if worker.id not in self._queues:
             self._queues[worker.id] = deque()
             self._nodes.setdefault(worker.node, []).append(worker.id)
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Queue the task with the worker that freed it, if the task's data is there, else with a worker where it is."""
+        """Queue the task with the worker that freed it, if the task's data is on its node, else with a worker on the node of the data."""
         node = self._main_node(task)
         if worker is not None and worker.node == node and worker.id in self._queues:
             self._queues[worker.id].append(task)
@@ -113,7 +113,7 @@ class LocalityStealing:
             self._stray.append(task)
 
     def pop(self, worker: Worker) -> Task | None:
-        """The worker's newest own task, else the oldest of the longest other queue."""
+        """Return the worker's newest own task, else the oldest task of the longest other queue."""
         self.join(worker)
         task = self._take(self._queues[worker.id], worker, newest=True) or self._take(self._stray, worker, newest=False)
         if task is not None:
@@ -129,7 +129,7 @@ class LocalityStealing:
 
     @staticmethod
     def _main_node(task: Task) -> NodeId:
-        """The node that holds most bytes of the task's valid data."""
+        """Return the node that holds most bytes of the task's valid data."""
         held: dict[NodeId, int] = {}
         for handle, _ in task.accesses:
             for replica in handle.replicas.values():
