@@ -1,4 +1,4 @@
-"""A runtime that only captures: it makes a recorded step from shapes alone, without memory, workers or kernels.
+"""A runtime that only captures: it builds a recorded step from shapes alone, without memory, workers or kernels.
 
     runtime = CapturingRuntime()
     model = GPT2(config, tiling, runtime)      # tasks outside the block are dropped
@@ -34,13 +34,13 @@ class _NoInbox:
 
 
 class CapturingRuntime(RecordingRuntime):
-    """Captures the tasks of one block; tasks outside it are dropped.
+    """A runtime that captures the tasks of one block; tasks outside it are dropped.
 
     Args:
         lanes: L, the number of partial accumulators of REDUX accesses.
         workers: names of the workers on which the program may place tasks, in the order of their numbers; `simulate` must get the same names.
         has_gpus: whether the step is for a runtime with CUDA workers.
-        aside: whether it is for one whose CPU workers run only what devices may not.
+        aside: whether the step is for a runtime whose CPU workers run only codelets that devices may not.
 
     Attributes:
         reading_nbytes: bytes of host memory, in whole pages, that readers of the attached sources need.
@@ -73,7 +73,7 @@ class CapturingRuntime(RecordingRuntime):
         return self._plan
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
-        """A context manager with the view of fresh memory, which is never read again."""
+        """Return a context manager with the view of new memory, which is never read again."""
         return nullcontext(handle.view(bytearray(max(handle.nbytes, 1)), 0))
 
     def wait(self) -> None:

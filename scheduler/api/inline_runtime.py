@@ -1,6 +1,6 @@
 """The simplest runtime: every task runs inside `submit`, on the caller's thread.
 
-It is sequentially consistent by construction, and so the oracle of the real runtime's tests. It has no budgets and no workers.
+It is sequentially consistent by construction, and therefore the oracle in the tests of the real runtime. It has no budgets and no workers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .task_runtime import Access, Handle, TaskRuntime, Terms, View
 
 
 class InlineRuntime(TaskRuntime):
-    """Runs each task when it is submitted."""
+    """A runtime that runs each task when it is submitted."""
 
     def handle(
         self,
@@ -33,12 +33,12 @@ class InlineRuntime(TaskRuntime):
         return Handle(memory, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
-        """A context manager with the view of the data, without waiting."""
+        """Return a context manager with the view of the data, without waiting."""
         self._make_whole(handle, mode)
         return nullcontext(handle.view(handle.record, 0))
 
     def _attach(self, handle: Handle, source: Source) -> None:
-        # read at once, as tasks run at once
+        # the source is read immediately, as tasks run immediately
         source.read(handle.view(handle.record, 0), memoryview(bytearray(source.scratch_nbytes)))
 
     def wait(self) -> None:
@@ -55,5 +55,5 @@ class InlineRuntime(TaskRuntime):
         return ("cpu",), None
 
     def _submit(self, codelet: Codelet, accesses: Sequence[Access], constants: Mapping[str, Any], priority: int, terms: Terms) -> None:
-        assert codelet.cpu is not None  # _examine() has looked
+        assert codelet.cpu is not None  # checked by _examine()
         codelet.cpu(*[handle.view(handle.record, 0) for handle, _ in accesses], **constants)

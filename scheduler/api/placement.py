@@ -33,31 +33,31 @@ class Ability(NamedTuple):
 
 
 def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
-    """The kind of the named worker, on which a codelet is placed.
+    """Return the kind of the named worker, on which a codelet is placed.
 
     Raises:
         PlacementError: the codelet has no implementation for that kind.
     """
     kinds, kind = codelet.kinds, worker.partition(":")[0]
-    found = tuple(each for each in kinds if each == kind)
-    if not found:
+    placed = tuple(each for each in kinds if each == kind)
+    if not placed:
         raise PlacementError(
             f"{codelet!r} was placed on {worker} and runs on {', '.join(kinds) or 'nothing'}; give it an implementation for {kind} workers, or "
             f"submit it outside place({worker!r})"
         )
-    return found
+    return placed
 
 
 def kinds_beside(kinds: tuple[WorkerKind, ...], device: WorkerKind) -> tuple[WorkerKind, ...]:
-    """The workers that run a codelet where CPU workers get only what devices of that kind cannot run."""
+    """Return the kinds of workers that run a codelet if CPU workers run only codelets that devices of kind `device` cannot run."""
     return (device,) if device in kinds else ("cpu",) if "cpu" in kinds else kinds
 
 
 def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ability:
-    """The workers that can run codelets with implementations like this one's.
+    """Return the workers that can run codelets with the same implementations as this one.
 
-    Where there are GPUs, a codelet with a CUDA implementation runs on them only: GPUs and CPUs round differently, so results would depend on which
-    worker was free. Where CPU workers stand aside (`Worker.aside`), simulated devices take precedence likewise.
+    If there are GPUs, a codelet with a CUDA implementation runs on them only: GPUs and CPUs round differently, so results would depend on which
+    worker was free. If CPU workers stand aside (`Worker.aside`), simulated devices take precedence in the same way.
 
     Args:
         pin: the only worker that may run the codelet; None for any.
@@ -84,10 +84,10 @@ def find_ability(codelet: Codelet, machine: Machine, pin: WorkerId | None) -> Ab
 
 
 def too_large(codelet: Codelet, accesses: Sequence[Access], nbytes: int, ability: Ability, machine: Machine) -> DoesNotFit:
-    """The refusal of a task whose data exceeds the memory of every eligible worker."""
+    """Return the error for a task whose data exceeds the memory of every eligible worker."""
     sizes = ", ".join(f"{mode} {handle.name or 'unnamed'} {handle.record.size:,} B" for handle, mode in accesses)
     where = f"the largest memory a worker of kind {' or '.join(ability.kinds)} has here; raise the budget or use smaller tiles or minibatches"
     node = machine.memory.name_of(ability.node)
     if ability.pin:
-        where = f"{node}, where it was placed; raise the budget, use smaller tiles or minibatches, or submit it outside place({ability.pin!r})"
+        where = f"{node}, on which it was placed; raise the budget, use smaller tiles or minibatches, or submit it outside place({ability.pin!r})"
     return DoesNotFit(f"{codelet.name} needs {nbytes:,} B at once ({sizes}), more than the {ability.capacity:,} B of {where}", node)

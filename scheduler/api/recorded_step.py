@@ -1,6 +1,6 @@
-"""Recorded steps as programs see them: the `Step` that `record()` yields, and the `Ticket` of each replay. How steps are recorded is in `recording`.
+"""The parts of recorded steps that programs use: the `Step` that `record()` yields, and the `Ticket` of each replay; `recording` captures steps.
 
-At most two replays of a step are in flight. Each has its own instance of an output, readable through its ticket until the replay after the next one
+At most two replays of a step are in progress. Each has its own instance of an output, readable through its ticket until the replay after the next one
 starts.
 """
 
@@ -25,44 +25,44 @@ class Replayer(Protocol):
     """The part of a runtime that a step uses to replay itself.
 
     Attributes:
-        inbox: takes the records of released handles.
+        inbox: receives the records of released handles.
     """
 
     inbox: ReleaseInbox
 
     def plan_step(self, plan: StepPlan, order: str, recompute: str, *, groups: bool) -> PlannedOrder:
-        """Plan the order of that name, what is made again, and perhaps what CPU workers run as one."""
+        """Plan the named order and the recomputation, and, if `groups`, the tasks that CPU workers run as one."""
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
-        """Make one instance of a recorded step, and a twin of each handle that the step owns."""
+        """Create one instance of a recorded step, and a twin of each handle that the step owns."""
 
     def start_replay(self, replay: Replay, ticket: Ticket) -> None:
-        """Begin a replay; `ticket` receives its outcome."""
+        """Start a replay; `ticket` receives its outcome."""
 
     def failure_of(self, replay: Replay) -> BaseException | None:
-        """The first error of a replay's tasks since it began; None without one."""
+        """Return the first error of a replay's tasks since it began; None without one."""
 
     def waiter(self) -> Waiter:
-        """A waiter that is woken if the runtime breaks."""
+        """Return a waiter that is woken if the runtime breaks."""
 
     def wake(self, waiter: Waiter) -> None:
         """Wake the thread that waits on `waiter`."""
 
     def check_stop(self) -> None:
-        """Raise the error that has stopped the run, if there is one."""
+        """Raise the error that has stopped the run, if any."""
 
     def refuse_inside(self, call: str) -> None:
         """Raise if a callback of `Runtime.on_task` makes this call."""
 
     def refuse_circle(self, replay: Replay, done: Waiter, call: str) -> None:
-        """Raise if this thread would wait for ever for the end of a replay, because a task of it waits for data that the thread holds."""
+        """Raise if waiting for the end of a replay would deadlock, because a task of it waits for data that this thread holds."""
 
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> AbstractContextManager[Any]:
-        """A context manager with the view of a record's data; `ticket` is the replay whose failure explains lost data."""
+        """Return a context manager with the view of a record's data; `ticket` is the replay whose failure explains lost data."""
 
 
 class Instance:
-    """One of a step's two instances: a replay, and its own twins of the handles made while recording.
+    """One of a step's two instances: a replay, and its own twins of the handles created while recording.
 
     The step and its tickets keep the instance alive; its twins are released with the last of them.
 
@@ -97,8 +97,14 @@ class Step:
         self._num_tasks = 0
 
     def complete(self, recorder: Recorder, order: str, recompute: str, *, groups: bool) -> None:
-        """Take over the captured tasks, and plan their execution in the order of that name, what they make again, and perhaps what CPU workers run
-        as one."""
+        """Take the captured tasks and plan their execution.
+
+        Args:
+            recorder: the recorder of the tasks.
+            order: name of the order of execution.
+            recompute: name of the recomputation.
+            groups: whether CPU workers may run groups of small tasks as one.
+        """
         plan = recorder.finish()
         self.order = self._runtime.plan_step(plan, order, recompute, groups=groups)
         self._num_tasks = self.order.num_tasks
@@ -131,7 +137,7 @@ class Step:
         which = self._number % 2
         waiter = self._waiters[which]
         if waiter is not None:
-            self._runtime.refuse_circle(self._instances[which].replay, waiter, "replay(), which lets two replays be under way,")
+            self._runtime.refuse_circle(self._instances[which].replay, waiter, "replay(), which allows two replays in progress,")
             waiter.wait()
             self._runtime.check_stop()  # the callback may have stopped the run at one of its tasks
         if which == len(self._instances):
@@ -151,10 +157,10 @@ class Step:
 
     def _raise_unreported(self) -> None:
         """Raise the first failure of an earlier replay, in flight or not, that has not been raised in the program."""
-        for each in sorted(self._instances, key=lambda each: each.replay.number):
-            failure = self._runtime.failure_of(each.replay)
-            if failure is not None and failure is not each.reported:
-                each.reported = failure
+        for instance in sorted(self._instances, key=lambda instance: instance.replay.number):
+            failure = self._runtime.failure_of(instance.replay)
+            if failure is not None and failure is not instance.reported:
+                instance.reported = failure
                 raise failure
 
     def _planned(self) -> StepPlan:
@@ -167,9 +173,9 @@ class Ticket:
     """One replay of a step.
 
     Attributes:
-        done: awake when all its tasks have ended.
-        failure: its first failure; None as long as there is none.
-        changed_nothing: whether it has failed before it changed any of the program's data that the step updates: it can be left out then.
+        done: waiter that is woken when all tasks of the replay have ended.
+        failure: first failure of the replay; None without one.
+        changed_nothing: whether the replay failed before it changed any of the program's data that the step updates, so that it can be skipped.
     """
 
     def __init__(self, runtime: Replayer, instance: Instance) -> None:
@@ -187,7 +193,7 @@ class Ticket:
         self._runtime.wake(self.done)
 
     def wait_done(self, meanwhile: Callable[[], object] | None = None) -> None:
-        """Wait until every task of the replay has ended, successfully or not; `meanwhile` is called now and then."""
+        """Wait until every task of the replay has ended, successfully or not; `meanwhile` is called repeatedly while waiting."""
         self._runtime.refuse_inside("the wait of a ticket")
         self._runtime.refuse_circle(self._instance.replay, self.done, "the wait of a ticket")
         self.done.wait(meanwhile)
@@ -196,7 +202,7 @@ class Ticket:
         """Wait until every task of the replay has ended.
 
         Args:
-            meanwhile: called now and then while waiting.
+            meanwhile: function that is called repeatedly while waiting.
 
         Raises:
             TaskError: a task of the replay failed.
@@ -207,7 +213,7 @@ class Ticket:
             raise self.failure
 
     def read(self, data: Any) -> Any:
-        """A copy of the value that this replay gives to an output, or of the present value of persistent data.
+        """Return a copy of the value that this replay gives to an output, or of the present value of persistent data.
 
         Args:
             data: a handle, or an object with ``gather(borrow)`` such as a tile tensor; `borrow` returns a context manager with the view of a handle.
@@ -222,7 +228,7 @@ class Ticket:
         return data.gather(self.borrow)
 
     def borrow(self, handle: Handle) -> Any:
-        """`Runtime.acquire(handle, "R")` for this replay's instance of an output."""
+        """Acquire this replay's instance of an output for reading, as `Runtime.acquire(handle, "R")` does."""
         record = handle.record
         twin = self._instance.twins.get(record)
         if twin is None:

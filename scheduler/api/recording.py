@@ -1,7 +1,7 @@
-"""Recording a step: the runtimes that can, and the recorder inside `record()`, which makes a plan of the tasks that are submitted there.
+"""Recording a step: the base of the runtimes that record, and the recorder, which builds a plan from the tasks submitted inside `record()`.
 
 The first tasks of a step copy its inputs (handles of kind "input") into the step, so the program may write the next batch while a replay still runs.
-A handle that was made while recording and that Python still references when the block ends is an output.
+A handle that was created while recording and that Python still references when the block ends is an output.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .placement import kinds_beside
 from .task_runtime import Handle, ReleaseInbox, TaskRuntime, View
 
 FIRST: Final = 1 << 40
-"""Priority of the copies of inputs, above all others: they run as soon as any worker is free."""
+"""Priority of the copies of inputs, above all others, so that they run as soon as any worker is free."""
 
 
 class RecordingError(SchedulerError, RuntimeError):
-    """A recorded step cannot do what the program asked for."""
+    """The program used a recorded step, or recorded one, in a way that steps do not support."""
 
 
 def _copy_bytes(source: Any, target: Any) -> None:
@@ -51,11 +51,11 @@ class _Pin:
 
 
 class RecordingRuntime(TaskRuntime):
-    """Common base of runtimes that record: handles with records of their own, which a step being recorded notes; and placement.
+    """Common base of runtimes that record: handles, which a step being recorded notes, and placement of tasks.
 
     Attributes:
-        inbox: takes the records of released handles.
-        devices_beside: kind of the devices, where CPU workers run only what these may not; None where there are no such workers.
+        inbox: receives the records of released handles.
+        devices_beside: kind of the devices, if CPU workers run only codelets that these devices may not run; None without such workers.
     """
 
     inbox: ReleaseInbox
@@ -76,13 +76,13 @@ class RecordingRuntime(TaskRuntime):
     def place(self, worker: str) -> Iterator[None]:
         """Pin the tasks that are submitted or recorded inside the block to one worker: ``with runtime.place("sim:0")``.
 
-        The tasks wait for that worker whatever the policy and the devices of minibatches are; their data moves to it. Results are the same bits.
+        The tasks wait for that worker, whatever the policy and the placement of minibatches; their data moves to it. Results are bit-identical.
         Blocks may nest; the innermost block that the calling thread has entered counts. Tasks that combine lanes are not pinned. A task that the
-        worker cannot run is refused when it is submitted or recorded: with `PlacementError` if the worker has no implementation of it, with
-        `DoesNotFit` if its data exceeds the budget of the worker's memory, where budgets are known (`CapturingRuntime` knows none).
+        worker cannot run is refused when it is submitted or recorded. `PlacementError` is raised if the worker has no implementation of it, and
+        `DoesNotFit` if its data exceeds the budget of the worker's memory, if budgets are known (`CapturingRuntime` knows none).
 
         Args:
-            worker: a name of `worker_names`.
+            worker: one of the names in `worker_names`.
 
         Raises:
             PlacementError: there is no such worker.
@@ -99,7 +99,7 @@ class RecordingRuntime(TaskRuntime):
             self._pins.remove(entered)
 
     def _pin(self) -> WorkerId | None:
-        """The worker of the innermost `place` block that this thread has entered; None outside."""
+        """Return the worker of the innermost `place` block that this thread has entered; None outside."""
         me = threading.current_thread()
         return next((entered.worker for entered in reversed(tuple(self._pins)) if entered.thread is me), None)
 
@@ -121,7 +121,7 @@ class RecordingRuntime(TaskRuntime):
         return handle
 
     def clone_record(self, record: HandleRecord) -> HandleRecord:
-        """A new record like `record`, without replicas."""
+        """Return a new record with the properties of `record`, without replicas."""
         number = HandleId(next(self._handle_ids))
         return HandleRecord(number, record.nbytes, record.size, record.view, record.name, record.kind, record.data_class)
 
@@ -132,7 +132,7 @@ class RecordingRuntime(TaskRuntime):
 
 
 class Recorder:
-    """Collects the tasks that are submitted while recording."""
+    """The tasks and handles of a step that is being recorded."""
 
     def __init__(self, runtime: RecordingRuntime) -> None:
         self.runtime = runtime
@@ -142,7 +142,7 @@ class Recorder:
         self.inputs: dict[HandleRecord, HandleRecord] = {}
 
     def enter_handle(self, handle: Handle) -> None:
-        """Note a handle made while recording; persistent ones belong to the program, not to the step."""
+        """Note a handle created while recording; persistent ones belong to the program, not to the step."""
         if handle.kind != "persistent":
             self.created[handle.record] = weakref.ref(handle)
 
@@ -155,7 +155,7 @@ class Recorder:
         priority: int,
         pin: WorkerId | None,
     ) -> None:
-        """Capture one task. The step keeps the program's handles that it uses alive."""
+        """Capture one task. The step keeps references to the program's handles that it uses."""
         for handle, _ in accesses:
             if handle.record not in self.created:
                 self.kept[handle.record] = handle
@@ -177,7 +177,7 @@ class Recorder:
         return own
 
     def finish(self) -> StepPlan:
-        """The plan of the captured tasks.
+        """Return the plan of the captured tasks.
 
         Raises:
             RecordingError: a task reads a handle of the step that no earlier task wrote.

@@ -1,7 +1,7 @@
-"""The runtime as programs see it: data handles, tasks, recorded steps, waiting. The machine and its threads are in `execution.executor`.
+"""The runtime for programs: data handles, tasks, recorded steps, waiting. `execution.executor` has the machine and its threads.
 
-Rules. One program thread submits, records and replays; any thread may read through `acquire` and tickets. Submitting waits while too many tasks are
-unfinished, so a program that submits in a loop uses bounded memory.
+One program thread submits, records and replays; any thread may read through `acquire` and tickets. `submit` waits while too many tasks are unfinished,
+so a program that submits in a loop uses bounded memory.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ class Runtime(RecordingRuntime):
         sim_gpus: number of simulated devices, each a worker with its own memory.
         gpus: GPUs, instead of simulated devices; closed with the runtime.
         ram: budget of host memory in bytes; None for 0.9 x (limit - resident now).
-        gpu_memory: budget of each device in bytes; None (simulated devices only) for the budget of host memory, or the bytes that it leaves.
+        gpu_memory: budget of each device in bytes; required for GPUs. None for simulated devices means the budget of host memory, or an equal share
+            of the bytes that it leaves.
         sim_bandwidth: bytes per second of each simulated link; None for the speed of memory copies.
-        disk: directory of the disk tier, or (directory, size in bytes), where None means all free space there; None for no disk tier.
+        disk: directory of the disk tier, or (directory, size in bytes), with size None for all free space there; None for no disk tier.
         sched: name of a scheduling policy, or "auto".
         evict: name of an eviction policy.
         prefetch: whether data moves ahead of the tasks that need it.
@@ -66,16 +67,16 @@ class Runtime(RecordingRuntime):
         trace: records the start and end of tasks and copies; None for no tracing.
         graphs: whether neighbouring GPU tasks are fused in a recorded step that fits its devices (`planning.task_fusion`).
         kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
-        aside: whether CPU workers run only what devices may not (`Codelet.cpu_only`), so that host memory is not one where the tasks of a step run.
+        aside: whether CPU workers run only codelets that devices may not (`Codelet.cpu_only`); tasks of a step then do not run in host memory.
 
     Attributes:
-        gpus: the GPUs.
+        gpus: the GPUs of the runtime.
 
     Raises:
         ValueError: no worker, an unknown policy, or a budget that is not positive.
         DoesNotFit: the budget of host memory is above what this process may use.
         MemoryError: a GPU has less than its budget.
-        OSError: the directory of the disk tier cannot be made or written.
+        OSError: the directory of the disk tier cannot be created or written.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Runtime(RecordingRuntime):
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         directory, size = disk if isinstance(disk, tuple) else (disk, None)
         if aside and not (gpus or sim_gpus):
-            raise ValueError(f"{cpu_workers} CPU workers were to run only what devices may not, and there is no device; leave `aside` out")
+            raise ValueError(f"CPU workers that run only tasks without a device need a device, got {cpu_workers} CPU workers; leave `aside` out")
         if gpus and sim_gpus:
             raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
         _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
@@ -110,7 +111,7 @@ class Runtime(RecordingRuntime):
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
         ram -= staging_nbytes(len(gpus), has_tier=directory is not None)
         if ram <= 0:
-            raise DoesNotFit(f"the budget of host memory is below the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
+            raise DoesNotFit(f"the budget of host memory must exceed the {THREADS * STAGE_NBYTES:,} B between the disk and GPUs; raise it", "ram")
         self.gpus = list(gpus)
         self.has_gpus = bool(gpus)
         self._graphs = graphs and self.has_gpus
@@ -136,21 +137,22 @@ class Runtime(RecordingRuntime):
     def on_task(self, callback: OnTask | None) -> OnTask | None:
         """Call `callback` with each task that finishes from now on; usable as a decorator.
 
-        The worker that ran the task calls it on its own thread, several workers may call it at once, and each waits for the call to end; without a
-        callback a task costs one comparison. An exception of the callback stops the run in an orderly way (`drivers.callbacks`): all submitted tasks
-        run, then `wait`, and `submit` and `replay` at once, raise `RunStopped`; data can still be read.
+        The worker that ran the task calls it on its own thread and waits for it; several workers may call it at once. Without a callback, a task costs
+        one comparison. An exception in the callback stops the run in an orderly way (`drivers.callbacks`). All submitted tasks run; then `wait`, and
+        `submit` and `replay` at once, raise `RunStopped`. Data can still be read.
 
         The callback may read the tiles of its task, and raise. It must not call the runtime: `wait`, `acquire`, `submit`, `replay`, `close` and the
         waits of tickets raise `SchedulerError` on its thread, because they might wait for the worker that waits for the callback.
 
         Args:
-            callback: takes a `FinishedTask`; a runtime has one callback at a time. None removes it. Setting it ends an earlier stop.
+            callback: function that takes a `FinishedTask`, or None to remove the present one; a runtime has one callback at a time. Setting it ends
+                an earlier stop.
         """
         self._executor.watch.begin(callback)
         return callback
 
     def check_stop(self) -> None:
-        """Raise the error that has stopped the run, if there is one.
+        """Raise the error that has stopped the run, if any.
 
         Raises:
             RunStopped: the callback of `on_task` has raised.
@@ -166,10 +168,10 @@ class Runtime(RecordingRuntime):
         self._executor.watch.refuse_inside(call)
 
     def refuse_circle(self, replay: Replay, done: Waiter, call: str) -> None:
-        """Raise if this thread would wait for ever for the end of a replay, because a task of it waits for data that the thread holds.
+        """Raise if waiting for the end of a replay would deadlock, because a task of it waits for data that this thread holds.
 
         Raises:
-            Deadlock: it would.
+            Deadlock: the wait would deadlock.
         """
         if not done.is_set:
             self._executor.refuse_circle(lambda task: task.step is replay, call)
@@ -193,7 +195,7 @@ class Runtime(RecordingRuntime):
         """Wait for the handle's data in host memory, and lock it there for the block: ``with runtime.acquire(h, "R") as view``.
 
         Args:
-            is_shared: whether another thread may end the block: this one may wait then for what waits for the data.
+            is_shared: whether another thread may end the block; this thread may then wait for tasks that wait for the data.
 
         Raises:
             HandleLost: the task that writes the data failed, or no task writes it (R and RW).
@@ -213,7 +215,7 @@ class Runtime(RecordingRuntime):
 
     @contextmanager
     def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None, *, is_shared: bool = False) -> Iterator[Any]:
-        """`acquire` for the runtime's own record; `ticket` is the replay whose failure explains lost data."""
+        """Acquire a record of the runtime as `acquire` does; `ticket` is the replay whose failure explains lost data."""
         self._refuse_while_recording(record)
         executor = self._executor
         executor.watch.refuse_inside("acquire()")
@@ -242,7 +244,7 @@ class Runtime(RecordingRuntime):
 
     @staticmethod
     def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
-        """The error of an acquisition that cannot have its data."""
+        """Return the error of an acquisition that cannot have its data."""
         if isinstance(ready.refusal, DoesNotFit | TierFailed):
             return ready.refusal
         error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
@@ -252,7 +254,7 @@ class Runtime(RecordingRuntime):
 
     def _refuse_while_recording(self, record: HandleRecord) -> None:
         if self._recorder is not None:
-            raise RecordingError(f"{record!r} was asked for while a step is being recorded; read values through the ticket of a replay")
+            raise RecordingError(f"{record!r} cannot be acquired while a step is being recorded; read values through the ticket of a replay")
 
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
         executor = self._executor
@@ -309,18 +311,18 @@ class Runtime(RecordingRuntime):
     def record(self, order: str = "auto", recompute: str = NONE, *, groups: bool = False) -> Iterator[Step]:
         """Capture the tasks of the block as a step, running nothing.
 
-        Tasks that are fused, as those of a step that fits a GPU are, begin when all data of all of them may be used. So who waits for a result of a
-        step while holding data that the step writes is refused (`Deadlock`), even if no task of that result touches it.
+        Tasks that are fused, as in a step that fits a GPU, begin only when the data of all of them may be used. So a program that waits for a result
+        of a step while it holds data that the step writes gets `Deadlock`, even if no task of that result uses the data.
 
         Args:
             order: name of the order of execution: "auto", "submission", or another candidate of `planning.orders`.
-            recompute: what is made again instead of kept, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
-            groups: whether CPU workers run groups of small tasks as one (`planning.task_groups`), where there is no other worker and memory for the
-                step twice. It changes no result.
+            recompute: results to recompute instead of keeping, see `planning.choose_recompute.choose_plan`: "none", "auto", "block" or operations.
+            groups: whether CPU workers run groups of small tasks as one (`planning.task_groups`), if there are no other workers and there is memory
+                for the step twice. Results do not change.
 
         Raises:
-            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name, or
-                nothing to make again by such an operation.
+            RecordingError: another step is being recorded, a captured task reads data that no task writes, or the step has no order of that name or
+                no results to recompute by such an operation.
         """
         if self._recorder is not None:
             raise RecordingError("a step is already being recorded; recordings do not nest")
@@ -335,16 +337,16 @@ class Runtime(RecordingRuntime):
         step.complete(recorder, order, recompute, groups=groups)
 
     def plan_step(self, plan: StepPlan, order: str, recompute: str, *, groups: bool) -> PlannedOrder:
-        """The planned order of a recorded step on this machine, what it makes again, and what runs as one.
+        """Return the plan of a recorded step on this machine: the order, the recomputation and the fused tasks.
 
         Raises:
-            RecordingError: the step has no order of that name, or nothing to make again by such an operation.
+            RecordingError: the step has no order of that name, or no results to recompute by such an operation.
         """
         machine = self._executor.machine
         nodes, below = machine.memory, machine.memory.last
         reach, last = reach_of(machine, self._executor.models), nodes.budget(below) - (nodes.readers_bytes if below == RAM else 0)
         try:
-            found = choose_plan(
+            planned = choose_plan(
                 plan,
                 order,
                 recompute,
@@ -356,36 +358,37 @@ class Runtime(RecordingRuntime):
             )
         except ValueError as error:
             raise RecordingError(str(error)) from error
-        if self.trace is not None or self._executor.watch.callback is not None:  # these look at single tasks
-            return found
+        if self.trace is not None or self._executor.watch.callback is not None:  # both observe single tasks
+            return planned
         if not self._graphs:
             kinds = [worker.kind for worker in machine.workers]
             if not groups or any(kind != "cpu" for kind in kinds):
-                return found
-            return fuse_groups_if_they_fit(found, len(kinds), reach.memory, self._inner_record)
-        devices = [nodes.budget(NodeId(at)) for at, name in enumerate(nodes.names) if name.startswith("cuda")]
-        return fuse_if_it_fits(found, devices, last, self._inner_record)
+                return planned
+            return fuse_groups_if_they_fit(planned, len(kinds), reach.memory, self._inner_record)
+        devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
+        return fuse_if_it_fits(planned, devices, last, self._inner_record)
 
     def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
-        """A record for the scratch memory of a fused task, or for data that several of them share."""
+        """Create a record for the scratch memory of a fused task, or for data that several of them share."""
         return HandleRecord(HandleId(next(self._handle_ids)), nbytes, rounded(nbytes), view, f"inner {data_class}", "temporary", data_class)
 
     def lower_bounds(self, plan: StepPlan, seconds: Sequence[float]) -> dict[str, float]:
-        """Seconds that no schedule of a step on this machine falls below, by name of the bound (`planning.bounds`).
+        """Return lower bounds in seconds on the time of any schedule of a step on this machine, by name of the bound (`planning.bounds`).
 
         Args:
+            plan: the step in its planned order.
             seconds: duration of each task, by its position in the planned order.
         """
         reach = reach_of(self._executor.machine, self._executor.models)
         return lower_bounds(plan, seconds, num_workers=len(self.worker_names), memory=reach.memory, pace=reach.pace(plan))
 
     def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
-        """Make one instance of a recorded step, and a twin of each handle that the step owns."""
+        """Create one instance of a recorded step, and a twin of each handle that the step owns."""
         first_id = self._executor.take_numbers(len(plan.tasks))
         return plan.instantiate(self.clone_record, first_id, computes_on_last=self._executor.machine.computes_on_last)
 
     def waiter(self) -> Waiter:
-        """A waiter that is woken if the runtime breaks."""
+        """Return a waiter that is woken if the runtime breaks."""
         return self._executor.waiters.enter()
 
     def wake(self, waiter: Waiter) -> None:
@@ -393,39 +396,39 @@ class Runtime(RecordingRuntime):
         self._executor.waiters.wake(waiter)
 
     def start_replay(self, replay: Replay, ticket: Ticket) -> None:
-        """Begin a replay; `ticket` receives its outcome."""
+        """Start a replay; `ticket` receives its outcome."""
         self._executor.start_replay(replay, ticket.end)
 
     def failure_of(self, replay: Replay) -> BaseException | None:
-        """The first error of a replay's tasks since it began, in flight or not; None without one."""
+        """Return the first error of a replay's tasks since it began, even if it has not ended; None without one."""
         return self._executor.failure_of(replay)
 
     @property
     def tier_failure(self) -> TierFailed | None:
-        """The first failure of the disk tier, which explains data lost since; None without one."""
+        """First failure of the disk tier, the reason of later data losses; None without one."""
         return self._executor.failures.tier
 
     @property
     def source_failure(self) -> BaseException | None:
-        """The first error of a source, which explains data lost since; None without one."""
+        """First error of a source, the reason of later data losses; None without one."""
         return self._executor.failures.source
 
     @property
     def refusal(self) -> DoesNotFit | None:
-        """The first task that no memory could hold, which explains data lost and tasks cancelled since; None without one."""
+        """`DoesNotFit` of the first task that no memory could hold, the reason of later losses and cancellations; None without one."""
         return self._executor.failures.refusal
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
-        """Counters since the start: bytes per node and link, tasks and the clones among them, evictions, seconds in kernels and stalled
-        (`core.stalls`).
+        """Return counters since the start: bytes per node and link, tasks and recomputing ones among them, evictions, seconds in kernels and stalled
+        seconds (`core.stalls`).
 
         Args:
-            forget_recent_peak: whether a new period of "recent_peak_bytes" begins.
+            forget_recent_peak: whether to start a new period of "recent_peak_bytes".
         """
         return {**self._executor.stats(forget_recent_peak=forget_recent_peak), "policy": self.policy_name}
 
     def explain(self, names: Collection[str], count: int = 3) -> Sequence[Placement]:
-        """Record the next placements of recorded tasks of these names, each with the expected cost on every worker.
+        """Record the next placements of recorded tasks with these names, each with the expected cost on every worker.
 
         Decisions of the policy stay the same; recording costs nothing unless this is called.
 
@@ -439,7 +442,7 @@ class Runtime(RecordingRuntime):
         return self._executor.explain(names, count)
 
     def story(self, handle: Handle | None = None) -> str:
-        """The latest events of the machine, or of those the events of `handle`, as text."""
+        """Return the latest events of the machine as text: those that concern `handle`, or all."""
         return self._executor.story(None if handle is None else handle.record)
 
     def close(self) -> None:
@@ -459,7 +462,7 @@ class Runtime(RecordingRuntime):
 
     @staticmethod
     def worker_name(worker: Worker) -> str:
-        """A worker's name in reports: "cpu:0", "sim:1"."""
+        """Return the name of a worker in reports, such as "cpu:0" or "sim:1"."""
         return worker_name(worker)
 
 

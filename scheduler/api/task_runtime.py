@@ -1,13 +1,12 @@
-"""Interface of every runtime for programs: handles, `submit`, `acquire`, `wait`; and the rewriting of REDUX to plain accesses.
+"""The interface of every runtime for programs (handles, `submit`, `acquire`, `wait`), and the rewriting of REDUX to plain accesses.
 
 REDUX is rewritten here, before any scheduler sees it. A handle has L *lanes*, which are partial accumulators. Contribution *i* goes to lane *i mod
 L*; the first lane with a contribution is the handle itself. Contributions are counted, or numbered by the program (`contribution`), so that other
-processes may make some of them. The first kernel that writes a lane gets ``accumulate=False``, so no task clears memory first. The next access of
-another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... The tree follows from submission order and L
-alone, never from workers or time, hence results are the same bits on any machine.
+processes may compute some of them. The first kernel that writes a lane gets ``accumulate=False``, so no task clears memory first. The next access
+with another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... The tree depends on submission order and L
+alone, never on workers or time, so results are bit-identical on any machine.
 
-The data of a handle may begin in a file: a handle attached to a source is read from it whenever a task needs it and no memory has it, until a task
-writes it.
+A handle can be attached to a source in a file. The source is read whenever a task needs the data and no memory has it, until a task writes the handle.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ View = Callable[[Any, int], Any]
 
 
 class ReleaseInbox(Protocol):
-    """Takes the records of released handles from finalizers: ``append`` must neither lock nor call back."""
+    """A container for the records of released handles, filled by finalizers: ``append`` must neither lock nor call back."""
 
     def append(self, record: Any, /) -> None:
         """Take the record of a handle that the program no longer references."""
@@ -40,12 +39,12 @@ class Handle:
     Args:
         record: the runtime's own record of the data; opaque to programs.
         nbytes: exact size in bytes.
-        view: makes the kernel's argument from a node's memory and an offset.
+        view: function that creates the kernel's argument from a node's memory and an offset.
         name: name in reports and messages.
         kind: lifetime of the data: persistent, input or temporary.
         data_class: class of the data in reports of traffic.
-        combine: codelet called as ``combine(total RW, other R)``; needed only where REDUX meets more than one lane.
-        inbox: takes the record when the handle is released; None without one.
+        combine: codelet called as ``combine(total RW, other R)``; required if the handle is summed in more than one lane.
+        inbox: receives the record when the handle is released; None for no inbox.
     """
 
     __slots__ = (
@@ -140,14 +139,14 @@ class TaskRuntime(abc.ABC):
         """Register data of `nbytes` bytes; memory is allocated when the first task writes it."""
 
     def attach(self, handle: Handle, source: Source) -> None:
-        """Declare that the data of a handle is in `source`, which is read whenever a task needs the data and no memory has it, until a task writes
-        the handle.
+        """Declare that the data of a handle is in `source`, which is read whenever a task needs the data and no memory has it.
 
-        Until then the data takes memory only while it is used or memory is free. The present data of the handle counts as overwritten.
+        This ends when a task writes the handle. Until then the data takes memory only while it is used or memory is free. The present data of the
+        handle counts as overwritten.
 
         Raises:
-            ValueError: an unfinished task uses the handle, or a recorded step has been replayed with it. A step that has not been replayed may get
-                its data in this way.
+            ValueError: an unfinished task uses the handle, or a step with the handle has been replayed (a step that was only recorded is no
+                obstacle).
             DoesNotFit: the buffers that read the source do not fit, even if droppable data is evicted.
             RecordingError: a step is being recorded.
         """
@@ -177,10 +176,10 @@ class TaskRuntime(abc.ABC):
 
     @abc.abstractmethod
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
-        """The workers that may run a task; a task that no worker can run is refused here, before any state has changed.
+        """Return the workers that may run a task; a task that no worker can run is refused here, before any state has changed.
 
         Args:
-            combines: whether the task combines lanes: it belongs to earlier submissions then, and is not pinned.
+            combines: whether the task combines lanes: it then belongs to earlier submissions, and is not pinned.
         """
 
     @abc.abstractmethod
@@ -200,14 +199,14 @@ class TaskRuntime(abc.ABC):
         Args:
             accesses: (handle, mode) pairs in the order of the kernel's arguments; a handle may appear once.
             constants: keyword arguments of the kernel.
-            priority: tasks of larger priority run earlier among ready tasks, under policies that regard it.
+            priority: tasks of larger priority run earlier among ready tasks, under policies that use priorities.
 
         Raises:
             ValueError: a handle appears twice, or no worker can run the codelet.
         """
         if len(dict(accesses)) != len(accesses):
             names = ", ".join(f"{mode} {handle.name or 'unnamed'}" for handle, mode in accesses)
-            raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if need be")
+            raise ValueError(f"{codelet!r} was submitted with the same handle twice ({names}); access it once, with mode RW if it is written")
         terms = self._examine(codelet, accesses)
         if self.lanes > 1:  # else there is nothing to sum
             for handle, mode in accesses:
@@ -225,9 +224,11 @@ class TaskRuntime(abc.ABC):
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """The tasks that are recorded inside the ``with`` block belong to one block of a model, such as a layer: where a step is planned with
-        ``recompute="block"``, what they make is made again in the backward pass, from what they have read. Of blocks within it only the outer one
-        counts."""
+        """Group the tasks recorded inside the ``with`` block into one block of a model, such as a layer.
+
+        If a step is planned with ``recompute="block"``, the results of these tasks are recomputed in the backward pass from the data that the block
+        reads. Of nested blocks, only the outermost counts.
+        """
         before = self.current_block
         if before is None:
             self._num_blocks += 1
@@ -238,7 +239,7 @@ class TaskRuntime(abc.ABC):
             self.current_block = before
 
     def _overwrite(self, handle: Handle) -> None:
-        """Note that a task writes the handle; its lanes are dropped without being summed."""
+        """Note that a task writes the handle; its lanes are dropped without being combined."""
         handle.written = True
         if handle.lanes is not None:
             self._drop_lanes(handle)
@@ -248,7 +249,7 @@ class TaskRuntime(abc.ABC):
         self._summing.discard(handle)
 
     def _contribute(self, handle: Handle) -> tuple[Handle, Mode, bool]:
-        """The lane, the mode and whether to accumulate, for the next REDUX contribution to `handle`."""
+        """Return the lane, the mode and whether to accumulate, for the next REDUX contribution to `handle`."""
         lane = handle
         if self.lanes > 1:
             if handle.lanes is None:
@@ -260,20 +261,19 @@ class TaskRuntime(abc.ABC):
                 number = handle.num_contributions
                 handle.num_contributions += 1
             number %= self.lanes
-            found = handle.lanes.get(number)
-            lane = handle.lanes[number] = found or (self._lane_of(handle, number) if handle.lanes else handle)
+            known = handle.lanes.get(number)
+            lane = handle.lanes[number] = known or (self._lane_of(handle, number) if handle.lanes else handle)
         accumulate = lane.written
         lane.written = True
         return lane, RW if accumulate else W, accumulate
 
     def _lane_of(self, handle: Handle, number: int) -> Handle:
-        """A new lane of a handle."""
+        """Create a new lane of a handle."""
         name = f"{handle.name} lane {number}"
         return self.handle(handle.nbytes, handle.view, name=name, data_class=handle.data_class, combine=handle.combine)
 
     def partial_sums(self, handle: Handle, num_lanes: int, *, priority: int = 0) -> dict[int, Handle]:
-        """Sum the lanes of a handle as far as the tree of `num_lanes` lanes allows while other lanes are elsewhere, and detach the sums from the
-        handle.
+        """Sum the lanes of a handle as far as the tree of `num_lanes` lanes allows while other lanes are elsewhere, and detach the sums.
 
         Returns:
             Partial sums by their first lane; the first is the handle itself. `add_partial_sum` attaches partial sums again.
@@ -306,7 +306,7 @@ class TaskRuntime(abc.ABC):
         self._drop_lanes(handle)
 
     def _sum(self, handle: Handle, lanes: dict[int, Handle], pairs: Sequence[tuple[int, int]], priority: int) -> None:
-        """Carry out some additions of the tree; an absent lane adds nothing. The sum that has the handle's own contribution stays in the handle."""
+        """Submit some additions of the tree; an absent lane adds nothing. The sum that includes the handle's own contribution stays in the handle."""
         if len(lanes) < 2:
             return
         if handle.combine is None:
@@ -318,13 +318,13 @@ class TaskRuntime(abc.ABC):
             if other is None:
                 continue
             if total is not None:
-                if other is handle:  # a + b and b + a are the same bits
+                if other is handle:  # a + b and b + a are bit-identical
                     other, total = total, other
                 self._submit(handle.combine, [(total, RW), (other, R)], {}, priority, terms)
             lanes[a] = total or other
 
     def _make_whole(self, handle: Handle, mode: Mode) -> None:
-        """Before the program uses the handle's data: combine its lanes, or drop them if the program overwrites the data."""
+        """Combine the lanes of a handle before the program uses its data, or drop them if the program overwrites the data."""
         if handle.lanes is not None and (mode == R or mode == RW):
             self._combine(handle)
         if mode != R and mode != SCRATCH:
@@ -337,7 +337,7 @@ class TaskRuntime(abc.ABC):
 
 
 def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
-    """The additions of the fixed tree: (a, b, end) means that lane a receives lane b and then holds lanes a to end - 1."""
+    """Return the additions of the fixed tree: (a, b, end) means that lane a receives lane b and then holds lanes a to end - 1."""
     stride = 1
     while stride < num_lanes:
         for first in range(0, num_lanes - stride, 2 * stride):
@@ -347,8 +347,11 @@ def tree(num_lanes: int) -> Iterator[tuple[int, int, int]]:
 
 @contextmanager
 def contribution(number: int | None) -> Iterator[None]:
-    """Let REDUX accesses of tasks submitted in the block belong to contribution `number` of each sum, and so to lane `number` mod L, whatever was
-    submitted before. Hence sums of numbered contributions are the same bits wherever each contribution is made."""
+    """Assign REDUX accesses of the tasks submitted in the block to contribution `number` of each sum, and so to lane `number` mod L.
+
+    Earlier submissions do not matter, so sums of numbered contributions are bit-identical wherever each contribution is computed. None returns to
+    counted contributions.
+    """
     token = _contribution.set(number)
     try:
         yield
@@ -357,7 +360,7 @@ def contribution(number: int | None) -> Iterator[None]:
 
 
 def kept_in_contribution(function: Callable[[], None]) -> Callable[[], None]:
-    """Bind a function to the contribution of the present context: it runs in it whenever it is called. Other context variables are not kept alive."""
+    """Return a function that calls `function` under the contribution of the present context. Other context variables are not kept alive."""
     number = _contribution.get()
 
     def run() -> None:
