@@ -1,7 +1,7 @@
 """The runtime for programs: data handles, tasks, recorded steps, waiting. `execution.executor` has the machine and its threads.
 
-One program thread submits, records and replays; any thread may read through `acquire` and tickets. `submit` waits while too many tasks are unfinished,
-so a program that submits in a loop uses bounded memory.
+One program thread submits, records and replays; any thread may read through `acquire` and tickets. `submit` waits while too many tasks are
+unfinished, so a program that submits in a loop uses bounded memory.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class Runtime(RecordingRuntime):
     def on_task(self, callback: OnTask | None) -> OnTask | None:
         """Call `callback` with each task that finishes from now on; usable as a decorator.
 
-        The worker that ran the task calls it on its own thread and waits for it; several workers may call it at once. Without a callback, a task costs
-        one comparison. An exception in the callback stops the run in an orderly way (`drivers.callbacks`). All submitted tasks run; then `wait`, and
-        `submit` and `replay` at once, raise `RunStopped`. Data can still be read.
+        The worker that ran the task calls it on its own thread and waits for it; several workers may call it at once. Without a callback, a task
+        costs one comparison. An exception in the callback stops the run in an orderly way (`drivers.callbacks`). All submitted tasks run; then
+        `wait`, and `submit` and `replay` at once, raise `RunStopped`. Data can still be read.
 
         The callback may read the tiles of its task, and raise. It must not call the runtime: `wait`, `acquire`, `submit`, `replay`, `close` and the
         waits of tickets raise `SchedulerError` on its thread, because they might wait for the worker that waits for the callback.

@@ -3,10 +3,11 @@
 REDUX is rewritten here, before any scheduler sees it. A handle has L *lanes*, which are partial accumulators. Contribution *i* goes to lane *i mod
 L*; the first lane with a contribution is the handle itself. Contributions are counted, or numbered by the program (`contribution`), so that other
 processes may compute some of them. The first kernel that writes a lane gets ``accumulate=False``, so no task clears memory first. The next access
-with another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... The tree depends on submission order and L
-alone, never on workers or time, so results are bit-identical on any machine.
+with another mode first combines the lanes in a fixed tree: lane j receives lane j + s for s = 1, 2, 4, ... The tree depends on submission order and
+L alone, never on workers or time, so results are bit-identical on any machine.
 
-A handle can be attached to a source in a file. The source is read whenever a task needs the data and no memory has it, until a task writes the handle.
+A handle can be attached to a source in a file. The source is read whenever a task needs the data and no memory has it, until a task writes the
+handle.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The machine's actions carried out on real workers: the executor, its workers, waiting threads, and traces."""
+"""Execution of the machine's actions on real workers: the executor, its workers, waiting threads, and traces."""

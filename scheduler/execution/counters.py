@@ -1,4 +1,4 @@
-"""Counters of a runtime, as `Runtime.stats` gives them."""
+"""The counters of a runtime that `Runtime.stats` returns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .workers import WorkerPool, worker_name
 
 
 def counters_of(memory: MemoryStatus, stalls: Stalls, pool: WorkerPool) -> dict[str, Any]:
-    """What happened so far; called under the lock of the machine, which keeps them from changing meanwhile."""
+    """Return the counters since the start; to be called under the lock of the machine, so that they agree with each other."""
     nodes, threads = memory.usage(), pool.workers
     return {
         "tasks": sum(thread.num_tasks for thread in threads.values()),

@@ -1,9 +1,9 @@
-"""The machine's side of the runtime: one lock around the state machine and the threads that carry out its actions (`pool`).
+"""The executor: one lock around the state machine, and the threads of `pool` that execute its actions.
 
-Rules. Whoever brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and carries out
-its actions; nothing waits for a scheduler thread and nothing polls. Finalizers only append to an inbox that is drained at the next event, because a
-garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an interrupt inside it leaves it
-half advanced: either breaks the executor for good, and every thread that waits is woken with the reason.
+Any thread that brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and
+executes its actions; no thread waits for a scheduler thread, and nothing polls. Finalizers only append to an inbox, which is drained at the next event, because
+a garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an interrupt inside it leaves
+it half advanced. Either breaks the executor permanently: every waiting thread is woken with the reason.
 """
 
 from __future__ import annotations
@@ -57,34 +57,35 @@ from .waiting import Waiter, WaiterSet
 from .workers import WorkerPool, worker_name
 
 WINDOW: Final = 8192
-"""Unrecorded tasks that may be unfinished before `submit` waits."""
+"""Number of unfinished plain tasks at which `submit` waits."""
 
 SWITCH_SECONDS: Final = 5e-4
-"""A thread that needs the interpreter for microseconds, to hand out the next task, waits at most so long for one that computes in Python."""
+"""Longest time in seconds that a thread waits for the interpreter when it needs it for microseconds, to hand out the next task, while another thread
+computes in Python."""
 
 ABANDONED: Final = object()
-"""Token of a program's task whose program was interrupted while it waited."""
+"""Token of an acquisition whose program was interrupted while it waited."""
 
 
 class Executor:
-    """The machine, and the pool of threads that carries out its actions.
+    """The machine, and the pool of threads that executes its actions.
 
     Args:
-        budgets: (name, bytes) of each node that is memory, host memory first.
-        disk: the last tier and its size in bytes, if there is one.
-        gpus: those that the last of the budgets are for.
+        budgets: (name, bytes) of each memory node except the disk, host memory first.
+        disk: the last tier and its size in bytes; None for no disk tier.
+        gpus: the GPUs, to which the last entries of `budgets` belong.
         policy: name of the scheduling policy.
         eviction: name of the eviction policy.
-        prefetch: whether data moves ahead of the tasks that ask for it.
-        trace: records what runs when; None for no tracing.
-        kernels: versions of what computes; durations that were measured with others are not used.
+        prefetch: whether data moves ahead of the tasks that need it.
+        trace: records the start and end of tasks and copies; None for no tracing.
+        kernels: versions of the libraries whose kernels run; stored durations of other versions are not used.
 
     Attributes:
         inbox: handles whose finalizer has run.
-        closing: whether workers should stop after the kernel they are in.
-        endings: what to call with the first error, or None, when a replay has ended.
-        failures: what has gone wrong so far.
-        watch: who sees finished tasks.
+        closing: whether workers should stop after their present kernel.
+        endings: for each replay, the function to call with its first error, or None, when it has ended.
+        failures: the failures so far.
+        watch: the program's callback for finished tasks.
         pool: memory and threads of the nodes.
     """
 
@@ -129,7 +130,7 @@ class Executor:
         self._started = perf_counter()
 
     def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None, *, aside: bool = False) -> None:
-        """Start the threads and let the workers join; see `WorkerPool.start`."""
+        """Start the threads and let the workers join, see `WorkerPool.start`."""
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         memory = self.machine.memory
         self.models.declare_links(len(memory.names), storage=memory.tier is not None, given=None if bandwidth is None else (0.0, bandwidth))
@@ -138,10 +139,14 @@ class Executor:
             self.bring(WorkerJoined(worker))
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
-        """Advance the machine by a worker's event after so many seconds in a kernel, if that is known; return its next task, if it has one now."""
+        """Advance the machine by a worker's event; return the worker's next task, if it has one now.
+
+        Args:
+            seconds: duration of the kernel; None if unknown.
+        """
         with self._lock:
             task = event.task
-            if seconds is not None and (task.step is not None or task.model_key is not None):  # else no policy has asked about it
+            if seconds is not None and (task.step is not None or task.model_key is not None):  # else no policy has asked for its duration
                 self.models.record(task, worker.kind, seconds)
             if self.inbox:
                 self._drain_inbox()
@@ -151,11 +156,11 @@ class Executor:
         """Advance the machine by an event of a thread that is not a worker.
 
         Args:
-            newcomer: the task submitted, which gets its number here.
-            copied_seconds: what a copy took that has finished.
+            newcomer: the submitted task, which gets its number here.
+            copied_seconds: duration of the finished copy.
 
         Raises:
-            Deadlock: the newcomer is this thread's wait for data, and waits for data that it holds.
+            Deadlock: the newcomer is an acquisition that would wait for data that this thread holds.
             SchedulerError: the runtime is broken or closed.
         """
         with self._lock:
@@ -179,13 +184,13 @@ class Executor:
                 raise
 
     def refuse_circle(self, is_awaited: Callable[[Task], bool], call: str) -> None:
-        """As `Holds.refuse_circle`, of a thread that is about to wait."""
+        """Raise `Deadlock` if this thread is about to wait for itself, see `Holds.refuse_circle`."""
         if self.holds.own:
             with self._lock:
                 self.holds.refuse_circle(is_awaited, call)
 
     def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
-        """A copy engine has carried out a copy."""
+        """Report a copy that a copy engine has finished."""
         source, target = action.source, action.target
         if self.trace is not None and self.trace.active:
             self.trace.add_copy(source.node, target.node, source.handle.name, source.handle.nbytes, start_ns, end_ns, source.handle.id)
@@ -193,11 +198,11 @@ class Executor:
             self.bring(CopyFinished(source, target), copied_seconds=(end_ns - start_ns) * 1e-9)
 
     def attach(self, handle: HandleRecord, source: Source) -> None:
-        """From now on the data of a handle is what the source reads.
+        """Attach the data of a handle to a source.
 
         Raises:
-            ValueError: a task uses the handle, or a recorded step has replayed with it.
-            DoesNotFit: host memory has no free bytes for what readers need.
+            ValueError: a task uses the handle, or a recorded step has been replayed with it.
+            DoesNotFit: host memory has not enough free bytes for the buffers of readers.
             SchedulerError: the runtime is broken or closed.
         """
         with self._lock:
@@ -205,8 +210,8 @@ class Executor:
                 raise self.waiters.broken
             if handle.num_uses or handle.use_schedule is not None:
                 raise ValueError(
-                    f"{handle!r} was attached to a source while a task uses it or after a recorded step has replayed with it; attach it before "
-                    "anything uses it"
+                    f"{handle!r} was attached to a source while a task uses it or after a recorded step was replayed with it; attach it before "
+                    "its first use"
                 )
             try:
                 self._drain_inbox()
@@ -221,7 +226,7 @@ class Executor:
                 raise
 
     def not_copied(self, action: CopyTile, error: BaseException) -> None:
-        """A file could not be read, or the disk tier not be written."""
+        """Report a copy that failed: a file could not be read, or the disk tier could not be written."""
         self.failures.of_copy(error)
         if not self.closing:
             self.bring(CopyFailed(action.source, action.target, error))
@@ -235,7 +240,7 @@ class Executor:
                 trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
 
     def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
-        """The durations of tasks on a GPU are known."""
+        """Record the durations of tasks that have ended on a GPU."""
         for task, start_ns, end_ns in tasks:
             if self.trace is not None:
                 self.observe(worker, task, start_ns, end_ns)
@@ -245,21 +250,21 @@ class Executor:
                     self.models.record(task, worker.kind, (end_ns - start_ns) * 1e-9)
 
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Show a finished task to the program's callback."""
+        """Call the program's callback with a finished task."""
         node = worker.node
         self.watch.show(task, worker_name(worker), self.machine.memory.name_of(node), self.pool.arenas[node].look, start_ns, end_ns)
 
     def fail(self, error: BaseException) -> None:
-        """The executor itself is broken: wake every thread that waits, with the reason."""
-        if not isinstance(error, SchedulerError):  # else a SystemExit of a worker's thread would end the program, and quietly
-            reason = f"the runtime broke in thread {threading.current_thread().name!r}: {type(error).__name__}: {error}; make a new one"
+        """Break the executor: wake every waiting thread with the reason."""
+        if not isinstance(error, SchedulerError):  # a SystemExit in the thread of a worker would otherwise end the program silently
+            reason = f"the runtime broke in thread {threading.current_thread().name!r}: {type(error).__name__}: {error}; create a new one"
             broken = RuntimeBroken(reason)
             broken.__cause__ = error
             error = broken
         self.waiters.close(error)
 
     def take_numbers(self, count: int) -> int:
-        """The first of `count` task numbers that no other caller gets."""
+        """Reserve `count` task numbers; return the first one."""
         with self._lock:
             first = self._num_tasks
             self._num_tasks = first + count
@@ -271,7 +276,7 @@ class Executor:
             self._carry_out(machine.handle(HandleReleased(inbox.popleft())), None)
 
     def _carry_out(self, actions: Sequence[Action], me: WorkerId | None) -> Task | None:
-        """Do what the machine asks; returns the task for the calling worker instead of posting it."""
+        """Execute the actions, and return the task for the calling worker instead of posting it."""
         mine: Task | None = None
         for action in actions:
             if type(action) is not RunTask:
@@ -281,7 +286,7 @@ class Executor:
             else:
                 self.run_task(action)
         stalls = self._stalls
-        if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would cost a call for each event
+        if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would add a call per event
             stalls.update(perf_counter_ns())
         if self._drained or self._throttled:
             remaining = self.machine.num_unfinished
@@ -297,7 +302,7 @@ class Executor:
         waiters.clear()
 
     def run_task(self, action: RunTask) -> None:
-        """Post a task to its worker, or let the program have the data that it asked for."""
+        """Post a task to its worker, or grant the program the data that it acquires."""
         if action.worker == HOST:
             self._grant(action.task)
         else:
@@ -308,7 +313,7 @@ class Executor:
         self.pool.copy(action)
 
     def move_tile(self, action: MoveTile) -> None:
-        """Move data within a node at once."""
+        """Move data within a node immediately."""
         self.pool.move(action)
 
     def discard_extent(self, action: DiscardExtent) -> None:
@@ -316,15 +321,15 @@ class Executor:
         self.pool.discard(action)
 
     def forget_object(self, action: ForgetObject) -> None:
-        """Impossible: every node of the runtime has an arena."""
+        """Raise: every node of the runtime has an arena, so no object has a buffer of its own."""
         raise AssertionError(f"{action.handle!r} has no buffer of its own")
 
     def report_step_done(self, action: ReportStepDone) -> None:
-        """Tell the ticket of a replay that it has ended."""
+        """Report the end of a replay to its ticket."""
         self.endings.pop(action.replay)(action.replay.failure)
 
     def report_failure(self, action: ReportFailure) -> None:
-        """Keep the first failure for the next `wait`; a cancelled acquisition wakes its program."""
+        """Keep the first failure for the next `wait`; for a cancelled acquisition, wake its program."""
         task, failures = action.task, self.failures
         error = failures.of_task(task, action.error)
         if task.step is not None:
@@ -337,19 +342,21 @@ class Executor:
             failures.unreported = error
 
     def start_replay(self, replay: Replay, ending: Callable[[BaseException | None], None]) -> None:
-        """Begin a replay."""
+        """Start a replay; `ending` is called with its first error, or None, when it has ended."""
         replay.first_order = self.take_numbers(len(replay.tasks))
         self.endings[replay] = ending
         self.bring(StepStarted(replay))
 
     def failure_of(self, replay: Replay) -> BaseException | None:
-        """The first error of a task of a replay; behind whatever has lost data so far."""
+        """Return the first error of a task of a replay, once every event so far has been handled."""
         with self._lock:
             return replay.failure
 
     def _grant(self, task: Task) -> None:
-        """Let the program use the data that it has acquired, or release it at once if the program was interrupted; or begin a task that needs no
-        worker."""
+        """Let the program use the data that it has acquired, or start a task that needs no worker.
+
+        If the program was interrupted meanwhile, the data is released at once.
+        """
         codelet = task.codelet
         if codelet is not None:
             views = [self.pool.view_of(replica) for replica in task.replicas]
@@ -360,9 +367,9 @@ class Executor:
             self._give_back(task)
 
     def _ended(self, task: Task, error: BaseException | None) -> None:
-        """What a task of kind host has begun is over. The machine takes no event any more when the executor is closing or broken."""
+        """Report the end of a task of kind "host", unless the executor is closing or broken: the machine then takes no more events."""
         if not self.closing and self.waiters.broken is None:
-            with contextlib.suppress(SchedulerError):  # it breaks just now: every thread that waits hears the reason
+            with contextlib.suppress(SchedulerError):  # raised if it breaks right now; every waiting thread then gets the reason
                 self.bring(TaskFinished(task) if error is None else TaskFailed(task, error))
 
     def _give_back(self, task: Task) -> None:
@@ -371,7 +378,7 @@ class Executor:
         self._carry_out(self.machine.handle(event), None)
 
     def abandon(self, task: Task) -> None:
-        """The program was interrupted while it waited for `task`: see that no task waits for the program."""
+        """Ensure that no task waits for a program that was interrupted while it waited for `task`."""
         with self._lock:
             if self.waiters.broken is None:
                 task.token = ABANDONED
@@ -379,7 +386,7 @@ class Executor:
                     self._give_back(task)
 
     def wait(self) -> BaseException | None:
-        """Sleep until no task is left; returns the first failure since the last wait, or the stop that no call has reported."""
+        """Wait until no task is left; return the first failure since the last wait, or the stop that no call has reported."""
         self._sleep(self._drained, 0)
         try:
             self.pool.wait_for_gpus()
@@ -389,7 +396,7 @@ class Executor:
         return self.failures.take() or self.watch.unreported()
 
     def throttle(self) -> None:
-        """Sleep until half of the window is free; at once when the program holds data, for which tasks may be waiting."""
+        """Wait until half of the window is free; do not wait if the program holds data, since tasks may wait for it."""
         if not self.machine.program.assigned:
             self._sleep(self._throttled, WINDOW // 2)
 
@@ -405,7 +412,7 @@ class Executor:
             self.waiters.leave(waiter)
 
     def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
-        """What happened so far."""
+        """Return the counters since the start."""
         memory = self.machine.memory
         with self._lock:
             self._stalls.update(perf_counter_ns())
@@ -416,26 +423,26 @@ class Executor:
         return result
 
     def explain(self, names: Collection[str], count: int) -> Sequence[Placement]:
-        """Write down the next placements of recorded tasks of these names; the list grows as they happen."""
+        """Record the next `count` placements of recorded tasks with these names; the returned list grows as they happen."""
         with self._lock:
             return self.machine.explain(self.models, names, count)
 
     def validate(self) -> None:
-        """Check every invariant of the machine between two events, whatever is under way.
+        """Check every invariant of the machine between two events, even while tasks and copies are in progress.
 
         Raises:
-            InvalidEvent: one is broken.
+            InvalidEvent: an invariant is violated.
         """
         with self._lock:
             self.machine.validate()
 
     def story(self, record: HandleRecord | None) -> str:
-        """The last events, or those that touched one handle."""
+        """Return the latest events as text: those that concern one handle, or all."""
         with self._lock:
             return self.machine.story(record)
 
     def close(self) -> None:
-        """Stop the threads after the kernels and copies they are in."""
+        """Stop the threads after their present kernels and copies."""
         if self.closing:
             return
         self.closing = True

@@ -1,4 +1,4 @@
-"""What has gone wrong in a runtime: the first failure of each kind, kept for who asks, and errors that name the kernel that raised them."""
+"""Failures of a runtime: the first one of each kind, kept for later queries, and errors that name the kernel that raised them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from ..core.records import Task, data_of
 
 
 class Failures:
-    """First failures.
+    """The first failure of each kind.
 
     Attributes:
-        tier: of the disk tier.
-        source: of a file that is read.
-        refusal: of a task that did not fit.
-        unreported: of a task outside all replays, for the next wait of the program.
+        tier: first failure of the disk tier.
+        source: first error of a source file.
+        refusal: error of the first task that did not fit.
+        unreported: first failure of a task outside all replays that no wait of the program has raised yet.
     """
 
     def __init__(self) -> None:
@@ -23,24 +23,24 @@ class Failures:
         self.unreported: BaseException | None = None
 
     def of_copy(self, error: BaseException) -> None:
-        """A file could not be read, or the disk tier not be written."""
+        """Record the error of a copy: a file could not be read, or the disk tier could not be written."""
         if isinstance(error, TierFailed):
             self.tier = self.tier or error
         else:
             self.source = self.source or error
 
     def of_task(self, task: Task, error: BaseException) -> BaseException:
-        """A task has failed or was cancelled; the error that programs get."""
+        """Record the error of a task that failed or was cancelled; return the error for the program."""
         if isinstance(error, DoesNotFit):
             self.refusal = self.refusal or error
         if isinstance(error, SchedulerError):
             return error
-        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # of fused tasks: which one
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # a note of fused tasks says which one raised
         named = TaskError(f"kernel {task.name!r} (task {task.id}) over {data_of(task)} raised {type(error).__name__}: {error}{notes}")
         named.__cause__ = error
         return named
 
     def take(self) -> BaseException | None:
-        """The unreported failure, which is reported by that."""
-        found, self.unreported = self.unreported, None
-        return found
+        """Return the unreported failure, which counts as reported from now on."""
+        failure, self.unreported = self.unreported, None
+        return failure

@@ -1,5 +1,4 @@
-"""What the threads of a program hold, so that none waits for itself: a thread that holds data and waits for a task that waits for that data would
-sleep for ever."""
+"""Deadlock detection: the data that each program thread holds. A thread deadlocks if it waits for a task that waits for data it holds itself."""
 
 from __future__ import annotations
 
@@ -12,28 +11,32 @@ from ..core.records import Task
 
 
 class Holds:
-    """The program's tasks that hold data, thread by thread."""
+    """The acquisitions of the program, by the thread that made them."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     @property
     def own(self) -> list[Task]:
-        """Those of this thread."""
-        found: list[Task] | None = getattr(self._local, "found", None)
-        if found is None:
-            found = self._local.found = []
-        return found
+        """Acquisitions that the calling thread holds."""
+        tasks: list[Task] | None = getattr(self._local, "tasks", None)
+        if tasks is None:
+            tasks = self._local.tasks = []
+        return tasks
 
     def refuse_circle(self, is_awaited: Callable[[Task], bool], call: str) -> None:
-        """Raise if this thread is about to wait for tasks of which one is, or waits for, its own hold of some data. Under the executor's lock.
+        """Raise if this thread is about to wait for a task that waits for data it holds itself. To be called under the executor's lock.
+
+        Args:
+            is_awaited: function that returns whether the thread is about to wait for a task.
+            call: name of the call that waits, for the message.
 
         Raises:
-            Deadlock: it would wait for ever.
+            Deadlock: the wait would never end.
         """
         for hold in self.own:
             if is_awaited(hold) or any(map(is_awaited, waiting_for(hold))):
                 raise Deadlock(
-                    f"{call} would wait for ever: it waits for a task that waits for {hold.accesses[0][0]!r}, which this thread holds; leave "
+                    f"{call} would deadlock: it waits for a task that waits for {hold.accesses[0][0]!r}, which this thread holds; leave "
                     "the block of its acquire() or borrow() first"
                 )

@@ -1,10 +1,11 @@
-"""A trace of what ran when, in Chrome's JSON format, which Perfetto opens.
+"""A trace of tasks and copies over time, in Chrome's JSON format, which Perfetto opens.
 
-One track per worker, one per link, arrows from copies to the tasks they serve and from tasks to the write-backs of what they made, counters for the
-bytes of each node and for ready tasks. What else is known of the program stands under ``otherData`` with the format of it all; a task of a recorded
-step may say which. Threads append events while the program runs, each with one call, since nothing guards more than one; they are
-turned into JSON when the file is written. What there are most of, tasks, stand in one flat list: it costs less than a tuple each, which the garbage
-collector would visit again and again. A name that ends in ``.gz`` is compressed.
+It has one track per worker and one per link. Arrows lead from copies to the tasks they serve, and from tasks to the write-backs of their results.
+Counters show the bytes of each node and the ready tasks. ``otherData`` has the format version and facts about the program; a task of a recorded step
+may name its step. A name that ends in ``.gz`` is compressed.
+
+Threads append events while the program runs, each with a single call, since no lock guards more than one. Events become JSON when the file is
+written. Tasks, the most frequent events, lie in one flat list: a tuple per task would cost more, and the garbage collector would visit it repeatedly.
 """
 
 from __future__ import annotations
@@ -20,51 +21,51 @@ from typing import Any, Final
 from ..core.records import FILE, FILE_NAME, HandleRecord, Mode
 
 TRACE_FORMAT: Final = 1
-"""Of what is written: events and their arguments, and ``otherData``."""
+"""Version of the format: events with their arguments, and ``otherData``."""
 
 COUNTER_NS: Final = 50_000
-"""Counters are taken at most once in so many nanoseconds."""
+"""Shortest time between two samples of the counters, nanoseconds."""
 
 _LAST: Final = 1 << 60
-"""Above the number of any worker."""
+"""A number larger than that of any worker."""
 
 Accesses = Sequence[tuple[HandleRecord, Mode]]
 Ran = tuple[int, str, int, int, int, int, Accesses]
 """Arguments of `Trace.add_task`."""
 
 _WIDTH: Final = 7
-"""Entries of the flat list per task."""
+"""Number of entries in the flat list per task."""
 
 
 class Trace:
-    """Collects events while `active`.
+    """A collection of events, which grows while `active`.
 
     Attributes:
-        counters_at_ns: when counters should be taken again, nanoseconds.
+        counters_at_ns: time of the next sample of the counters, nanoseconds.
     """
 
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
         self.counters_at_ns = 0
-        self._tasks: list[Any] = []  # the fields of one `Ran` after those of the other
+        self._tasks: list[Any] = []  # the fields of all `Ran`, one task after another
         self._copies: list[tuple[int, int, str, int, int, int, int]] = []
         self._counters: list[tuple[int, list[int], int]] = []
 
     def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, accesses: Accesses) -> None:
-        """A kernel ran on a worker, over data on the worker's node."""
+        """Add a kernel that ran on a worker, over data on the worker's node."""
         self._tasks.extend((worker, name, task, start_ns, end_ns, node, accesses))
 
     def tasks(self) -> Iterator[Ran]:
-        """Every kernel that ran, as `add_task` took it."""
+        """Return every kernel that ran, in the order of the arguments of `add_task`."""
         fields = iter(self._tasks)
         return zip(*[fields] * _WIDTH, strict=True)
 
     def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
-        """Bytes of a handle moved between nodes."""
+        """Add a copy of a handle's bytes between nodes."""
         self._copies.append((source, target, name, nbytes, start_ns, end_ns, handle))
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
-        """Bytes in use per node and tasks ready."""
+        """Add a sample of the bytes in use per node and of the number of ready tasks."""
         self.counters_at_ns = at_ns + COUNTER_NS
         self._counters.append((at_ns, used, num_ready))
 
@@ -80,10 +81,11 @@ class Trace:
         """Write the trace.
 
         Args:
+            path: file to write.
             workers: name of each worker.
             nodes: name of each memory node.
-            steps: of each of `tasks`, the step it belongs to, if any.
-            about: what else is known, as JSON.
+            steps: for each of `tasks`, the step it belongs to, or None; None for no steps.
+            about: further facts for ``otherData``, as JSON.
         """
         other = {"nntask": {"format": TRACE_FORMAT, **(about or {})}}
         document = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": list(self._events(workers, nodes, steps))}
@@ -121,9 +123,9 @@ class Trace:
             yield {"ph": "C", "pid": 1, "name": "ready tasks", "ts": at / 1e3, "args": {"tasks": num_ready}}
 
     def _arrows(self, links: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-        """An arrow for each copy: to the first task that uses what it brought, or, where none does (a write-back), from the last that made it."""
+        """Return an arrow for each copy: to the first task that uses the copied data, or else (a write-back) from the last task that wrote it."""
         starts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (start, worker) of tasks
-        ends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the same of their ends
+        ends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (node, handle) -> (end, worker) of tasks
         for worker, _, _, start, end, node, accesses in self.tasks():
             for record, _ in accesses:
                 starts.setdefault((node, record.id), []).append((start, worker))
@@ -138,13 +140,13 @@ class Trace:
         for number, (source, target, name, _, begin, end, handle) in enumerate(self._copies):
             arrow = {"cat": "copy", "name": name, "id": number}
             link = {"pid": 2, "tid": links.index((source, target))}
-            uses, users, again = starts.get((target, handle), []), ends.get((source, handle), []), arrivals[target, handle]
-            at, last, next_time = bisect_left(uses, (end, -1)), bisect_right(users, (begin, _LAST)) - 1, bisect_right(again, end)
-            if at < len(uses) and not (next_time < len(again) and again[next_time] <= uses[at][0]):  # else it was dropped and brought again
+            uses, users, copies = starts.get((target, handle), []), ends.get((source, handle), []), arrivals[target, handle]
+            at, last, next_time = bisect_left(uses, (end, -1)), bisect_right(users, (begin, _LAST)) - 1, bisect_right(copies, end)
+            if at < len(uses) and not (next_time < len(copies) and copies[next_time] <= uses[at][0]):  # else dropped, and copied once more
                 start, worker = uses[at]
                 yield {"ph": "s", **link, "ts": end / 1e3, **arrow}
                 yield {"ph": "f", "bp": "e", "pid": 1, "tid": worker, "ts": start / 1e3, **arrow}
             elif last >= 0:
-                made, worker = users[last]
-                yield {"ph": "s", "pid": 1, "tid": worker, "ts": made / 1e3, **arrow}
+                written, worker = users[last]
+                yield {"ph": "s", "pid": 1, "tid": worker, "ts": written / 1e3, **arrow}
                 yield {"ph": "f", "bp": "e", **link, "ts": begin / 1e3, **arrow}

@@ -1,4 +1,4 @@
-"""Sleeping until something happens, in a way that a broken runtime can end and in which signals are heard."""
+"""Waiting for a result, in a way that a broken runtime ends and that lets Python handle signals."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Final
 
 HEARD_SECONDS: Final = 0.2
-"""How long a signal may go unheard."""
+"""Longest delay of a signal handler, seconds."""
 
 
 def sleep_until(event: threading.Event, meanwhile: Callable[[], object] | None = None) -> None:
-    """Sleep until an event is set.
+    """Wait until an event is set.
 
-    Python runs handlers of signals on the main thread when that one runs Python: a signal that the system gives to another thread, or that comes just
-    before the main one falls asleep, wakes no thread. So the sleeper looks up now and then.
+    Python runs signal handlers on the main thread, and only while it executes Python code. A signal that the system delivers to another thread, or
+    just before the main thread starts to wait, does not end the wait. So the wait is interrupted every `HEARD_SECONDS`.
 
     Args:
-        meanwhile: called whenever the sleeper looks up.
+        meanwhile: function called at each interruption.
     """
     while not event.wait(HEARD_SECONDS):
         if meanwhile is not None:
@@ -25,11 +25,11 @@ def sleep_until(event: threading.Event, meanwhile: Callable[[], object] | None =
 
 
 class Waiter:
-    """Something a thread sleeps on until it happens, or until the runtime breaks.
+    """A result that one thread waits for; the wait also ends if the runtime breaks.
 
     Attributes:
-        error: why it will never happen.
-        refusal: what happened was a refusal, and this is the reason.
+        error: error of the runtime, if the result will never come.
+        refusal: reason of a refusal, if the result is a refusal.
     """
 
     __slots__ = ("_event", "error", "refusal")
@@ -40,22 +40,22 @@ class Waiter:
         self.refusal: BaseException | None = None
 
     def set(self) -> None:
-        """It happened."""
+        """Announce that the result is there."""
         self._event.set()
 
     @property
     def is_set(self) -> bool:
-        """Whether it has happened."""
+        """Whether the result is there."""
         return self._event.is_set()
 
     def wait(self, meanwhile: Callable[[], object] | None = None) -> None:
-        """Sleep until it happened.
+        """Wait for the result.
 
         Args:
-            meanwhile: called now and then until it has.
+            meanwhile: function that is called repeatedly while waiting.
 
         Raises:
-            SchedulerError: the runtime broke.
+            SchedulerError: the runtime broke or was closed.
         """
         sleep_until(self._event, meanwhile)
         if self.error is not None:
@@ -63,10 +63,10 @@ class Waiter:
 
 
 class WaiterSet:
-    """Every waiter that is not set yet, so that none is forgotten when the runtime breaks.
+    """All waiters that are not set yet, so that a broken runtime wakes every one of them.
 
     Attributes:
-        broken: why nothing will happen any more, if so.
+        broken: error that ended the runtime; None while it works.
     """
 
     __slots__ = ("_waiters", "broken")
@@ -76,29 +76,29 @@ class WaiterSet:
         self.broken: BaseException | None = None
 
     def enter(self) -> Waiter:
-        """A new waiter.
+        """Return a new waiter.
 
         Raises:
             SchedulerError: the runtime is broken or closed.
         """
         waiter = Waiter()
-        self._waiters.add(waiter)  # before looking, else a break in between would miss it
+        self._waiters.add(waiter)  # before the check, else a break in between would miss it
         if self.broken is not None:
             self._waiters.discard(waiter)
             raise self.broken
         return waiter
 
     def wake(self, waiter: Waiter) -> None:
-        """It happened."""
+        """Announce that the waiter's result is there."""
         self._waiters.discard(waiter)
         waiter.set()
 
     def leave(self, waiter: Waiter) -> None:
-        """No thread sleeps on the waiter any more."""
+        """Remove a waiter that no thread waits on any more."""
         self._waiters.discard(waiter)
 
     def close(self, error: BaseException) -> None:
-        """Wake everybody with `error`, now and in future; the first error stays."""
+        """Wake all present and future waiters with `error`; only the first error counts."""
         if self.broken is None:
             self.broken = error
         for waiter in list(self._waiters):

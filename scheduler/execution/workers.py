@@ -1,6 +1,6 @@
 """The workers of the runtime: the memory of its nodes, and the threads that compute and copy there.
 
-What they do is decided by the machine, and what comes of it goes back to it: by way of the `executor`, whose lock is around both.
+The machine decides their work. They report results to the machine through the `executor`, whose lock guards both.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ..storage.device import Arena, DeviceArena, PinnedRange
 from ..storage.tier import DiskTier
 
 SIM_DEPTH: Final = 3
+"""Number of tasks admitted to a device at a time: one runs while the data of the next ones arrives."""
 ASIDE_DEPTH: Final = 2
-"""Tasks that a CPU worker beside devices holds: one runs while what the next one reads comes from a device."""
-"""Tasks admitted to a simulated device at a time: one runs while the data of the next ones arrives."""
+"""Number of tasks admitted to a CPU worker that stands aside: one runs while the input of the next one arrives from a device."""
 
 
 class PoolRuntime(cuda.CudaWorkerRuntime, Protocol):
     """The part of the runtime that the threads of a pool use."""
 
     def copied(self, action: CopyTile, start_ns: int, end_ns: int) -> None:
-        """A copy has been carried out."""
+        """Report a finished copy."""
 
     def not_copied(self, action: CopyTile, error: BaseException) -> None:
-        """A file could not be read, or the disk tier not be written."""
+        """Report a copy that failed: a file could not be read, or the disk tier could not be written."""
 
 
 class WorkerPool:
     """The memory of the nodes, and the threads that compute and copy there.
 
     Args:
-        executor: takes the events.
-        budgets: (name, bytes) of each node that is memory, host memory first.
-        tier: the disk tier, if there is one.
-        gpus: those that the last of the budgets are for.
+        executor: receiver of the events.
+        budgets: (name, bytes) of each memory node except the disk, host memory first.
+        tier: the disk tier; None for none.
+        gpus: the GPUs, to which the last entries of `budgets` belong.
 
     Attributes:
-        arenas: memory of each node that is memory.
-        workers: the threads that compute.
+        arenas: memory of each node except the disk.
+        workers: threads that compute.
     """
 
     def __init__(self, executor: PoolRuntime, budgets: Sequence[tuple[str, int]], tier: DiskTier | None, gpus: Sequence[Gpu]) -> None:
@@ -69,15 +69,17 @@ class WorkerPool:
 
     @property
     def pinned_nbytes(self) -> int:
-        """Bytes of host memory that are locked in place."""
+        """Number of page-locked bytes of host memory."""
         return 0 if self._pinned is None else self._pinned.nbytes
 
     def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None, *, aside: bool) -> Iterator[Worker]:
-        """Start the threads, one worker after another.
+        """Start the threads, one worker after another; yield each worker once it runs.
 
         Args:
+            cpu_workers: number of threads that run CPU kernels.
+            sim_gpus: number of simulated devices.
+            bandwidth: bytes per second of each simulated link; None for the speed of memory copies.
             aside: whether CPU workers stand aside, see `Worker`.
-            bandwidth: bytes per second of each simulated link; None for as fast as memory copies.
         """
         num_devices = sim_gpus + len(self.gpus)
         kind: WorkerKind = "cuda" if self.gpus else "sim"
@@ -96,7 +98,7 @@ class WorkerPool:
             yield worker
 
     def _copier(self, source: NodeId, target: NodeId, bandwidth: float | None) -> CopyEngine | CudaCopier:
-        """Who copies from one memory to another."""
+        """Create the thread that copies from one memory to another."""
         name, executor = f"copy {source}->{target}", self._executor
         for node in (target, source):
             arena = self.arenas[node]
@@ -106,24 +108,24 @@ class WorkerPool:
         return CopyEngine(hosts, executor.copied, executor.fail, bandwidth, name)
 
     def open_files(self) -> None:
-        """Start the threads that read and write files, unless they run already."""
+        """Start the threads that read and write files, unless they already run."""
         if self._files is None:
             executor = self._executor
             self._files = DiskEngine(self.arenas, self._tier, NodeId(len(self.arenas)), executor.copied, executor.not_copied, executor.fail)
             self._files.start()
 
     def run(self, task: Task) -> None:
-        """Let its worker run a task."""
+        """Post a task to its worker."""
         self.workers[task.worker].mailbox.put(task)
 
     def copy(self, action: CopyTile) -> None:
-        """Let data be copied to another node."""
+        """Post a copy to the thread of its link."""
         copier = self._copiers.get((action.source.node, action.target.node)) or self._files
-        assert copier is not None  # the only links without an engine of their own are those of files
+        assert copier is not None  # only links from and to files have no engine of their own
         copier.put(action)
 
     def move(self, action: MoveTile) -> None:
-        """Move data within a node before anything else happens there."""
+        """Move data within a node before any other action there."""
         arena = self.arenas[action.node]
         if isinstance(arena, DeviceArena):
             arena.flow.move(arena.address + action.offset, arena.address + action.source_offset, action.nbytes)
@@ -131,28 +133,28 @@ class WorkerPool:
             arena.copy_from(arena, action.source_offset, action.offset, action.nbytes)
 
     def discard(self, action: DiscardExtent) -> None:
-        """No replica occupies this extent of the disk tier any more."""
+        """Return an extent of the disk tier, which no replica occupies any more, to the file system."""
         assert self._tier is not None
         self._tier.discard(action.offset, action.nbytes)
 
     def view_of(self, replica: Replica) -> Any:
-        """The program's view of data in host memory."""
+        """Return the program's view of data in host memory."""
         if replica.view is None:
             replica.view = replica.handle.view(self.arenas[RAM].memory, replica.offset)  # type: ignore[operator]
         return replica.view
 
     def wait_for_gpus(self) -> None:
-        """Wait until GPUs have done what they were asked for.
+        """Wait until the GPUs have ended all submitted work.
 
         Raises:
-            DeviceFailed: one has failed.
+            DeviceFailed: a GPU has failed.
         """
         for thread in self.workers.values():
             if isinstance(thread, CudaThread):
                 thread.drain()
 
     def stop(self) -> None:
-        """End the threads after the kernels and copies they are in."""
+        """Stop the threads after their present kernels and copies."""
         threads: list[WorkerThread | CopyEngine | CudaCopier | DiskEngine] = [*self.workers.values(), *self._copiers.values()]
         if self._files is not None:
             threads.append(self._files)
@@ -162,14 +164,14 @@ class WorkerPool:
             thread.join()
 
     def close(self) -> None:
-        """Give back what GPUs were asked for; their threads have ended."""
+        """Release the memory of the GPUs, whose threads have ended."""
         owners = [self._pinned, *(arena for arena in self.arenas if isinstance(arena, DeviceArena)), *self.gpus]
         for owner in owners:
-            with contextlib.suppress(RuntimeError):  # a GPU that has failed takes nothing back
+            with contextlib.suppress(RuntimeError):  # a GPU that has failed cannot release memory
                 if owner is not None:
                     owner.close()
 
 
 def worker_name(worker: Worker) -> str:
-    """A worker's name in reports: "cpu:0", "sim:1"."""
+    """Return the name of a worker in reports, such as "cpu:0" or "sim:1"."""
     return f"cpu:{worker.id}" if worker.kind == "cpu" else f"{worker.kind}:{worker.node - 1}"

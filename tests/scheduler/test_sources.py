@@ -118,7 +118,7 @@ def test_attaching_again_is_overwriting(runtime, kit) -> None:  # type: ignore[n
     if isinstance(runtime, Runtime):
         gate, go = kit.gate()
         runtime.submit(gate, [(other, "R")])
-        with pytest.raises(ValueError, match="attach it before anything uses it"):
+        with pytest.raises(ValueError, match="attach it before its first use"):
             runtime.attach(other, Number(store, 7, "late", 0))
         go()
         with runtime.record() as step:
@@ -126,7 +126,7 @@ def test_attaching_again_is_overwriting(runtime, kit) -> None:  # type: ignore[n
             with pytest.raises(RecordingError, match="attach it before"):
                 runtime.attach(other, Number(store, 7, "late", 0))
         step.replay().wait()
-        with pytest.raises(ValueError, match="attach it before anything uses it"):
+        with pytest.raises(ValueError, match="attach it before its first use"):
             runtime.attach(other, Number(store, 7, "late", 0))
 
 
@@ -258,7 +258,7 @@ def test_a_recorded_step_that_has_not_run_may_be_given_its_data(kit) -> None:  #
         runtime.attach(data, Number(store, 5, "new", 0))
         step.replay().wait()
         assert (kit.value(runtime, total), store.read) == (5, ["new"])
-        with pytest.raises(ValueError, match="after a recorded step has replayed with it"):
+        with pytest.raises(ValueError, match="after a recorded step was replayed with it"):
             runtime.attach(data, Number(store, 6, "late", 0))
 
 
