@@ -1,4 +1,4 @@
-"""Drivers carry out the machine's actions: worker threads of CPUs and GPUs, copies between memory nodes, disk I/O, NCCL; and callbacks on tasks."""
+"""Drivers that execute the machine's actions: worker threads of CPUs and GPUs, copies between memory nodes, disk I/O, NCCL; callbacks on tasks."""
 
 import lazy_loader
 

@@ -1,11 +1,11 @@
-"""Callbacks on finished tasks (`Runtime.on_task`), and the orderly stop of a run by an exception of the callback.
+"""Callbacks on finished tasks (`Runtime.on_task`), and the orderly stop of a run by an exception in the callback.
 
-A stop is orderly. The task that the callback saw has finished, and every task submitted before the program learns of the stop still runs. So each
-piece of data is whole, belongs to the end of a replay, and can be read and saved. No further task is accepted: `submit` and `replay` raise
-`RunStopped`, and so does `wait` once. The callback is not called again.
+A stop is orderly: the task that the callback saw has finished, and every task submitted before the program sees the stop still runs. So each piece of
+data is complete, belongs to the end of a replay, and can be read and saved. No further task is accepted: `submit` and `replay` raise `RunStopped`,
+and so does `wait`, once. The callback is not called again.
 
-A callback observes and must not call back into the runtime. The worker waits for the callback, so a call that waits for tasks, data or workers would
-wait for itself: such calls raise on the worker's thread, and if the callback does not catch the error, it stops the run like any other.
+A callback observes and must not call the runtime. The worker waits for the callback, so a call that waits for tasks, data or workers could wait for
+itself. Such calls raise an error on the worker's thread; if the callback does not catch it, it stops the run like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..core.errors import RunStopped, SchedulerError
 from ..core.records import SCRATCH, HandleRecord, Mode, Replica, Task
 
 Look = Callable[[Any, int, int], Any]
-"""(view, offset, bytes) -> a read-only view of a node's memory, made by a handle's `view`."""
+"""Function (view, offset, bytes) -> a read-only view of a node's memory, created by a handle's `view`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,10 @@ class SeenTile:
 
     @property
     def data(self) -> Any:
-        """A read-only view of the data as the task left it, valid until the callback returns; copy it to keep it. Data on a GPU is copied to the
-        host."""
+        """A read-only view of the data as the task left it, valid until the callback returns; copy it to keep it.
+
+        Data on a GPU is copied to the host.
+        """
         handle = self._replica.handle
         return self._look(handle.view, self._replica.offset, handle.nbytes)
 
@@ -71,15 +73,15 @@ class FinishedTask:
 
 
 OnTask = Callable[[FinishedTask], object]
-"""Callback with a finished task, on the thread of the worker that ran it; several workers may call it at once. An exception of it stops the run."""
+"""A callback for finished tasks, called on the thread of the worker, possibly by several workers at once. An exception in it stops the run."""
 
 
 class Watch:
-    """The callback of a runtime, if any, and the stop that it has asked for, if any.
+    """The callback of a runtime, and the stop that it has caused, if any.
 
     Attributes:
-        callback: the function that is called with finished tasks.
-        stop: the error that the program receives.
+        callback: function called with finished tasks; None without one.
+        stop: error that the program receives; None while the run goes on.
         inside: identifiers of the threads that are in a callback.
     """
 
@@ -93,13 +95,13 @@ class Watch:
         self._lock = threading.Lock()
 
     def begin(self, callback: OnTask | None) -> None:
-        """Call `callback` with tasks from now on; an earlier stop ends."""
+        """Call `callback` with finished tasks from now on, and end an earlier stop."""
         with self._lock:  # else an exception of the previous callback could still stop the run
             self.stop, self._is_reported = None, False
             self.callback = callback
 
     def show(self, task: Task, worker: str, node: str, look: Look, start_ns: int, end_ns: int) -> None:
-        """Call the callback with a task; the first exception of a callback becomes the stop."""
+        """Call the callback with a task; its first exception stops the run."""
         callback = self.callback
         if callback is None:
             return
@@ -110,7 +112,7 @@ class Watch:
         self.inside.add(me)
         try:
             callback(FinishedTask(task.name, task.order, number, worker, node, start_ns, end_ns, tiles))
-        except BaseException as error:  # a SystemExit too: the worker must survive it
+        except BaseException as error:  # SystemExit too: the worker must survive it
             with self._lock:
                 if self.callback is callback:  # else another worker's exception came first, or the program has replaced the callback
                     self.callback = None
@@ -119,10 +121,10 @@ class Watch:
             self.inside.discard(me)
 
     def check(self) -> None:
-        """Raise the stop, if there is one; it counts as reported then.
+        """Raise the stop, if any; it counts as reported then.
 
         Raises:
-            RunStopped: the callback has asked for the end of the run.
+            RunStopped: the callback has stopped the run.
         """
         stop = self.stop
         if stop is not None:
@@ -133,19 +135,19 @@ class Watch:
         """Refuse a call that might wait for the worker that waits for the callback.
 
         Args:
-            call: the call, for the message.
+            call: name of the call, for the message.
 
         Raises:
             SchedulerError: the calling thread is in a callback.
         """
         if self.inside and threading.get_ident() in self.inside:
             raise SchedulerError(
-                f"{call} was called inside a callback of on_task, and may wait for the very worker that waits for the callback; look at the task's "
+                f"{call} was called inside a callback of on_task, and may wait for the worker that waits for the callback; look at the task's "
                 "own tiles there, raise to stop the run, and leave everything else to the program's thread"
             )
 
     def unreported(self) -> RunStopped | None:
-        """The stop, if it has not been raised in the program yet; it counts as reported from now on."""
+        """Return the stop if it has not been raised in the program yet; it counts as reported from now on."""
         stop = None if self._is_reported else self.stop
         self._is_reported = self._is_reported or stop is not None
         return stop

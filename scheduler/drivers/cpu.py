@@ -1,9 +1,10 @@
-"""Workers as threads: each runs the CPU kernels of its tasks and advances the machine itself when one ends.
+"""Worker threads: each runs the CPU kernels of its tasks, and advances the machine itself when a kernel ends.
 
-A worker sleeps in its mailbox (a C queue, no polling) only when it has no task. A successor that becomes ready by the worker's own task passes
+A worker waits in its mailbox (a C queue, no polling) only when it has no task. A task that becomes ready when its worker ends another one passes
 through no queue and no other thread. Simulated devices use the same threads over their own memory.
 
-Where workers are as many as the cores that the process may use, each is pinned to one (`cores_for`), so that its tiles stay in that core's caches.
+If there are as many workers as cores that the process may use, each is pinned to one core (`cores_for`), so that its tiles stay in that core's
+caches.
 """
 
 from __future__ import annotations
@@ -30,32 +31,33 @@ class WorkerRuntime(Protocol):
 
     @property
     def trace(self) -> object | None:
-        """The trace that records tasks; None without one."""
+        """Trace that records tasks; None without one."""
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
-        """Advance the machine by an event, with the seconds its kernel took if they are known; returns the worker's next task, if one is ready."""
+        """Advance the machine by an event, given the duration of the kernel if known; return the worker's next task, if one is ready."""
 
     def fail(self, error: BaseException) -> None:
         """Mark the runtime as broken and wake all waiting threads with the reason."""
 
     def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Record a task's duration; called only where `trace` is set."""
+        """Record the duration of a task; called only if `trace` is set."""
 
     def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
         """Call the program's callback with a finished task, whose data is still in memory."""
 
 
 def usable_cores() -> int:
-    """Number of cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cores_for(num_workers: int) -> Sequence[int | None]:
-    """The core that each worker is pinned to; None for any core.
+    """Return the core that each worker is pinned to; None for any core.
 
-    Workers are pinned only where they are as many as the cores that this process may use. Fewer workers are left to the system: two programs that
-    chose the same core would share it while another is idle. More workers would have to share cores. Only Linux lists and sets the cores of a
-    thread."""
+    Workers are pinned only if their number equals that of the cores that this process may use. Fewer workers are left to the system: two programs
+    that chose the same core would share it while another is idle. More workers would have to share cores. Only Linux lists and sets the cores of a
+    thread.
+    """
     usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
     return usable if len(usable) == num_workers else [None] * num_workers
 
@@ -64,14 +66,18 @@ class WorkerThread(threading.Thread):
     """The thread of one worker.
 
     Args:
-        executor: takes the events, and decides what is next.
+        executor: runtime that takes the events and returns the next task.
+        worker: the worker's record.
         memory: memory of the worker's node.
-        core: the core that the thread is pinned to; None for any.
+        name: name of the worker.
+        core: core that the thread is pinned to; None for any.
 
     Attributes:
         mailbox: tasks to run; None ends the thread.
         busy_ns: nanoseconds spent in kernels so far.
-        clone_ns, num_clones: those of tasks that made values again, and how many these were; of fused tasks their share.
+        num_tasks: number of tasks run so far.
+        clone_ns: nanoseconds of `busy_ns` spent on recomputation; fused tasks count with their share.
+        num_clones: number of recomputing tasks among those run.
     """
 
     def __init__(self, executor: WorkerRuntime, worker: Worker, memory: object, name: str, core: int | None = None) -> None:
@@ -90,14 +96,14 @@ class WorkerThread(threading.Thread):
     def run(self) -> None:
         """Run tasks until `stop`."""
         if self.core is not None and sys.platform == "linux":
-            with contextlib.suppress(OSError):  # the process may no longer use this core: then run on any
+            with contextlib.suppress(OSError):  # the process may no longer use this core: the thread then runs on any
                 os.sched_setaffinity(0, {self.core})
         executor, worker = self.executor, self.worker
         while (task := self.mailbox.get()) is not None:
             try:
                 while task is not None and not executor.closing:
                     task = executor.advance(self._execute(task), worker, self._seconds)
-            except BaseException as error:  # not from a kernel: a bug of ours, and no thread may be left waiting
+            except BaseException as error:  # not from a kernel: a bug of ours; every waiting thread must be woken
                 executor.fail(error)
             del task
 
@@ -106,7 +112,7 @@ class WorkerThread(threading.Thread):
         self.mailbox.put(None)
 
     def views_of(self, task: Task) -> list[Any]:
-        """The arguments of the task's kernel: a view of each replica."""
+        """Return the arguments of the task's kernel: a view of each replica."""
         views: list[Any] = []
         memory = self.memory
         for replica in task.replicas:

@@ -1,6 +1,6 @@
 """CUDA workers: the thread that submits a GPU's kernels, and the threads that copy from and to its memory.
 
-This module knows no CUDA: a `gpu.Gpu` carries everything out. It decides, with `gpu.Flow`, the order in which one stream waits for another.
+This module does not know CUDA: a `gpu.Gpu` executes all work. Together with `gpu.Flow`, the module decides when one stream waits for another.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from . import cpu
 from .gpu import NUM_STARTED, Ended, Event, Flow, Gpu, device_failed
 
 COPIES_IN_FLIGHT: Final = 4
-"""Most unfinished copies on one stream."""
+"""Largest number of unfinished copies on one stream."""
 
 
 _here = threading.local()
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None] | None:
-    """`Flow.capture` of the GPU whose worker thread calls this."""
+    """Record a graph with `Flow.capture`, on the GPU whose worker thread calls this."""
     flow: Flow = _here.flow
     return flow.capture(run)
 
@@ -51,7 +51,7 @@ class CudaThread(cpu.WorkerThread):
 
     Args:
         arena: memory of the GPU.
-        arguments: those of `WorkerThread`.
+        arguments: arguments of `WorkerThread`.
     """
 
     executor: CudaWorkerRuntime
@@ -68,11 +68,11 @@ class CudaThread(cpu.WorkerThread):
             _here.flow = flow
             super().run()
             self.drain()
-        except BaseException as error:  # no thread may be left waiting
+        except BaseException as error:  # every waiting thread must be woken
             self.executor.fail(error)
 
     def drain(self) -> None:
-        """Wait until the device has ended all kernels on the flow, and record their durations; callable from any thread.
+        """Wait until the device has ended all kernels on the flow, and record their durations; any thread may call it.
 
         Raises:
             DeviceFailed: a kernel failed.
@@ -109,7 +109,7 @@ class CudaThread(cpu.WorkerThread):
 
 
 def _note_mark(task: Task, number: int) -> None:
-    """What the task has used is free for other streams behind that mark."""
+    """Note the mark after which other streams may use the task's data."""
     for replica in task.replicas:
         replica.kernel_mark = number
 
@@ -121,13 +121,14 @@ class _PendingCopy(NamedTuple):
 
 
 class CudaCopier(threading.Thread):
-    """Copies over one link of a GPU, on a stream of its own: several are in flight at once, and each is reported when it has ended.
+    """A thread that copies over one link of a GPU, on its own stream. Several are in progress at once; each is reported when it has ended.
 
     Args:
         arenas: memory of every node.
-        gpu: the GPU whose stream copies.
-        done: called after each copy with the action, its start and its end in nanoseconds.
-        fail: called with the error that ends the thread, if any.
+        gpu: GPU whose stream copies.
+        done: function called after each copy with the action, its start and its end in nanoseconds.
+        fail: function called with the error that ends the thread, if any.
+        name: name of the thread.
     """
 
     def __init__(
@@ -143,30 +144,30 @@ class CudaCopier(threading.Thread):
         self._events: list[Event] = []
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy, ordered after the kernels submitted so far that may use its bytes; called under the executor's lock."""
+        """Request a copy, ordered after the submitted kernels that may use its bytes; to be called under the executor's lock."""
         ends = ((replica, self.arenas[replica.node]) for replica in (action.source, action.target))
         self._mailbox.put((action, [mark_of(replica, arena) for replica, arena in ends if isinstance(arena, DeviceArena)]))
 
     def run(self) -> None:
         """Copy until `stop`."""
-        under_way: deque[_PendingCopy] = deque()
+        in_progress: deque[_PendingCopy] = deque()
         try:
             self.gpu.adopt()
             while True:
-                if under_way and (len(under_way) >= COPIES_IN_FLIGHT or self._mailbox.empty()):
-                    self._finish(under_way.popleft())
+                if in_progress and (len(in_progress) >= COPIES_IN_FLIGHT or self._mailbox.empty()):
+                    self._finish(in_progress.popleft())
                     continue
                 request = self._mailbox.get()
                 if request is None:
                     break
-                under_way.append(self._start(*request))
-            while under_way:
-                self._finish(under_way.popleft())
-        except BaseException as error:  # no thread may be left waiting
+                in_progress.append(self._start(*request))
+            while in_progress:
+                self._finish(in_progress.popleft())
+        except BaseException as error:  # every waiting thread must be woken
             self.fail(error)
 
     def stop(self) -> None:
-        """End the thread after the copies already asked for."""
+        """End the thread after the copies requested so far."""
         self._mailbox.put(None)
 
     def _start(self, action: CopyTile, marks: Sequence[tuple[Flow, int]]) -> _PendingCopy:

@@ -1,8 +1,8 @@
-"""GPUs through CuPy: the GPUs that are present, and `gpu.Gpu` for one of them.
+"""GPUs through CuPy: the search for GPUs, and `gpu.Gpu` for one of them.
 
-CuPy is imported when a GPU is requested, never before. Streams, events and copies use the CUDA runtime; allocation and page-locking use the driver
-directly, because an error there is not left behind for the next call of another library. Error numbers are those of CUDA (cudaError_t), which driver
-and runtime share.
+CuPy is imported when a GPU is requested, never before. Streams, events and copies use the CUDA runtime. Allocation and page-locking use the driver
+directly, because an error of the driver does not appear in the next call of another library. Error numbers are those of CUDA (cudaError_t), which
+driver and runtime share.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .gpu import Event, Stream, device_failed
 PACKAGES: Final = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 INSTALL: Final = "pip install -e '.[cuda13]' (drivers from 580) or '.[cuda12]' (drivers from 525)"
 MOST_PARTITIONS: Final = 16
-"""Most partitions of one GPU."""
+"""Largest number of partitions of one GPU."""
 CONTEXT_NBYTES: Final = 512 << 20
-"""Device memory beside the budget: loaded kernels, workspace of products, local memory; bytes."""
+"""Device memory outside the budget: loaded kernels, workspace of matrix products, local memory; bytes."""
 
 _OUT_OF_MEMORY: Final = 2
 _INSUFFICIENT_DRIVER: Final = 35
 NOT_READY: Final = 600
-"""cudaErrorNotReady: an event that was asked for has not passed."""
+"""cudaErrorNotReady: the queried event has not passed."""
 _ASKED_WRONG: Final = (1, 98, 200, 209, 400, 500, 701, *range(900, 910))
 """Errors of the caller: an invalid value, handle, kernel or graph. Any other error means that the device has stopped working."""
 _PORTABLE: Final = 1
@@ -60,7 +60,7 @@ class GpuFacts:
 
 
 def installed_packages() -> list[str]:
-    """Names of the installed distributions of CuPy; exactly one is correct."""
+    """Return the names of the installed distributions of CuPy; exactly one is correct."""
     if find_spec("cupy") is None:
         return []
     found = {str(distribution.name).lower() for distribution in metadata.distributions() if distribution.name}
@@ -70,11 +70,11 @@ def installed_packages() -> list[str]:
 def find_gpus(
     packages: Callable[[], Sequence[str]] = installed_packages, runtime: Callable[[], Any] | None = None, most: int | None = None
 ) -> list[GpuFacts]:
-    """The GPUs that this process may use. Each inspected GPU gives this process a context, which takes memory, and may be in exclusive use elsewhere.
+    """Return the GPUs that this process may use. Inspecting a GPU creates a context on it, which takes memory and may block exclusive use by others.
 
     Args:
-        packages: returns the installed distributions of CuPy.
-        runtime: imports and returns CuPy's `cuda.runtime`.
+        packages: function that returns the installed distributions of CuPy.
+        runtime: function that imports and returns CuPy's `cuda.runtime`.
         most: number of GPUs to inspect, from the first; None for all.
 
     Raises:
@@ -101,8 +101,10 @@ def find_gpus(
 
 @contextmanager
 def _device_of_thread(cuda: Any, index: int) -> Iterator[None]:
-    """Make a card the calling thread's current device for the block only: the thread may be the program's, which works on a device of its own, or the
-    worker of another GPU, whose kernels would fail here."""
+    """Make a card the calling thread's current device for the block only.
+
+    The thread may be the program's, which works on a device of its own, or the worker of another GPU, whose kernels would fail on this one.
+    """
     before = cuda.getDevice()
     cuda.setDevice(index)
     try:
@@ -121,7 +123,7 @@ def _facts(cuda: Any, index: int) -> GpuFacts:
 
 
 def _reason(cuda: Any, package: str, error: RuntimeError) -> str:
-    """The reason why CUDA finds no GPU, with a remedy."""
+    """Return the reason why CUDA finds no GPU, with a remedy."""
     if getattr(error, "status", None) == _INSUFFICIENT_DRIVER:
         driver = int(cuda.driverGetVersion())
         if not driver:
@@ -141,11 +143,11 @@ def _version(number: int) -> str:
 
 
 def choose_gpus(count: int | None, found: Callable[[], list[GpuFacts]] | None = None) -> list[GpuFacts]:
-    """The GPUs of a run.
+    """Return the GPUs of a run.
 
     Args:
-        count: number of GPUs, from the first; None for all GPUs, or none where CuPy is not installed.
-        found: returns the present GPUs; `find_gpus` unless given.
+        count: number of GPUs, from the first; None for all GPUs, or for none if CuPy is not installed.
+        found: function that returns the present GPUs; `find_gpus` unless given.
 
     Raises:
         NoGpu: there are fewer than `count`, or CuPy is installed and finds none.
@@ -168,12 +170,12 @@ def _runtime() -> Any:
 
 @cache
 def _driver() -> Any:
-    """The driver's own interface (libcuda)."""
+    """Return the driver's own interface (libcuda)."""
     return typed_driver(ctypes.CDLL("libcuda.so.1"))
 
 
 def typed_driver(library: Any) -> Any:
-    """The driver with the types of the functions that are called here; without them ctypes cuts addresses to 32 bits. All return a CUresult."""
+    """Return the driver with typed functions, all of which return a CUresult; without the types, ctypes would cut addresses to 32 bits."""
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     signatures: dict[str, list[Any]] = {
         "cuMemAlloc_v2": [ctypes.POINTER(ctypes.c_uint64), size],
@@ -188,14 +190,14 @@ def typed_driver(library: Any) -> Any:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error of CUDA, or of a library above it, means that the device has no memory left."""
+    """Return whether an error of CUDA, or of a library above it, means that the device has no memory left."""
     return getattr(error, "status", None) == _OUT_OF_MEMORY or "ALLOC_FAILED" in str(error)
 
 
 def is_fatal(error: RuntimeError) -> bool:
-    """Whether an error of CUDA means that the device has stopped working."""
+    """Return whether an error of CUDA means that the device has stopped working."""
     status = getattr(error, "status", None)
-    if "EXECUTION_FAILED" in str(error):  # of cuBLAS and cuDNN
+    if "EXECUTION_FAILED" in str(error):  # errors of cuBLAS and cuDNN
         return True
     return type(error).__name__ in ("CUDARuntimeError", "CUDADriverError") and status != _OUT_OF_MEMORY and status not in _ASKED_WRONG
 
@@ -210,18 +212,18 @@ class CupyEvent:
         self.number = cuda.eventCreateWithFlags(cuda.eventBlockingSync)
 
     def is_done(self) -> bool:
-        """Whether the device has passed the event."""
+        """Return whether the device has passed the event."""
         status = self._cuda.eventQuery(self.number)
         if status and status != NOT_READY:
             self.wait()  # raises with the error's name
         return bool(status == 0)
 
     def wait(self) -> None:
-        """Sleep until the device has passed the event; the GIL is released meanwhile."""
+        """Wait until the device has passed the event; the GIL is released meanwhile."""
         self._cuda.eventSynchronize(self.number)
 
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds on the device between an earlier event and this one."""
+        """Return the seconds on the device between an earlier event and this one."""
         assert isinstance(earlier, CupyEvent)
         return float(self._cuda.eventElapsedTime(earlier.number, self.number)) * 1e-3
 
@@ -263,7 +265,7 @@ class CupyStream:
             self._cuda.memcpyAsync(target, source, nbytes, self._default, self.number)
 
     def record(self, event: Event) -> None:
-        """Let the event stand for the current end of the stream."""
+        """Make the event mark the current end of the stream."""
         self._cuda.eventRecord(event.number, self.number)  # type: ignore[attr-defined]
 
     def start(self, graph: object) -> None:
@@ -271,17 +273,17 @@ class CupyStream:
         self._cuda.graphLaunch(graph.number, self.number)  # type: ignore[attr-defined]
 
     def hold(self, event: Event) -> None:
-        """Let later work on the stream wait for the event."""
+        """Make later work on the stream wait for the event."""
         self._cuda.streamWaitEvent(self.number, event.number)  # type: ignore[attr-defined]
 
 
 def name_of(facts: GpuFacts, partition: int | None) -> str:
-    """The name of a GPU, or of a partition of one, in reports and messages."""
+    """Return the name of a GPU, or of a partition of one, in reports and messages."""
     return f"GPU {facts.index} ({facts.name})" + ("" if partition is None else f", part {partition}")
 
 
 class CupyGpu:
-    """`gpu.Gpu` for one GPU, or with `partition` for one of several partitions of a card.
+    """The interface `gpu.Gpu` for one GPU, or with `partition` for one of several partitions of a card.
 
     Args:
         facts: properties of the card.
@@ -310,7 +312,7 @@ class CupyGpu:
         stream.owner.use()  # type: ignore[attr-defined]
 
     def reserve(self, nbytes: int) -> int:
-        """Allocate memory, and return its address.
+        """Allocate memory and return its address.
 
         Raises:
             MemoryError: the GPU has fewer free bytes.
@@ -323,7 +325,7 @@ class CupyGpu:
         if status:
             raise MemoryError(
                 f"{self.name} did not give {nbytes:,} bytes (CUDA error {status}): {free:,} of its {total:,} are free; lower --gpu-memory, or end "
-                "what else uses the card"
+                "other programs on the card"
             )
         self._sizes[address.value] = nbytes
         return address.value
@@ -335,12 +337,12 @@ class CupyGpu:
             _driver().cuMemFree_v2(address)
 
     def stream(self) -> CupyStream:
-        """A new stream."""
+        """Return a new stream."""
         with self.visit():
             return CupyStream(self._cuda)
 
     def event(self) -> CupyEvent:
-        """A new event."""
+        """Return a new event."""
         with self.visit():
             return CupyEvent(self._cuda)
 
@@ -365,7 +367,7 @@ class CupyGpu:
             self._cuda.graphDestroy(graph)
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Page-lock host memory for all GPUs; returns whether the system allowed it."""
+        """Page-lock host memory for all GPUs; return whether the system allowed it."""
         with self.visit():
             self._cuda.free(0)
             return bool(_driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE) == 0)
@@ -381,13 +383,12 @@ class CupyGpu:
             self.release(address)
 
     def failed(self, error: RuntimeError) -> DeviceFailed:
-        """The error that a program receives when the card has stopped working."""
+        """Return the error that a program receives when the card has stopped working."""
         return device_failed(self, error)
 
 
 def connect(gpus: Sequence[CupyGpu]) -> list[tuple[int, int]]:
-    """Enable peer access between cards where the hardware has it; returns the pairs (from, to). The driver copies between others through host
-    memory."""
+    """Enable peer access between the cards that support it; return these pairs as (from, to). The driver copies other pairs through host memory."""
     cuda, pairs = _runtime(), []
     cards = {gpu.index: gpu for gpu in gpus}
     for here in sorted(cards):

@@ -1,7 +1,7 @@
-"""Copies from and to files: a few threads that read and write the disk tier, and that read attached source files, with several requests in flight.
+"""Copies from and to files: a few threads that read and write the disk tier and read attached source files, with several requests in progress.
 
-Reads are served before writes, because tasks wait for reads and hardly ever for writes. An exception of a source is a regular outcome: the data of
-its handle is lost.
+Reads are served before writes, because tasks wait for reads and rarely for writes. An exception of a source is a regular outcome: the data of its
+handle is lost.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..storage.tier import DiskTier
 from .gpu import Flow
 
 THREADS: Final = 4
-"""Number of threads, and so the most requests in flight."""
+"""Number of threads, and so the largest number of requests in progress."""
 
 
 def readers_nbytes(size: int, source: Source, *, has_gpus: bool) -> int:
-    """Bytes of host memory that the threads need to read a source: its scratch memory and, on the way to a GPU, a staging buffer.
+    """Return the bytes of host memory that the threads need to read a source: scratch memory and, on the way to a GPU, a staging buffer.
 
     Args:
         size: bytes of the handle.
-        source: the source.
+        source: source to read.
         has_gpus: whether the data may be read for a GPU.
     """
     return THREADS * (source.scratch_nbytes + (size if has_gpus else 0))
 
 
 def staging_nbytes(num_gpus: int, *, has_tier: bool) -> int:
-    """Bytes of host memory for staging buffers between the disk tier and GPUs; tiles cannot use them."""
+    """Return the bytes of host memory for staging buffers between the disk tier and GPUs, which tiles cannot use."""
     return THREADS * STAGE_NBYTES if num_gpus and has_tier else 0
 
 
 Marks = Sequence[tuple[Flow, int]]
-"""For each GPU at an end of a request, its flow and the mark that the flow must be past."""
+"""For each GPU at an end of a request, its flow and the mark that the flow must have passed."""
 _Request = tuple[CopyTile, Marks]
 
 
@@ -53,15 +53,16 @@ class Source(Protocol):
         """Bytes of scratch memory that `read` needs."""
 
     def read(self, out: Any, scratch: memoryview, /) -> None:
-        """Fill the handle's view with the data. Any thread may call it, again each time the data is fetched, and it must give the same data each
-        time.
+        """Fill the handle's view with the data.
+
+        Any thread may call it, once for each time the data is fetched. It must give the same data each time.
 
         Args:
             out: the handle's view.
             scratch: `scratch_nbytes` bytes of memory.
 
         Raises:
-            Exception: any error; readers of the handle receive it.
+            Exception: any error; programs that read the handle receive it.
         """
 
 
@@ -72,9 +73,9 @@ class DiskEngine:
         arenas: memory of every other node.
         tier: the disk tier; None without one.
         node: the memory node of the tier.
-        done: called after each copy with the action, its start and its end in nanoseconds.
-        lost: called with a copy that failed and the error.
-        fail: called with an error of the engine itself.
+        done: function called after each copy with the action, its start and its end in nanoseconds.
+        lost: function called with a copy that failed and the error.
+        fail: function called with an error of the engine itself.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class DiskEngine:
             thread.start()
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy; called under the executor's lock."""
+        """Request a copy; to be called under the executor's lock."""
         is_write = action.source.node != FILE and action.target.node == self.node
         request = action, self._marks(action.source.node if is_write else action.target.node)
         with self._wake:
@@ -110,7 +111,7 @@ class DiskEngine:
             self._wake.notify()
 
     def _marks(self, node: NodeId) -> Marks:
-        """The marks of a node's kernels that a copy from or to it must wait for."""
+        """Return the marks of a node's kernels that a copy from or to it must wait for."""
         return marks_of(self.arenas[node])
 
     def stop(self) -> None:
@@ -148,12 +149,12 @@ class DiskEngine:
                     self._done(action, start, perf_counter_ns())
                 else:
                     self._lost(action, error)
-            except BaseException as bug:  # no thread may be left waiting
+            except BaseException as bug:  # every waiting thread must be woken
                 self._fail(bug)
             del action, request
 
     def _read_file(self, file: Replica, target: Replica, marks: Marks, buffers: _Buffers) -> BaseException | None:
-        """Fill a replica from its source file; returns the source's error, or None."""
+        """Fill a replica from its source file; return the source's error, or None."""
         source: Source = file.view  # type: ignore[assignment]  # opaque to the core
         view: Any = file.handle.view
         arena, nbytes = self.arenas[target.node], file.handle.nbytes
@@ -164,13 +165,13 @@ class DiskEngine:
                 return None
             stage = buffers.stage_of(nbytes)
             source.read(view(stage.memory, 0), scratch)
-        except BaseException as error:  # the source is the program's and may raise anything, like a kernel
+        except BaseException as error:  # the source belongs to the program and may raise anything, like a kernel
             return error
         arena.exchange(stage.address, target.offset, nbytes, marks[0][1], writes=True)
         return None
 
     def _carry_out(self, action: CopyTile, marks: Marks, buffers: _Buffers) -> TierFailed | None:
-        assert self.tier is not None  # only its node has such copies
+        assert self.tier is not None  # only its node takes part in such copies
         source, target = action.source, action.target
         reads = source.node == self.node
         here, there = (target, source) if reads else (source, target)
@@ -181,9 +182,9 @@ class DiskEngine:
             else:
                 self._stage(arena, here.offset, there.offset, size, marks[0][1], buffers.stage_of(STAGE_NBYTES), reads=reads)
         except OSError as error:
-            what = "read back from" if reads else "written to"
+            done = "read back from" if reads else "written to"
             failure = TierFailed(
-                f"{source.handle!r} could not be {what} the disk tier in {self.tier.directory}: {error.strerror or error}; "
+                f"{source.handle!r} could not be {done} the disk tier in {self.tier.directory}: {error.strerror or error}; "
                 "free space there, choose another directory with --disk, or raise --ram"
             )
             failure.__cause__ = error
@@ -203,7 +204,7 @@ class DiskEngine:
 
 
 class _Buffers:
-    """Scratch memory and staging buffer of one thread, each as large as its largest request so far."""
+    """Scratch memory and staging buffer of one thread, each with the size of its largest request so far."""
 
     def __init__(self) -> None:
         self._scratch = bytearray()
@@ -211,13 +212,13 @@ class _Buffers:
         self._nbytes = 0
 
     def scratch_of(self, nbytes: int) -> memoryview:
-        """Scratch memory of `nbytes` bytes for a source."""
+        """Return scratch memory of `nbytes` bytes for a source."""
         if nbytes > len(self._scratch):
             self._scratch = bytearray(nbytes)
         return memoryview(self._scratch)[:nbytes]
 
     def stage_of(self, nbytes: int) -> HostArena:
-        """A staging buffer of at least `nbytes` bytes for data on its way from or to a GPU."""
+        """Return a staging buffer of at least `nbytes` bytes for data on its way from or to a GPU."""
         if self._stage is None or nbytes > self._nbytes:
             self._stage, self._nbytes = HostArena(nbytes), nbytes
         return self._stage

@@ -1,11 +1,11 @@
-"""Interface of a GPU, and the order of work on one.
+"""The interface of a GPU, and the order of work on one.
 
-A `Gpu` provides memory and streams; CuPy implements it, and `testing.FakeGpu` in tests. Work on a stream is carried out in order, concurrently with
+A `Gpu` provides memory and streams; CuPy implements it, and `testing.FakeGpu` in tests. Work on a stream is executed in order, concurrently with
 other streams. A `Flow` is the stream of kernels of one GPU. A task counts as finished as soon as its kernels are on the flow, since later kernels
-come after them there; the host does not wait for a kernel before it submits the next. A copy on another stream that uses the same memory first lets
-its stream wait, on the device, until the flow is past a *mark*: that behind the last kernel that used the same bytes (`Replica.kernel_mark`), or,
-where that is not known, the newest one at the moment the machine decides on the copy, because every earlier kernel is in front of it. A copy itself
-is reported only once it has ended, so host memory, other devices and files never hold half-written data.
+follow them there: the host does not wait for a kernel before it submits the next. A copy on another stream that uses the same memory first makes its
+stream wait, on the device, until the flow has passed a *mark*: the one that follows the last kernel that used these bytes (`Replica.kernel_mark`). If
+that is unknown, it is the newest mark at the moment when the machine decides on the copy, since all earlier kernels precede it. A copy is reported
+only when it has ended, so host memory, other devices and files never hold half-written data.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from ..core.errors import DeviceFailed
 from ..core.records import Task
 
 BOUNCE_NBYTES: Final = 1 << 20
-"""Device memory beside the budget, through which bytes pass that move by less than this distance; bytes."""
+"""Device memory outside the budget, a buffer for bytes that move by a shorter distance than this; bytes."""
 IN_FLIGHT: Final = 8
-"""Most unfinished tasks on a flow: enough that the device never waits for the host, and copies wait for at most these."""
+"""Largest number of unfinished tasks on a flow: enough that the device never waits for the host, and copies wait for at most these."""
 
 
 class Event(Protocol):
-    """A point of a stream."""
+    """A point on a stream."""
 
     def is_done(self) -> bool:
-        """Whether the device has passed the event."""
+        """Return whether the device has passed the event."""
 
     def wait(self) -> None:
-        """Sleep until the device has passed the event; the GIL is released meanwhile.
+        """Wait until the device has passed the event; the GIL is released meanwhile.
 
         Raises:
             Exception: work before the event failed.
         """
 
     def seconds_since(self, earlier: Event) -> float:
-        """Seconds on the device between an earlier event and this one, both of which the device has passed."""
+        """Return the seconds on the device between an earlier event and this one, both of which the device has passed."""
 
 
 class Stream(Protocol):
-    """Work that a device carries out in order."""
+    """A queue of work that a device executes in order."""
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes between two addresses, each of host memory or of any GPU; the ranges do not overlap."""
 
     def record(self, event: Event) -> None:
-        """Let the event stand for the current end of the stream, and for no earlier point."""
+        """Make the event mark the current end of the stream, and no earlier point."""
 
     def hold(self, event: Event) -> None:
-        """Let later work on this stream begin after the point that the event stands for now."""
+        """Make later work on this stream wait for the point that the event marks now."""
 
     def start(self, graph: object) -> None:
         """Append all work that `Gpu.capture` has recorded, in its order."""
 
 
 NUM_STARTED: Final = "num_started"
-"""Attribute of an error that a GPU's own calls raise: `Gpu.num_started` at that moment. Where it is what it was before the task, the task has not
-begun; an error without it may be of anything that a kernel does by itself."""
+"""Attribute of an error raised by a GPU's own calls: the value of `Gpu.num_started` at that moment. If it equals the value before the task, the task
+has not begun. An error without the attribute may come from anything that a kernel does by itself."""
 
 
 class Gpu(Protocol):
     """One GPU, or a partition of one.
 
     Attributes:
-        num_started: pieces of work that kernels have put on streams through it; what is recorded for a graph does not count. Only the thread of its
+        num_started: number of pieces of work that kernels have put on streams through it, without work recorded for a graph. Only the thread of its
             worker starts kernels, so only that thread reads and writes it.
     """
 
@@ -76,7 +76,7 @@ class Gpu(Protocol):
 
     @property
     def name(self) -> str:
-        """The GPU's name in reports."""
+        """Name of the GPU in reports."""
 
     def reserve(self, nbytes: int) -> int:
         """Allocate memory.
@@ -92,10 +92,10 @@ class Gpu(Protocol):
         """Free the memory at an address that `reserve` has returned."""
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """Return a new stream."""
 
     def event(self) -> Event:
-        """A new event, which stands for a point that the device has passed."""
+        """Return a new event, which counts as passed until it is recorded."""
 
     def enter(self, stream: Stream) -> None:
         """Direct kernels of the calling thread to a stream of this GPU."""
@@ -111,7 +111,7 @@ class Gpu(Protocol):
         """Let the calling thread use streams and events of this GPU."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Page-lock host memory so that copies of it run at full speed; returns whether the system allowed it."""
+        """Page-lock host memory so that copies of it run at full speed; return whether the system allowed it."""
 
     def unpin(self, address: int) -> None:
         """Unlock the host memory at an address that `pin` has locked."""
@@ -125,7 +125,7 @@ class Ended(NamedTuple):
 
     Args:
         task: the task.
-        start_ns, end_ns: on the clock of `time.perf_counter_ns`: the device's durations, added to the moment the device became busy.
+        start_ns, end_ns: start and end on the clock of `time.perf_counter_ns`: device durations, added to the time when the device became busy.
     """
 
     task: Task
@@ -146,7 +146,7 @@ class Flow:
         gpu: the GPU.
 
     Attributes:
-        number: number of the newest mark; read it under the executor's lock, where tasks finish and copies are decided on.
+        number: number of the newest mark; to be read under the executor's lock, under which tasks finish and copies are decided.
         entered: the stream to which the worker's thread submits kernels: that of the flow, or the one on which a graph is recorded.
 
     Raises:
@@ -165,7 +165,7 @@ class Flow:
         self._last_ns = perf_counter_ns()
         self._num_tasks = 0
         self._bounce = gpu.reserve(BOUNCE_NBYTES)
-        self._aside: Stream | None = None  # where graphs are recorded, and nothing else runs
+        self._aside: Stream | None = None  # a stream for recording graphs, on which nothing else runs
         self.entered = self.stream
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Flow:
         return ended
 
     def mark(self, task: Task | None = None) -> int:
-        """Mark the current end of the stream, as the end of `task` or of work that belongs to no task; returns the number of the mark.
+        """Mark the current end of the stream, as the end of `task` or of work that belongs to no task; return the number of the mark.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -206,7 +206,7 @@ class Flow:
             return self.number
 
     def move(self, target: int, origin: int, nbytes: int) -> None:
-        """Move bytes within the device, even where they overlap: in pieces, none overwritten before it is read.
+        """Move bytes within the device, even if source and target overlap: in pieces, none of which is overwritten before it is read.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -227,10 +227,10 @@ class Flow:
         self.mark()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        """Record all work that `run` submits as a graph; called by the worker's thread.
+        """Record all work that `run` submits as a graph; to be called by the worker's thread.
 
         Returns:
-            A function that launches the graph on the flow; None where the work cannot be recorded.
+            A function that launches the graph on the flow; None if the work cannot be recorded.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -249,7 +249,7 @@ class Flow:
         return partial(self.stream.start, graph)
 
     def collect(self) -> list[Ended]:
-        """Tasks that the device has ended since the last call.
+        """Return the tasks that the device has ended since the last call.
 
         Raises:
             DeviceFailed: work on the stream failed.
@@ -268,7 +268,7 @@ class Flow:
         return ended
 
     def hold(self, stream: Stream, number: int) -> None:
-        """Let later work on another stream begin after the mark of that number."""
+        """Make later work on another stream wait for the mark of that number."""
         with self._lock:
             position = number - self._marks[0].number if self._marks else -1
             if position >= 0:  # else the device is past the mark
@@ -290,7 +290,7 @@ class Flow:
         self.entered = stream
 
     def _too_many(self) -> Event | None:
-        """The oldest event if the flow has as many tasks as it may; threads other than the worker collect ended tasks, too."""
+        """Return the oldest event if the flow is full; threads other than the worker may collect ended tasks meanwhile."""
         with self._lock:
             return self._marks[0].event if self._num_tasks >= IN_FLIGHT else None
 
@@ -314,5 +314,5 @@ class Flow:
 
 
 def device_failed(gpu: Gpu, error: BaseException) -> DeviceFailed:
-    """The error that a program receives when a GPU has stopped working."""
+    """Return the error that a program receives when a GPU has stopped working."""
     return DeviceFailed(f"{gpu.name} stopped working: {error}; continue from the last checkpoint, on another GPU or after a reset")

@@ -1,8 +1,8 @@
-"""Interface of NCCL: communicators of two ranks, over which one process sends bytes of its GPU's memory to another's. CuPy implements it.
+"""The interface of NCCL: communicators of two ranks, over which one process sends bytes of its GPU's memory to another's. CuPy implements it.
 
 A communicator belongs to one thread. Its sends and receives are put on a stream and matched in order, the n-th send with the n-th receive. A kernel
-then waits on the device for the other rank. So a stream may stand still as long as the peer does, and only `abort` ends that. NCCL does not allow
-two ranks of a communicator on one GPU.
+then waits on the device for the other rank, so a stream may stall as long as the peer does, and only `abort` ends that. NCCL does not allow two ranks
+of a communicator on one GPU.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Nccl(Protocol):
 
     @property
     def card(self) -> str:
-        """An identifier of this GPU that no other GPU of the machine has."""
+        """Identifier of this GPU that no other GPU of the machine has."""
 
     def gpu(self) -> Gpu:
-        """The GPU as an own `Gpu`, for memory and streams that no other code shares."""
+        """Return a `Gpu` of this GPU whose memory and streams no other code shares."""
 
     def free_nbytes(self) -> int:
-        """Free bytes of that GPU's memory."""
+        """Return the free bytes of that GPU's memory."""
 
     def unique_id(self) -> UniqueId:
-        """A new unique id."""
+        """Return a new unique id."""
 
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:
-        """Become rank 0 or 1 of a communicator on the GPU that the calling thread has adopted; returns when the other rank has joined, too.
+        """Join a communicator as rank 0 or 1, on the GPU that the calling thread has adopted; returns when the other rank has joined, too.
 
         Raises:
             Exception: the network failed, or the other rank is gone.
@@ -66,11 +66,11 @@ class Nccl(Protocol):
 
 
 class CupyCommunicator:
-    """`Communicator` through CuPy.
+    """A `Communicator` through CuPy.
 
     Args:
-        library: `cupy.cuda.nccl`.
-        own: its `NcclCommunicator`.
+        library: the module `cupy.cuda.nccl`.
+        own: the `NcclCommunicator` to use.
         peer: number of the other rank.
     """
 
@@ -86,7 +86,7 @@ class CupyCommunicator:
         self._own.recv(address, nbytes, self._byte, self._peer, stream.number)  # type: ignore[attr-defined]
 
     def check(self) -> None:
-        """Raise an asynchronous error, if there is one."""
+        """Raise an asynchronous error, if any."""
         self._own.check_async_error()
 
     def abort(self) -> None:
@@ -95,7 +95,7 @@ class CupyCommunicator:
 
 
 class CupyNccl:
-    """`Nccl` through CuPy, for one GPU.
+    """The interface `Nccl` through CuPy, for one GPU.
 
     Args:
         facts: properties of the GPU.
@@ -112,11 +112,11 @@ class CupyNccl:
         self.card = str(runtime.deviceGetPCIBusId(facts.index))
 
     def gpu(self) -> Gpu:
-        """The GPU as an own `CupyGpu`."""
+        """Return a new `CupyGpu`."""
         return CupyGpu(self._facts)
 
     def free_nbytes(self) -> int:
-        """Free bytes of the GPU's memory according to CUDA."""
+        """Return the free bytes of the GPU's memory according to CUDA."""
         before = self._cuda.getDevice()
         self._cuda.setDevice(self._facts.index)
         try:
@@ -125,7 +125,7 @@ class CupyNccl:
             self._cuda.setDevice(before)
 
     def unique_id(self) -> UniqueId:
-        """A new unique id."""
+        """Return a new unique id."""
         return bytes(self._library.get_unique_id())
 
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:
@@ -134,10 +134,10 @@ class CupyNccl:
 
 
 def find_library() -> Any:
-    """The module `cupy.cuda.nccl`. CuPy 14 has a stub with `available = False` in its stead where it does not find libnccl.so.2.
+    """Return the module `cupy.cuda.nccl`. If CuPy 14 does not find libnccl.so.2, it provides a stub with `available = False` instead.
 
     Raises:
-        NoGpu: libnccl.so.2 is not found, or CuPy is older.
+        NoGpu: libnccl.so.2 is not found, or CuPy is older than 14.
     """
     import cupy
 

@@ -12,12 +12,12 @@ from ..storage.arena import HostArena
 
 
 class CopyEngine(threading.Thread):
-    """A thread that carries out copies in the order of the requests.
+    """A thread that copies in the order of the requests.
 
     Args:
         arenas: memory of every node.
-        done: called after each copy with the action, its start and its end in nanoseconds.
-        fail: called with an error of a copy.
+        done: function called after each copy with the action, its start and its end in nanoseconds.
+        fail: function called with the error of a copy.
         bandwidth: simulated bytes per second of the link; None for the speed of memory.
         name: name of the thread.
     """
@@ -39,7 +39,7 @@ class CopyEngine(threading.Thread):
         self._pace = threading.Event()
 
     def put(self, action: CopyTile) -> None:
-        """Ask for a copy."""
+        """Request a copy."""
         self._mailbox.put(action)
 
     def run(self) -> None:
@@ -47,7 +47,7 @@ class CopyEngine(threading.Thread):
         while (action := self._mailbox.get()) is not None:
             try:
                 self._copy(action)
-            except BaseException as error:  # no thread may be left waiting
+            except BaseException as error:  # every waiting thread must be woken
                 self.fail(error)
             del action
 

@@ -1,9 +1,9 @@
 """The executor: one lock around the state machine, and the threads of `pool` that execute its actions.
 
 Any thread that brings an event (a worker that finished a task, a copy engine, the program) takes the lock, advances the machine itself and
-executes its actions; no thread waits for a scheduler thread, and nothing polls. Finalizers only append to an inbox, which is drained at the next event, because
-a garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an interrupt inside it leaves
-it half advanced. Either breaks the executor permanently: every waiting thread is woken with the reason.
+executes its actions; no thread waits for a scheduler thread, and nothing polls. Finalizers only append to an inbox, which is drained at the next
+event, because a garbage collection may run while its own thread holds the lock. An exception inside the machine is a bug of ours, and an interrupt
+inside it leaves it half advanced. Either breaks the executor permanently: every waiting thread is woken with the reason.
 """
 
 from __future__ import annotations
