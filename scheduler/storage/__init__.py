@@ -1,5 +1,4 @@
-"""Memory of nodes: one arena per node, reserved once, so that no allocation happens while tasks run; the disk tier; budgets; stored performance
-models."""
+"""Memory of nodes: one arena per node, reserved once, so that no task allocates; the disk tier; memory limits; stored performance models."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
 """Host memory as one anonymous mapping of a node's whole budget.
 
 The kernel backs a page when it is first touched, and the page stays. So the memory in use is the high-water mark of the extents, not the budget, and
-no page faults happen after the first training step. Huge pages are requested where the system has them.
+no page faults happen after the first training step. Huge pages are requested if the system has them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class HostArena:
     """A mapping of `nbytes` bytes of host memory.
 
     Attributes:
-        memory: the mapping, over which views are made.
-        address: where the mapping begins, for copies.
+        memory: the mapping, over which views are created.
+        address: start of the mapping, for copies.
 
     Raises:
-        MemoryError: the system refuses to reserve so much address space.
+        MemoryError: the system refuses to reserve `nbytes` bytes of address space.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -38,5 +38,5 @@ class HostArena:
         ctypes.memmove(self.address + offset, source.address + source_offset, nbytes)
 
     def look(self, view: Callable[[Any, int], Any], offset: int, nbytes: int) -> Any:
-        """A read-only view of `nbytes` bytes at an offset, made by the handle's `view`."""
+        """Return a read-only view of `nbytes` bytes at an offset, created by the handle's `view`."""
         return view(memoryview(self.memory).toreadonly(), offset)

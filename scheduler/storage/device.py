@@ -12,27 +12,27 @@ from ..drivers.gpu import Flow, Gpu, Stream, device_failed
 from .arena import HostArena
 
 STAGE_NBYTES: Final = 4 << 20
-"""Staging buffer of each thread that reads and writes files for a GPU, counted in the budget of host memory; bytes."""
+"""Size of the staging buffer of each thread that reads and writes files for a GPU, counted in the budget of host memory; bytes."""
 
 PIN_NBYTES: Final = 64 << 20
-"""Size of the pieces in which host memory is page-locked, each when a copy first touches it: locking backs the pages, and would take seconds for a
-whole budget. Bytes."""
+"""Size of the pieces in which host memory is page-locked, each when a copy first touches it; bytes. Locking backs the pages, so it would take seconds
+for a whole budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The address where a node's memory begins on its GPU; a handle's view is made over it."""
+    """The start address of a node's memory on its GPU, over which views of handles are created."""
 
     address: int
 
 
 class PinnedRange:
-    """Host memory of a GPU's copies: page-locked where the system allows it, else copied at the speed of pageable memory.
+    """Host memory for a GPU's copies: page-locked if the system allows it, else copied at the speed of pageable memory.
 
     Args:
         gpu: any of the GPUs that copy.
-        arena: the memory.
-        nbytes: bytes from the arena's beginning that may be locked.
+        arena: memory to lock.
+        nbytes: bytes from the start of the arena that may be locked.
 
     Attributes:
         is_refused: whether the system has refused to lock a piece; no further piece is locked then.
@@ -46,7 +46,7 @@ class PinnedRange:
         self._lock = threading.Lock()
 
     def pieces(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cut a range so that each piece lies in one locked region or in none, because one copy may not span two: yields (address, bytes)."""
+        """Cut a range into pieces, each in one locked region or in none, because a copy may not span two; yield (address, bytes)."""
         end = address + nbytes
         while address < end:
             number = (address - self._begin) // PIN_NBYTES
@@ -81,8 +81,8 @@ class DeviceArena:
     """A reservation of `nbytes` bytes on a GPU.
 
     Attributes:
-        memory: the memory over which views are made.
-        address: where the memory begins.
+        memory: memory over which views are created.
+        address: start of the memory.
         flow: the GPU's stream of kernels.
         host: host memory that is copied from and to this memory.
 
@@ -109,7 +109,7 @@ class DeviceArena:
             stream.copy(begin, self.address + offset + begin - address, count)
 
     def exchange(self, address: int, offset: int, nbytes: int, after: int, *, writes: bool) -> None:
-        """Copy to host memory, or with `writes` from it, once the flow is past the mark `after`; returns when the copy has ended.
+        """Copy to host memory, or with `writes` from it, once the flow has passed the mark `after`; return when the copy has ended.
 
         Raises:
             DeviceFailed: the GPU stopped working.
@@ -124,13 +124,13 @@ class DeviceArena:
             raise device_failed(self.gpu, error) from error
 
     def look(self, view: Callable[[Any, int], Any], offset: int, nbytes: int) -> Any:
-        """A read-only view of a host copy of `nbytes` bytes at an offset, taken after all kernels submitted so far have ended."""
+        """Return a read-only view of a host copy of `nbytes` bytes at an offset, taken after all kernels submitted so far have ended."""
         copy = HostArena(nbytes)
         self.exchange(copy.address, offset, nbytes, self.flow.number, writes=False)
         return copy.look(view, 0, nbytes)
 
     def close(self) -> None:
-        """Give the memory back to the GPU."""
+        """Return the memory to the GPU."""
         self.flow.close()
         self.gpu.release(self.address)
 
@@ -141,7 +141,7 @@ class DeviceArena:
         return iter(((address, nbytes),))
 
     def _own(self) -> Any:
-        """The stream and the event of the calling thread."""
+        """Return the stream and the event of the calling thread."""
         if not hasattr(self._local, "pair"):
             self._local.pair = self.gpu.stream(), self.gpu.event()
         return self._local.pair
@@ -151,13 +151,14 @@ Arena = HostArena | DeviceArena
 
 
 def mark_of(replica: Replica, arena: DeviceArena) -> tuple[Flow, int]:
-    """The mark of a GPU behind the last kernel that may have used a replica's extent; until the flow is past it, no other stream may use these bytes.
+    """Return the flow of a GPU, and the mark that it must have passed before another stream may use a replica's extent.
 
-    What is about to be done with them is known to the machine, so no kernel that uses them comes between this call and that.
+    The mark follows the last kernel that may have used the extent. The machine has already decided on the next use, so no further kernel uses the
+    extent before it.
     """
     return arena.flow, arena.flow.number if replica.kernel_mark == NEWEST else replica.kernel_mark
 
 
 def marks_of(*arenas: Arena) -> Sequence[tuple[Flow, int]]:
-    """The newest mark of each GPU among the arenas; until the flow is past it, no other stream may use the memory of the kernels submitted so far."""
+    """Return the flow and newest mark of each GPU among the arenas; once passed, other streams may use the memory of all kernels submitted so far."""
     return [(arena.flow, arena.flow.number) for arena in arenas if isinstance(arena, DeviceArena)]

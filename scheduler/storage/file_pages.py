@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Final
 
 _DONTNEED: Final = 4
-"""MADV_DONTNEED: of a private file mapping, a page without changes is read from the file again at its next use."""
+"""MADV_DONTNEED: an unchanged page of a private file mapping is dropped, and read from the file at its next use."""
 _HEADER: Final = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ \S+ *(.*)")
 
 
@@ -37,7 +37,7 @@ def release_file_pages(path: bytes | None = None) -> int:
 
 
 def _unchanged_mappings(path: bytes | None) -> Iterator[tuple[int, int]]:
-    """Address and size of private read-only mappings of files in which this process has no page of its own."""
+    """Return address and size of the private read-only file mappings in which this process has changed no page."""
     try:
         with open("/proc/self/smaps", "rb") as file:
             lines = file.read().splitlines()

@@ -10,14 +10,14 @@ import psutil
 from ..core.errors import DoesNotFit
 
 RESERVE: Final = 256 << 20
-"""Bytes reserved beside the budget for the running process: modules, task records (60 MiB at 3,000 tasks a step), and dirty pages of files being
+"""Bytes reserved outside the budget for the running process: modules, task records (60 MiB at 3,000 tasks a step), and dirty pages of files being
 written, which a cgroup counts as well."""
 
 _FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_limit() -> int:
-    """Bytes this process may use: the machine's memory or the cgroup's limit, whichever is smaller."""
+    """Return the bytes this process may use: the machine's memory or the cgroup's limit, whichever is smaller."""
     limits = [int(psutil.virtual_memory().total)]
     for path in (*_own_cgroup_files(), *map(Path, _FILES)):
         try:
@@ -30,20 +30,23 @@ def memory_limit() -> int:
 
 
 def default_ram_budget() -> int:
-    """Default budget of host memory: 0.9 x (limit - resident memory now); where the limit is small, less by `RESERVE`, but at least half. Bytes."""
+    """Return the default budget of host memory in bytes: 0.9 x (limit - resident memory now).
+
+    If little memory is free, it is less by `RESERVE` instead, but at least half of the free memory.
+    """
     free: int = memory_limit() - psutil.Process().memory_info().rss
     return max(min(int(0.9 * free), max(free - RESERVE, free // 2)), 1 << 20)
 
 
 def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:
-    """Budgets of RAM and of each simulated device, whose memory is RAM as well; their sum is within the limit of this process.
+    """Return budgets of RAM and of each simulated device, whose memory is RAM as well; their sum is within the limit of this process.
 
     Args:
-        ram, device: requested bytes; None for a default, see `filled_budgets`.
+        ram, device: requested bytes; None for the default of `filled_budgets`.
         num_devices: number of simulated devices.
 
     Returns:
-        Bytes of RAM, and of each device.
+        Bytes of RAM and of each device.
 
     Raises:
         DoesNotFit: the requested bytes are above the limit.
@@ -53,10 +56,10 @@ def memory_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
 
 
 def check_budgets(ram: int | None, device: int | None, num_devices: int) -> None:
-    """Check that requested budgets are within the limit of this process; arguments as of `memory_budgets`.
+    """Check that requested budgets are within the limit of this process; the arguments are those of `memory_budgets`.
 
     Raises:
-        DoesNotFit: they are above it.
+        DoesNotFit: the requested bytes are above the limit.
     """
     limit = memory_limit()
     asked = (ram or 0) + (device or 0) * num_devices
@@ -70,10 +73,10 @@ def check_budgets(ram: int | None, device: int | None, num_devices: int) -> None
 
 
 def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tuple[int, int]:
-    """Budgets of RAM and of each simulated device, unchecked: the requested ones as they are, and defaults for the others.
+    """Return budgets of RAM and of each simulated device, without a check against the limit: requested values, or defaults.
 
-    The default is an equal part of the free memory if neither budget is requested, else the bytes that the other one leaves, for a device at most as
-    many as for RAM.
+    If neither budget is requested, both default to an equal part of the free memory. If one is, the other defaults to the bytes that it leaves, but a
+    device gets at most as many bytes as RAM.
     """
     asked = (ram or 0) + (device or 0) * num_devices
     free = max(default_ram_budget() - asked, 1 << 20)
@@ -85,12 +88,12 @@ def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
 
 
 def _own_cgroup_files() -> list[Path]:
-    """Limit files of the cgroup of this process and of its parents."""
+    """Return the limit files of the cgroup of this process and of its parents."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[Path] = []
+    paths: list[Path] = []
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
@@ -100,5 +103,5 @@ def _own_cgroup_files() -> list[Path]:
         else:
             continue
         group = root / name.lstrip("/")
-        found += [directory / leaf for directory in (group, *group.parents) if directory.is_relative_to(root)]
-    return found
+        paths += [directory / leaf for directory in (group, *group.parents) if directory.is_relative_to(root)]
+    return paths

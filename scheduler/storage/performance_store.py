@@ -1,12 +1,12 @@
-"""Performance models between runs: one JSON file per machine, under ``$XDG_CACHE_HOME/nntask/perf`` or ``~/.cache/nntask/perf``.
+"""Performance models between runs: one JSON file per machine, in ``$XDG_CACHE_HOME/nntask/perf`` or ``~/.cache/nntask/perf``.
 
 A machine is identified by the facts that durations depend on: processor, cores, BLAS threads, devices, versions of Python and of the libraries whose
-kernels run. The file is named by a hash of these facts. It holds them in plain text, the latest samples of every series of kernel durations, and
-those of every link under the names of its ends.
+kernels run. The file is named by a hash of these facts. It has the facts in plain text, and the latest samples of each series of kernel durations and
+of each link, by the names of its ends.
 
-Guarantees: a file is replaced as a whole (written aside, then renamed), so a reader never sees half of one, even after a kill. Of two writers the
-last wins, and keeps the series that only the file had. An unreadable or nonsensical file is ignored: models are a cache, and a broken cache must not
-stop a run. For the same reason `save` never raises on a full or read-only disk; it returns whether it has written.
+A file is replaced as a whole (temporary file, then rename), so a reader never sees a part of one, even after a kill. Of two writers the last wins,
+and keeps the series that only the file had. An unreadable or implausible file is ignored, because models are a cache and a broken cache must not stop
+a run. For the same reason `save` never raises on a full or read-only disk; it returns whether it has written.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ VERSION: Final = 2
 """Version of the file format; files of another version are ignored."""
 
 LONGEST_SECONDS: Final = 1e6
-"""Longest credible sample; seconds."""
+"""Longest plausible sample; seconds."""
 
 MOST_BYTES: Final = 1 << 50
-"""Largest credible copy; bytes."""
+"""Largest plausible copy; bytes."""
 
 MOST_SERIES: Final = 4096
-"""Most series of durations in a file, which every program reads as a whole: 3 MB of text, and some 10 MB of memory."""
+"""Largest number of series of durations in a file, which every program reads as a whole: 3 MB of text, and some 10 MB of memory."""
 
 Stored = tuple[dict[Key, list[float]], dict[tuple[str, str], list[tuple[int, float]]]]
 """Series and links of a file."""
 
 
 def default_directory() -> Path:
-    """The directory of the stored models."""
+    """Return the directory of the stored models."""
     return user_cache() / "perf"
 
 
 def machine_fingerprint(*, blas_threads: int, devices: Sequence[str] = (), versions: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The facts besides the task that durations depend on, by name.
+    """Return the facts that durations depend on, other than the task, by name.
 
     Args:
         blas_threads: number of BLAS threads per worker.
         devices: names of the devices, in order.
-        versions: version of each library whose kernels run, besides Python.
+        versions: version of each library whose kernels run, except Python.
     """
     return {
         "processor": _processor(),
@@ -68,7 +68,7 @@ def machine_fingerprint(*, blas_threads: int, devices: Sequence[str] = (), versi
 
 
 def _processor() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -80,9 +80,9 @@ class PerfStore:
     """The stored models of one machine.
 
     Args:
-        machine: the machine's `machine_fingerprint`.
-        names: names of the memory nodes, by id. Links are stored under names, since ids differ from run to run.
-        directory: the directory of the file; `default_directory()` unless given.
+        machine: facts of the machine, from `machine_fingerprint`.
+        names: names of the memory nodes, by id. Links are stored by names, since ids differ from run to run.
+        directory: directory of the file; `default_directory()` unless given.
     """
 
     def __init__(self, machine: Mapping[str, str], names: Sequence[str], directory: Path | None = None) -> None:
@@ -92,10 +92,10 @@ class PerfStore:
         self.path = (directory or default_directory()) / f"{zlib.crc32(canonical):08x}.json"
 
     def load(self, models: Models) -> int:
-        """Add the samples of earlier runs to the models; measurements of this run are added to them.
+        """Add the samples of earlier runs to the models; this run adds its measurements to them.
 
         Returns:
-            Number of series and links read; 0 if the file is absent or nonsensical.
+            Number of series and links read; 0 if the file is absent or implausible.
         """
         tasks, links = self._read()
         for key, samples in tasks.items():
@@ -112,9 +112,9 @@ class PerfStore:
         return len(tasks) + num_links
 
     def save(self, models: Models) -> bool:
-        """Replace the file by the models' samples, merged with the series that only the file has.
+        """Replace the file with the models' samples, merged with the series that only the file has.
 
-        Series that this run measured come last. Of more than `MOST_SERIES` the first ones are left out, which no run has measured for longest.
+        Series that this run measured come last. Beyond `MOST_SERIES`, the first ones are left out, which were measured longest ago.
 
         Returns:
             Whether the file was written.
@@ -135,7 +135,7 @@ class PerfStore:
         return self._write(json.dumps(content))
 
     def _write(self, text: str) -> bool:
-        """Write aside, then rename."""
+        """Write a temporary file, then rename it; return whether that succeeded."""
         aside = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class PerfStore:
         return True
 
     def _read(self) -> Stored:
-        """The series and links of the file; empty if it is absent, of another version or machine, or not in the format of `save`."""
+        """Return the series and links of the file; empty if it is absent, of another version or machine, or not in the format of `save`."""
         try:
             state = self.path.stat()
             machine, (tasks, links) = _content_of(self.path, (state.st_ino, state.st_mtime_ns, state.st_size))
@@ -162,11 +162,15 @@ class PerfStore:
 
 @lru_cache(maxsize=2)
 def _content_of(path: Path, state: tuple[int, int, int]) -> tuple[Any, Stored]:
-    """Machine, series and links of a file. A process that opens many runtimes reads it once, as long as nobody replaces it, which changes its state.
+    """Return the machine, series and links of a file, cached so that a process with many runtimes reads it once.
+
+    Args:
+        path: path of the file.
+        state: inode, modification time and size; a replaced file has another state, so it is read again.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError, KeyError, TypeError, OverflowError, RecursionError: it is not in the format of `save`.
+        OSError: the file cannot be read.
+        ValueError, KeyError, TypeError, OverflowError, RecursionError: the file is not in the format of `save`.
     """
     content = json.loads(path.read_text())
     if content["version"] != VERSION:
@@ -177,24 +181,24 @@ def _content_of(path: Path, state: tuple[int, int, int]) -> tuple[Any, Stored]:
 
 
 def _seconds(samples: Any) -> list[float]:
-    """Durations of one series, in seconds.
+    """Return the durations of one series, in seconds.
 
     Raises:
-        ValueError: a duration is not credible.
+        ValueError: a duration is not plausible.
     """
-    found = list(map(float, samples))[-KEPT:]
-    if not found or not (math.isfinite(sum(found)) and min(found) >= 0.0 and max(found) <= LONGEST_SECONDS):
-        raise ValueError(f"durations must be 0 to {LONGEST_SECONDS:g} s, got {found[:3]}")
-    return found
+    durations = list(map(float, samples))[-KEPT:]
+    if not durations or not (math.isfinite(sum(durations)) and min(durations) >= 0.0 and max(durations) <= LONGEST_SECONDS):
+        raise ValueError(f"durations must be 0 to {LONGEST_SECONDS:g} s, got {durations[:3]}")
+    return durations
 
 
 def _copies(samples: Any) -> list[tuple[int, float]]:
-    """(bytes, seconds) of the copies over one link.
+    """Return (bytes, seconds) of the copies over one link.
 
     Raises:
-        ValueError: a sample is not credible.
+        ValueError: a sample is not plausible.
     """
-    found = [(int(nbytes), float(seconds)) for nbytes, seconds in samples][-2 * KEPT_COPIES :]
-    if not found or not all(0 < nbytes <= MOST_BYTES and 0.0 < seconds <= LONGEST_SECONDS for nbytes, seconds in found):
-        raise ValueError(f"copies must have up to 2**50 bytes and take up to {LONGEST_SECONDS:g} s, got {found[:3]}")
-    return found
+    copies = [(int(nbytes), float(seconds)) for nbytes, seconds in samples][-2 * KEPT_COPIES :]
+    if not copies or not all(0 < nbytes <= MOST_BYTES and 0.0 < seconds <= LONGEST_SECONDS for nbytes, seconds in copies):
+        raise ValueError(f"copies must have up to 2**50 bytes and take up to {LONGEST_SECONDS:g} s, got {copies[:3]}")
+    return copies

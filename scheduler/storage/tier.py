@@ -1,8 +1,8 @@
-"""The disk tier: one file in a directory that the user names, with direct I/O where the file system has it.
+"""The disk tier: one file in a directory that the user names, with direct I/O if the file system supports it.
 
-The file is unlinked right after opening, so that a kill leaves nothing behind and two runs may share a directory. Direct I/O bypasses the system's
+The file is unlinked right after opening, so that no file remains after a kill and two runs may share a directory. Direct I/O bypasses the system's
 page cache, which would count against the same memory limit; arenas and extents are aligned to pages for it. The machine reuses space within the
-file; space beyond the tier's budget after fragmentation is given back to the file system.
+file; space beyond the tier's budget after fragmentation is returned to the file system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DiskTier:
     """An anonymous file that holds extents.
 
     Args:
-        directory: created if missing; its parent is not, because a missing parent is more likely a typing error.
+        directory: directory of the file, created if missing; its parent is not, because a missing parent is more likely a typing error.
 
     Attributes:
         is_direct: whether I/O bypasses the page cache.
@@ -43,7 +43,7 @@ class DiskTier:
             parent = self.directory.absolute().parent
             if parent.is_dir():
                 raise PermissionError(errno.EACCES, f"{parent} is not a writable directory", str(self.directory)) from error
-            raise FileNotFoundError(errno.ENOENT, f"there is no directory {parent} to make it in", str(self.directory)) from error
+            raise FileNotFoundError(errno.ENOENT, f"there is no directory {parent} to create it in", str(self.directory)) from error
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", str(self.directory)) from error
         self._fd, name = tempfile.mkstemp(prefix="nntask-", suffix=".tier", dir=self.directory)
@@ -55,9 +55,9 @@ class DiskTier:
             raise
 
     def free_bytes(self) -> int:
-        """Free bytes of the file system for this user: the budget of a tier without a given size."""
-        found = os.fstatvfs(self._fd)
-        return found.f_bavail * found.f_frsize
+        """Return the free bytes of the file system for this user: the budget of a tier without a given size."""
+        state = os.fstatvfs(self._fd)
+        return state.f_bavail * state.f_frsize
 
     def write(self, arena: HostArena, source_offset: int, offset: int, nbytes: int) -> None:
         """Write whole pages from an arena.
@@ -85,7 +85,7 @@ class DiskTier:
             done += got
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give an extent back to the file system, as a best effort; its bytes are not read again."""
+        """Return an extent, whose bytes are not read any more, to the file system, if that supports it."""
         fallocate = _fallocate()
         if fallocate is not None:
             fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(offset), ctypes.c_longlong(nbytes))
@@ -97,7 +97,7 @@ class DiskTier:
             self._fd = -1
 
     def _go_direct(self) -> bool:
-        """Switch to direct I/O if a page can be written and read with it; returns whether it can."""
+        """Switch to direct I/O if a page can be written and read with it; return whether it can."""
         import fcntl
 
         direct = getattr(os, "O_DIRECT", 0)
