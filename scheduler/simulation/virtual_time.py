@@ -1,8 +1,8 @@
-"""Virtual time: the same machine without threads or data, with durations instead of kernels.
+"""Virtual time: the scheduler's machine without threads or data, with given durations instead of kernels.
 
-Drives `nntask plan` and experiments on imaginary machines. Time is a number that jumps to the next end of a task or copy; ties are broken by the
-order in which things began, so a simulation always gives the same result. Copies over one link follow one another; those from and to the disk
-tier share a few channels, as the requests in flight of the real one do, and reads go before writes.
+`nntask plan` and experiments use it for imaginary machines. Time is a number that jumps to the next end of a task or copy. Ties are broken by the
+order in which tasks and copies began, so a simulation always gives the same result. Copies over one link follow one another. Copies from and to the
+disk tier share a few channels, as the concurrent requests of the real tier do, and reads precede writes.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from ..core.records import FILE, HandleId, HandleRecord, NodeId, Replay, Task, T
 from ..core.step_plan import RecordedTask, StepPlan
 
 Duration = Callable[[Task, WorkerKind], float]
-"""Seconds a task takes on a kind of worker; `task.codelet`, `task.constants` and the views of its handles say what it is."""
+"""Function that returns the seconds of a task on a kind of worker, given `task.codelet`, `task.constants` and the views of its handles."""
 
 HostEnd = Callable[[Task, float], float]
-"""When a task of kind host that begins now ends; `task.codelet`, `task.constants` and the handles say what it is."""
+"""Function that returns the end of a task of kind "host" that starts now, given `task.codelet`, `task.constants` and the handles."""
 
 Transfer = Callable[[NodeId, NodeId, int], float]
-"""Seconds it takes to move so many bytes from one node to another over an idle link."""
+"""Function (source, target, bytes) -> seconds of a copy over an idle link."""
 
 
 @dataclass(slots=True)
 class Simulation:
-    """What a simulated step costs.
+    """The cost of a simulated step.
 
     Attributes:
-        seconds: from the end of the previous replay to the end of the last one.
-        busy_seconds: per worker, in that time.
-        peak_bytes: most bytes in use on each node, from the start on.
-        peak_bytes_by_class: the same at that moment, by data class.
-        moved_bytes: over each link "a->b", in the last replay.
-        num_tasks: tasks of one replay.
-        num_evictions: replicas dropped for others in the last replay.
+        seconds: time from the end of the previous replay to the end of the last one.
+        busy_seconds: seconds in kernels of each worker, in that time.
+        peak_bytes: largest number of bytes in use on each node since the start.
+        peak_bytes_by_class: bytes in use at that moment, by data class.
+        moved_bytes: bytes moved over each link "a->b", in the last replay.
+        num_tasks: number of tasks of one replay.
+        num_evictions: number of replicas evicted in the last replay.
     """
 
     seconds: float
@@ -72,20 +72,20 @@ class Simulation:
 
 
 class VirtualDriver:
-    """Carries out a machine's actions in virtual time.
+    """A driver that executes a machine's actions in virtual time.
 
     Args:
-        machine: without workers yet.
+        machine: a machine without workers.
         workers: (kind, node, depth) of each worker.
-        duration: of a task on a kind of worker.
-        transfer: seconds of a copy; None for copies that take no time.
-        channels: copies from and to the disk tier under way at most.
-        host: when tasks without a worker end; None for at once.
-        aside: whether CPU workers run only what devices may not.
+        duration: function that returns the seconds of a task on a kind of worker.
+        transfer: function that returns the seconds of a copy; None for copies that take no time.
+        channels: number of copies from and to the disk tier at a time.
+        host: function that returns the end of a task without a worker; None for tasks that end at once.
+        aside: whether CPU workers run only codelets that devices may not.
 
     Attributes:
         now: seconds since the start.
-        busy_seconds: of each worker.
+        busy_seconds: seconds in kernels of each worker.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class VirtualDriver:
         self._events: list[tuple[float, int, Event]] = []
         self._links: dict[tuple[NodeId, NodeId], float] = {}
         self._tier = machine.memory.tier
-        self._num_channels = channels  # of the tier that are free
+        self._num_channels = channels  # of the tier, those that are free
         self._reads: deque[CopyTile] = deque()
         self._writes: deque[CopyTile] = deque()
         self._num_begun = 0
@@ -117,7 +117,7 @@ class VirtualDriver:
             self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth, aside and kind == "cpu")))
 
     def bring(self, event: Event) -> None:
-        """Let something happen now.
+        """Handle an event that happens now.
 
         Raises:
             DoesNotFit: a task cannot run within the budgets.
@@ -126,7 +126,7 @@ class VirtualDriver:
             carry_out(action, self)
 
     def run(self, until: Replay | None = None) -> None:
-        """Let time pass until the tasks of a replay have ended; without one, until nothing is under way."""
+        """Advance time until the tasks of a replay have ended; without one, until no task or copy is in progress."""
         while self._events and (until is None or until.num_unfinished):
             self.now, _, event = heapq.heappop(self._events)
             self.bring(event)
@@ -135,26 +135,26 @@ class VirtualDriver:
                 self._use_channels()
 
     def move_tile(self, action: MoveTile) -> None:
-        """Nothing: no bytes exist in virtual time, and a move within a node is taken to need none."""
+        """Do nothing: virtual time has no bytes, and a move within a node takes no time."""
 
     def discard_extent(self, action: DiscardExtent) -> None:
-        """Nothing: no file exists in virtual time."""
+        """Do nothing: virtual time has no files."""
 
     def forget_object(self, action: ForgetObject) -> None:
-        """Nothing: no buffer exists in virtual time."""
+        """Do nothing: virtual time has no buffers."""
 
     def report_step_done(self, action: ReportStepDone) -> None:
-        """Nothing: `run` looks at the replay itself."""
+        """Do nothing: `run` looks at the replay itself."""
 
     def report_failure(self, action: ReportFailure) -> None:
-        """A simulation ends with the first failure."""
+        """Raise the error: a simulation ends with the first failure."""
         raise action.error
 
     def run_task(self, action: RunTask) -> None:
-        """Enter when the task will end."""
+        """Schedule the end of the task."""
         task = action.task
         seconds = 0.0
-        if task.worker >= 0:  # else it is the program, which takes no time
+        if task.worker >= 0:  # the program itself takes no time
             seconds = self.duration(task, self._kinds[task.worker])
             self.busy_seconds[task.worker] += seconds
         elif task.codelet is not None and self.host is not None:
@@ -162,7 +162,7 @@ class VirtualDriver:
         self._enter(self.now + seconds, TaskFinished(task))
 
     def copy_tile(self, action: CopyTile) -> None:
-        """Enter when the copy will end, or let it wait for a channel of the tier."""
+        """Schedule the end of the copy, or queue it for a channel of the tier."""
         link = (action.source.node, action.target.node)
         if self._takes_channel(*link):
             (self._writes if link[1] == self._tier else self._reads).append(action)
@@ -172,11 +172,11 @@ class VirtualDriver:
         self._enter(end, CopyFinished(action.source, action.target))
 
     def _takes_channel(self, source: NodeId, target: NodeId) -> bool:
-        """Whether a copy is one from or to a file."""
+        """Return whether a copy reads or writes a file."""
         return source == FILE or (self._tier is not None and self._tier in (source, target))
 
     def _use_channels(self) -> None:
-        """Begin copies from and to the tier while it takes any."""
+        """Start queued copies from and to the tier while channels are free."""
         while self._num_channels and (self._reads or self._writes):
             self._num_channels -= 1
             copy = (self._reads or self._writes).popleft()
@@ -207,24 +207,25 @@ def simulate(
     host: HostEnd | None = None,
     aside: bool = False,
 ) -> Simulation:
-    """Run a recorded step in virtual time on an imaginary machine; the records of `plan` are left alone.
+    """Run a recorded step in virtual time on an imaginary machine; the records of `plan` do not change.
 
-    What the step reads without writing it first lies in host memory, or below it, at the start, and so do the outputs of two earlier replays. What is
-    used first is loaded last. What lies in a file and is only read is there, and nowhere else.
+    At the start, the inputs of the step lie in host memory or below it, and so do the outputs of two earlier replays. Data that is used first is
+    loaded last. Data in a file that is only read lies there alone.
 
     Args:
+        plan: step to run.
         workers: (kind, node, depth) of each worker.
         nodes: (name, budget in bytes) of each memory node, host memory first.
         policy: name of a scheduling policy.
-        duration: of a task on a kind of worker, seconds.
-        transfer: seconds of a copy between two nodes; None for copies that take no time.
+        duration: function that returns the seconds of a task on a kind of worker.
+        transfer: function that returns the seconds of a copy between two nodes; None for copies that take no time.
         storage: whether the last node is a disk tier.
-        channels: copies from and to files under way at most, each as long as `transfer` says.
-        eviction, prefetch: as in `Machine`.
-        replays: how often the step runs; the last one is reported, when devices hold what fits.
-        ahead: whether the next replay, another one after the last, has begun when one ends, as in training; else each begins when nothing moves.
-        host: when tasks without a worker end; None for at once.
-        aside: whether CPU workers run only what devices may not.
+        channels: number of copies from and to files at a time, each as long as `transfer` returns.
+        eviction, prefetch: options of `Machine`.
+        replays: number of times that the step runs; the last one is reported, when devices hold the data that fits.
+        ahead: whether the next replay has begun when one ends, even after the last one, as in training; else each begins when nothing moves.
+        host: function that returns the end of a task without a worker; None for tasks that end at once.
+        aside: whether CPU workers run only codelets that devices may not.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
@@ -235,7 +236,7 @@ def simulate(
             f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
         )
     last = len(nodes) - 1
-    memories = [MemoryNode(name, budget, is_storage=storage and at == last) for at, (name, budget) in enumerate(nodes)]
+    memories = [MemoryNode(name, budget, is_storage=storage and node == last) for node, (name, budget) in enumerate(nodes)]
     estimates = Given(duration, transfer)
     machine = Machine(memories, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.memory
@@ -247,8 +248,8 @@ def simulate(
             driver.bring(SourceAttached(own, None))
     instances = [twin.instantiate(_clone, num_tasks * (1 + which), computes_on_last=machine.computes_on_last) for which in range(2)]
     outputs = [record for _, twins in instances for record in twins.values() if not record.released]
-    found = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
-    _load(driver, [*outputs, *found])
+    inputs = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
+    _load(driver, [*outputs, *inputs])
 
     def start(number: int) -> None:
         replay = instances[number % 2][0]
@@ -269,7 +270,7 @@ def simulate(
 
 
 def _measure(driver: VirtualDriver, num_tasks: int) -> Simulation:
-    """Everything counted since the start."""
+    """Return the counters since the start."""
     memory = driver.machine.memory
     nodes = memory.usage()
     return Simulation(
@@ -284,7 +285,7 @@ def _measure(driver: VirtualDriver, num_tasks: int) -> Simulation:
 
 
 def _difference(before: Simulation, after: Simulation) -> Simulation:
-    """What happened in between; peaks count from the start."""
+    """Return the counters between two measurements; peaks count from the start."""
     after.seconds -= before.seconds
     after.busy_seconds = [now - then for then, now in zip(before.busy_seconds, after.busy_seconds, strict=True)]
     after.moved_bytes = {link: nbytes - before.moved_bytes.get(link, 0) for link, nbytes in after.moved_bytes.items()}
@@ -293,7 +294,7 @@ def _difference(before: Simulation, after: Simulation) -> Simulation:
 
 
 def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
-    """The program writes data, so that memory holds about what an earlier replay would leave."""
+    """Let the program write data, so that memory holds about the data that an earlier replay would leave."""
     for number, handle in enumerate(handles):
         task = Task(TaskId(-1 - number), None, "load", ("host",), ((handle, W),), {}, order=number - len(handles))
         driver.bring(TaskSubmitted(task))
@@ -303,7 +304,7 @@ def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:
 
 
 def _detached(plan: StepPlan) -> StepPlan:
-    """The same plan over records of its own."""
+    """Return the same plan over new records."""
     twins = {handle: _clone(handle) for handle in plan.uses}
     tasks = [
         RecordedTask(
@@ -319,9 +320,9 @@ def _detached(plan: StepPlan) -> StepPlan:
         for task in plan.tasks
     ]
     owned = {twins[handle]: is_output for handle, is_output in plan.owned.items() if handle in twins}
-    found = StepPlan(tasks, owned, window=plan.window, partitions=plan.partitions)
-    found.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()}, plan.returns)
-    return found
+    detached = StepPlan(tasks, owned, window=plan.window, partitions=plan.partitions)
+    detached.foresee({twins[handle]: use.leaves for handle, use in plan.uses.items()}, plan.returns)
+    return detached
 
 
 def _clone(handle: HandleRecord) -> HandleRecord:
