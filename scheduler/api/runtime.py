@@ -102,7 +102,7 @@ class Runtime(RecordingRuntime):
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         directory, size = disk if isinstance(disk, tuple) else (disk, None)
         if aside and not (gpus or sim_gpus):
-            raise ValueError(f"CPU workers that run only tasks without a device need a device, got {cpu_workers} CPU workers; leave `aside` out")
+            raise ValueError(f"aside=True needs a device, got {cpu_workers} CPU workers and no device; leave `aside` out")
         if gpus and sim_gpus:
             raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
         _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)

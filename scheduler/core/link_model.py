@@ -80,8 +80,8 @@ class LinkModel:
         """Return 1 / bandwidth, given at least one large copy.
 
         It is a median over pairs of copies, of which one is at least twice as large as the other: pairs of large copies if there are several, else
-        pairs of a large copy and any other. The result is at least the rate of the best large copy after its latency. This latency is no longer
-        than a small copy takes.
+        pairs of a large copy and any other. The result is at least the smallest seconds per byte of a large copy after its latency, which is
+        at most the time of a fast small copy.
         """
         slopes = _slopes(self._large, self._large)
         if len(slopes) < FEW_PAIRS:  # one slow copy may spoil all of them

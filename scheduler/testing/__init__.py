@@ -1,4 +1,4 @@
-"""Fakes for tests: a driver without threads or time over real little buffers, the sequential truth to compare with, and a GPU that runs late."""
+"""Fakes for tests: a driver without threads or time over small real buffers, a sequential reference to compare with, and a GPU that runs late."""
 
 import lazy_loader
 

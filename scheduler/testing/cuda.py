@@ -1,12 +1,12 @@
-"""CUDA's runtime and driver by the names that CuPy gives them, on host memory, which refuse what CUDA refuses and what it leaves undefined.
+"""CUDA's runtime and driver, by CuPy's names, on host memory; calls that CUDA refuses or leaves undefined are refused.
 
-The real driver code runs over this on a machine without a card. Work is kept and carried out late, as by `FakeGpu`, whose streams these are. Beyond
-that each call is looked at: types and ranges of arguments, the current device of the calling thread, the device of streams, events and kernels, what
-may be called while a graph is recorded, limits of a launch, and memory: an address belongs to a live reservation, and two pieces of work that touch
-the same bytes, one of them writing, are ordered by a stream, an event, or a wait of the host. What a wait of one thread has shown counts as known to
-all threads, so an order that threads owe to each other alone is believed. Of a kernel only the first byte behind each pointer is known.
+The real driver code runs over it on a machine without a card. Work is stored and executed late, on the streams of `FakeGpu`. Each call is checked:
+types and ranges of arguments, the current device of the thread, the devices of streams, events and kernels, calls that are forbidden while a graph is
+being recorded, launch limits, and memory. An address must belong to a live reservation. Two pieces of work that touch the same bytes, one of them
+writing, must be ordered by a stream, an event or a wait of the host. The result of a wait counts as known to all threads, so a missing order between
+threads alone is not found. Of a kernel, only the first byte at each pointer is known.
 
-Error numbers are cudaError_t. `found` has everything that was refused, since a caller may swallow an error.
+Error numbers are cudaError_t. `found` lists everything that was refused, since a caller may swallow an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class KernelPointer(NamedTuple):
     """An address in one of a kernel's parameters.
 
     Args:
-        offset: of the address in the parameter, bytes.
-        alignment: of what it points to, as the kernel reads it.
+        offset: offset of the address in the parameter, bytes.
+        alignment: alignment with which the kernel reads the target, bytes.
         is_written: whether the kernel may write there.
     """
 
@@ -42,8 +42,8 @@ class KernelParameter(NamedTuple):
     """One of a kernel's parameters.
 
     Args:
-        nbytes: rounded up to eight.
-        pointers: the addresses in it; those that are 0 are not there.
+        nbytes: size, rounded up to eight.
+        pointers: addresses in the parameter; those that are 0 are absent.
     """
 
     nbytes: int
@@ -51,18 +51,18 @@ class KernelParameter(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The code of a module."""
+    """The code of modules."""
 
     def parameters(self, image: bytes) -> Mapping[str, Sequence[KernelParameter]]:
-        """The kernels in it."""
+        """Return the parameters of each kernel in a module."""
 
     def run(self, image: bytes, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: bytes) -> None:
-        """Run a kernel whose parameters lie one after another, as `launchKernel` has found them."""
+        """Run a kernel whose parameters are stored one after another, as `launchKernel` has read them."""
 
 
 @dataclass(eq=False)
 class LoadedKernel:
-    """A kernel of a module, and how much shared memory it may have."""
+    """A kernel of a module, and the shared memory that it may use."""
 
     device: int
     image: bytes
@@ -80,17 +80,18 @@ class LoadedModule:
 
 
 class FakeCuda(CudaStreams):
-    """`cupy.cuda.runtime` and `cupy.cuda.driver` of a machine with so many cards.
+    """The modules `cupy.cuda.runtime` and `cupy.cuda.driver` of a machine with `num_devices` cards.
 
     Args:
-        kernels: knows the code of modules.
-        num_devices: cards.
-        memory: bytes of each.
-        seed: of the order in which streams go on.
+        kernels: code of the modules.
+        num_devices: number of cards.
+        memory: bytes of each card.
+        seed: seed of the order in which streams advance.
 
     Attributes:
-        num_pageable: copies from or to host memory that was not locked, for which the host stands still (CUDA runtime, API synchronization behavior).
-        num_launches: kernels started.
+        num_pageable: number of copies from or to host memory that was not page-locked, during which the host waits (CUDA runtime, API
+            synchronization behavior).
+        num_launches: number of kernels started.
     """
 
     memcpyDefault = 4
@@ -103,7 +104,7 @@ class FakeCuda(CudaStreams):
         self.pinned: dict[int, int] = {}
 
     def reserve(self, nbytes: int) -> tuple[int, int]:
-        """(status, address) of memory on the current device."""
+        """Return (status, address) of an allocation on the current device."""
         device = self.getDevice()
         self._look(device)
         self._unsafe("cuMemAlloc")
@@ -115,7 +116,7 @@ class FakeCuda(CudaStreams):
         return 0, address
 
     def release(self, address: int) -> int:
-        """Status of giving memory back."""
+        """Free memory; return the status."""
         self._unsafe("cuMemFree")
         with self.lock:
             if address not in self.reserved:
@@ -128,7 +129,7 @@ class FakeCuda(CudaStreams):
         return 0
 
     def pin(self, address: int, nbytes: int, flags: int) -> int:
-        """Status of locking host memory."""
+        """Page-lock host memory; return the status."""
         self._look(self.getDevice())
         self._unsafe("cuMemHostRegister")
         if flags & ~7 or nbytes <= 0:
@@ -142,7 +143,7 @@ class FakeCuda(CudaStreams):
         return 0
 
     def unpin(self, address: int) -> int:
-        """Status of unlocking host memory."""
+        """Unlock host memory; return the status."""
         self._unsafe("cuMemHostUnregister")
         with self.lock:
             if address not in self.pinned:
@@ -157,17 +158,17 @@ class FakeCuda(CudaStreams):
             self.refuse(f"{what} while {user} may use it")
 
     def free(self, address: int) -> None:
-        """free(0), by which a context is made."""
+        """Accept free(0), which creates a context; refuse any other address."""
         self._unsafe("cudaFree")
         if address:
-            raise self.refuse("memory is freed by the driver, which has reserved it")
+            raise self.refuse("memory must be freed by the driver, which has reserved it")
         self._look(self.getDevice())
 
     def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        """Copy, later; from and to host memory that is not locked as CUDA does: read at once, written before it returns."""
+        """Copy late; host memory that is not page-locked is read at once, and written before the call returns, as in CUDA."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         if kind != self.memcpyDefault:
-            raise self.refuse(f"copies are of kind {self.memcpyDefault}, by which the driver finds the memory itself, got {kind}")
+            raise self.refuse(f"copies are of kind {self.memcpyDefault}, for which the driver finds the memory itself, got {kind}")
         target, source, nbytes = self._number("an address", target), self._number("an address", source), self._number("a size", nbytes)
         if abs(target - source) < nbytes:
             raise self.refuse(f"ranges of a copy overlap: {nbytes} bytes from {source:#x} to {target:#x}")
@@ -183,7 +184,7 @@ class FakeCuda(CudaStreams):
             self.streamSynchronize(stream)
 
     def _is_late(self, address: int, nbytes: int) -> bool:
-        """Whether memory is a device's or locked, so that a copy of it may happen later."""
+        """Return whether memory is a device's or page-locked, so that a copy of it may happen late."""
         if self.memory_at(address, nbytes, "a copy") is not None:
             return True
         for begin, size in self.pinned.items():
@@ -202,7 +203,7 @@ class FakeCuda(CudaStreams):
         return self._keep(LoadedModule(self.getDevice(), image))
 
     def moduleGetFunction(self, module: int, name: str) -> int:
-        """A kernel of it."""
+        """Return a kernel of a module."""
         found: LoadedModule = self._of(LoadedModule, module, "a module")
         parameters = self.kernels.parameters(found.image).get(name)
         if parameters is None:
@@ -210,7 +211,7 @@ class FakeCuda(CudaStreams):
         return self._keep(LoadedKernel(found.device, found.image, name, parameters))
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
-        """Allow a kernel more shared memory; the last word counts."""
+        """Allow a kernel more shared memory; the last call counts."""
         found: LoadedKernel = self._of(LoadedKernel, function, "a kernel")
         if attribute != self.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES or not 0 <= value <= MOST_SHARED:
             raise self.refuse(f"shared memory is attribute 8 and at most {MOST_SHARED}, got {attribute} and {value}")
@@ -243,7 +244,7 @@ class FakeCuda(CudaStreams):
         self.submit(stream, name, accesses, lambda: run(image, name, (grid[0], grid[1], grid[2]), threads, shared, packed))
 
     def _arguments(self, function: LoadedKernel, arguments: int) -> tuple[bytes, list[Access]]:
-        """A kernel's arguments one after another, and what they point to."""
+        """Return a kernel's arguments one after another, and the accesses that its pointers mean."""
         accesses, packed = [], b""
         slots = (ctypes.c_uint64 * len(function.parameters)).from_address(arguments)
         for position, (parameter, slot) in enumerate(zip(function.parameters, slots, strict=True)):

@@ -24,10 +24,10 @@ _OF_THREAD, _RELAXED = 1, 2
 
 
 class CudaStreams(CudaCalls):
-    """Work in order, points of it, and work that is recorded.
+    """Streams, events and graphs.
 
     Attributes:
-        num_graphs: graphs started.
+        num_graphs: number of graphs started.
     """
 
     eventBlockingSync, eventDisableTiming = _BLOCKING, _NO_TIMING
@@ -38,10 +38,10 @@ class CudaStreams(CudaCalls):
         self.num_graphs = 0
 
     def memory_at(self, address: int, nbytes: int, what: str) -> int | None:
-        """The device whose memory it is; None for memory of the host.
+        """Return the device that owns an address; None for memory of the host.
 
         Raises:
-            CUDARuntimeError: it reaches beyond what was reserved.
+            CUDARuntimeError: the range reaches beyond its reservation.
         """
         for begin, (device, size) in tuple(self.reserved.items()):
             if begin < address + nbytes and address < begin + size:
@@ -51,46 +51,46 @@ class CudaStreams(CudaCalls):
         return None
 
     def streamCreateWithFlags(self, flags: int) -> int:
-        """A stream of the current device."""
+        """Create a stream of the current device."""
         device = self.getDevice()
         self._look(device)
         if flags != 1:
-            self.refuse("a stream that waits for the legacy stream, and the legacy stream for it; use cudaStreamNonBlocking")
+            self.refuse("this stream and the legacy stream wait for each other; use cudaStreamNonBlocking")
         return self._keep(QueueOfWork(device, self.devices[device].stream()))
 
     def streamDestroy(self, stream: int) -> None:
-        """What is on it is carried out."""
+        """Destroy a stream; work that is on it is still executed."""
         self._handles.pop(self._number("a stream", stream), None)
 
     def queue(self, stream: int) -> QueueOfWork:
-        """A stream."""
-        found: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
-        return found
+        """Return a stream by its handle."""
+        queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
+        return queue
 
     def submit(self, stream: int, name: str, accesses: Sequence[Access], step: Callable[[], object]) -> None:
-        """Put work on a stream, or in the graph that is recorded there."""
+        """Put work on a stream, or in the graph that is being recorded there."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         work = PieceOfWork(name, tuple(access for access in accesses if access.nbytes), step)
         if queue.recorded is not None:
             queue.recorded.append(work)
             return
         if self._capturing() is not None:
-            raise self.refuse(f"{name} goes to another stream while a graph is recorded, and would not be in it", _ISOLATION)
+            raise self.refuse(f"{name} goes to another stream while a graph is being recorded, and would not be in it", _ISOLATION)
         self._put(queue, work)
 
     def _put(self, queue: QueueOfWork, work: PieceOfWork) -> None:
         with self.lock:
-            found = self.hazards.add(queue, queue.clock, work.name, work.accesses)
-            if found:
-                raise self.refuse(found)
+            hazard = self.hazards.add(queue, queue.clock, work.name, work.accesses)
+            if hazard:
+                raise self.refuse(hazard)
             queue.steps.put(work.step)
 
     def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
-        """Hold a stream until an event."""
+        """Make a stream wait for an event."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         point: EventOfWork = self._of(EventOfWork, event, "an event")
         if (point.captured is None) != (queue.recorded is None):
-            raise self.refuse("an event joins work of a graph that is recorded with work outside", _ISOLATION)
+            raise self.refuse("an event joins work of a graph that is being recorded with work outside", _ISOLATION)
         if point.clock is None:
             return
         with self.lock:
@@ -99,18 +99,18 @@ class CudaStreams(CudaCalls):
             queue.steps.put(lambda: None, lambda: point.done >= number)
 
     def eventCreateWithFlags(self, flags: int) -> int:
-        """An event of the current device."""
+        """Create an event of the current device."""
         if self._number("flags", flags) > 7:
             raise self.refuse(f"flags of an event are 0 to 7, got {flags}")
         self._look(self.getDevice())
         return self._keep(EventOfWork(self.getDevice(), not flags & _NO_TIMING))
 
     def eventDestroy(self, event: int) -> None:
-        """It may be on a stream still."""
+        """Destroy an event, which may still be on a stream."""
         self._handles.pop(self._number("an event", event), None)
 
     def eventRecord(self, event: int, stream: int) -> None:
-        """Let an event stand for the end of a stream."""
+        """Make an event mark the current end of a stream."""
         point, queue = self._of(EventOfWork, event, "an event"), self._of(QueueOfWork, stream, "a stream")
         if point.device != queue.device:
             raise self.refuse(f"an event of device {point.device} is recorded on a stream of device {queue.device}", BAD_HANDLE)
@@ -128,11 +128,11 @@ class CudaStreams(CudaCalls):
             queue.steps.put(pass_by)
 
     def eventQuery(self, event: int) -> int:
-        """0, or 600 where it has not passed, which stays behind as the thread's last error."""
+        """Return 0, or 600 (cudaErrorNotReady) if the event has not passed, which stays the thread's last error."""
         point: EventOfWork = self._of(EventOfWork, event, "an event")
         self._unsafe("eventQuery")
         if point.captured is not None:
-            raise self.refuse("an event of a graph that is recorded is asked for", _CAPTURED_EVENT)
+            raise self.refuse("an event of a graph that is being recorded is queried", _CAPTURED_EVENT)
         if not self.devices[point.device].run_a_little(lambda: point.done >= point.asked):
             self._here.last = NOT_READY
             return NOT_READY
@@ -149,18 +149,18 @@ class CudaStreams(CudaCalls):
         self._seen(clock)
 
     def eventElapsedTime(self, start: int, end: int) -> float:
-        """Milliseconds between two events that have passed."""
+        """Return the milliseconds between two events that have passed."""
         first, last = self._of(EventOfWork, start, "an event"), self._of(EventOfWork, end, "an event")
         if not (first.has_timing and last.has_timing and first.asked and last.asked):
-            raise self.refuse("time is taken between two events that were recorded and take it", BAD_HANDLE)
+            raise self.refuse("time is measured between two events that were recorded and have timing enabled", BAD_HANDLE)
         if first.device != last.device:
-            raise self.refuse("time is taken between events of two devices", BAD_HANDLE)
+            raise self.refuse("time is measured between events of two devices", BAD_HANDLE)
         if first.done < first.asked or last.done < last.asked:
-            raise self.refuse("time is taken between events that have not passed", NOT_READY)
+            raise self.refuse("time is measured between events that have not passed", NOT_READY)
         return float(last.time - first.time) * 1e-3
 
     def streamSynchronize(self, stream: int) -> None:
-        """Wait for all that is on a stream."""
+        """Wait for all work on a stream."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         self._unsafe("streamSynchronize")
         with self.lock:
@@ -175,17 +175,17 @@ class CudaStreams(CudaCalls):
                 self.hazards.host.join(clock)
 
     def streamBeginCapture(self, stream: int, mode: int = 2) -> None:
-        """Record what is put on a stream."""
+        """Start to record the work that is put on a stream."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         if mode != _OF_THREAD:
             self.refuse("graphs are recorded in the mode of one thread: others reserve, lock and wait meanwhile")
         if queue.recorded is not None or self._capturing() is not None:
-            raise self.refuse("a graph is recorded already")
+            raise self.refuse("a graph is already being recorded")
         queue.recorded, queue.is_invalid, queue.owner = [], False, threading.current_thread()
         self._here.capturing = queue
 
     def streamEndCapture(self, stream: int) -> int:
-        """What was put there."""
+        """Return the graph of the work recorded on a stream."""
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         if queue.recorded is None:
             raise self.refuse("no graph is recorded on this stream")
@@ -197,21 +197,21 @@ class CudaStreams(CudaCalls):
         return self._keep(RecordedWork(queue.device, recorded))
 
     def graphInstantiate(self, graph: int) -> int:
-        """One that can be started."""
+        """Create an executable graph."""
         found: RecordedWork = self._of(RecordedWork, graph, "a graph")
         return self._keep(StartableWork(found.device, found.works))
 
     def graphDestroy(self, graph: int) -> None:
-        """What was made of it stays."""
+        """Destroy a graph; executable graphs made from it remain."""
         self._of(RecordedWork, graph, "a graph")
         del self._handles[graph]
 
     def graphExecDestroy(self, graph: int) -> None:
-        """What runs goes on."""
+        """Destroy an executable graph; work that runs goes on."""
         self._handles.pop(self._number("a graph", graph), None)
 
     def graphLaunch(self, graph: int, stream: int) -> None:
-        """Put its work on a stream; the memory that it names must still be there."""
+        """Put the work of a graph on a stream; the memory that it uses must still be reserved."""
         found: StartableWork = self._of(StartableWork, graph, "an executable graph")
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         self.num_graphs += 1

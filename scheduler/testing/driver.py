@@ -1,14 +1,12 @@
-"""Fakes for tests: a driver without threads or time, real little buffers, and the sequential truth to compare with.
+"""A fake driver for tests of the machine, without threads or time, over small real buffers.
 
-`FakeDriver` holds a `Machine`; a test submits tasks and chooses which running task or copy ends next. Every handle holds one 64-bit number,
-written into each page of its extent, so that overlapping extents, early evictions and stale replicas show as wrong numbers:
+`FakeDriver` holds a `Machine`; a test submits tasks and chooses which running task or copy ends next. Every handle holds one 64-bit number, written
+into each page of its extent, so that overlapping extents, early evictions and stale replicas show as wrong numbers. A task's inputs are read when it
+starts and once more when it ends, and must be equal. Data that a task will overwrite is filled with garbage when it starts. The source of a copy must
+not change while the copy is in progress.
 
-  - a task's inputs are read when it starts and again when it ends, and must not have changed in between;
-  - what it is about to overwrite is filled with garbage when it starts;
-  - a copy's source must not change while it is under way.
-
-After every event `machine.validate()` runs, and every task is held against `TASK_TRANSITIONS`. `FakeDriver.check` compares what the buffers
-hold at the end with `truth`, which runs the same tasks one after another in submission order.
+After every event `machine.validate()` runs, and every task is checked against `TASK_TRANSITIONS`. `FakeDriver.check` compares the final buffers with
+`truth`, which runs the same tasks one after another in submission order.
 """
 
 from __future__ import annotations
@@ -71,17 +69,17 @@ CPU: Final[tuple[WorkerKind, ...]] = ("cpu", "sim")
 
 
 class FakeDriver:
-    """A machine whose tasks and copies end when the test says so.
+    """A machine whose tasks and copies end when the test decides.
 
     Args:
         pages: budget of each node in pages, host memory first.
         workers: (kind, node, depth) of each worker.
         policy: name of a scheduling policy.
         storage: whether the last node is a file instead of memory.
-        eviction: of the machine.
-        window: of recorded steps.
-        prefetch: of the machine.
-        collect: force a garbage collection inside every handler of the machine.
+        eviction: name of the machine's eviction policy.
+        window: window of recorded steps.
+        prefetch: whether the machine moves data ahead.
+        collect: whether to force a garbage collection inside every handler of the machine.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class FakeDriver:
             self.bring(WorkerJoined(Worker(WorkerId(number), kind, NodeId(node), depth)))
 
     def handle(self, pages: int = 1, name: str = "") -> HandleRecord:
-        """A handle of some pages."""
+        """Return a new handle of `pages` pages."""
         number = HandleId(len(self.handles))
         record = HandleRecord(number, pages * PAGE - 8, pages * PAGE, None, name or f"h{number}", "temporary", "activations")
         self.handles.append(record)
@@ -129,7 +127,7 @@ class FakeDriver:
     def submit(
         self, *accesses: tuple[HandleRecord, Mode], salt: int = 0, priority: int = 0, kinds: tuple[WorkerKind, ...] = CPU, pin: int | None = None
     ) -> Run:
-        """Submit a plain task, pinned to a worker if one is named."""
+        """Submit a plain task, pinned to a worker if `pin` is given."""
         number = self._take_numbers(1)
         task = Task(TaskId(number), None, f"t{number}", kinds, tuple(accesses), {}, priority, order=number)
         task.pin = None if pin is None else WorkerId(pin)
@@ -138,12 +136,12 @@ class FakeDriver:
         return run
 
     def attach(self, handle: HandleRecord, scratch: int = 0) -> None:
-        """The handle's data lies in a file from now on; which number it is follows from the handle."""
+        """Declare that the handle's data lies in a file; its number depends on the handle."""
         self.files[handle] = mix(handle.id + 1, [len(self.files)])
         self.bring(SourceAttached(handle, self.files[handle], scratch))
 
     def release(self, handle: HandleRecord) -> None:
-        """The program forgets a handle; the machine hears of it at the next event, as from a finalizer."""
+        """Drop the program's reference to a handle; the machine learns of it at the next event, as from a finalizer."""
         self.inbox.append(handle)
 
     def record(
@@ -157,11 +155,14 @@ class FakeDriver:
         pins: Sequence[int | None] = (),
         leaves: frozenset[int] = frozenset(),
     ) -> FakeStep:
-        """Capture tasks over handles; `owned` and `partitions` as in `StepPlan`; the first `num_urgent` go before all others, like copies of inputs.
+        """Capture tasks over handles; `owned` and `partitions` are those of `StepPlan`.
 
         Args:
-            pins: of each task, the worker that must run it, or None; empty for no pins.
-            leaves: positions of tasks before which all that they touch is expected to leave.
+            tasks: accesses of each task.
+            kinds: kinds of workers that may run them.
+            num_urgent: number of first tasks that precede all others, like copies of inputs.
+            pins: for each task, the worker that must run it, or None; empty for no pins.
+            leaves: positions of tasks before which all of their data is expected to leave.
         """
         recorded = [
             RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, int(at < num_urgent)) for at, accesses in enumerate(tasks)
@@ -173,7 +174,7 @@ class FakeDriver:
         return FakeStep(self, plan)
 
     def start(self, replay: Replay, number: int) -> None:
-        """Begin a replay."""
+        """Start a replay."""
         replay.number = number
         replay.first_order = self._take_numbers(len(replay.tasks))
         for task in replay.tasks:
@@ -193,7 +194,7 @@ class FakeDriver:
         return self._num_tasks - count
 
     def bring(self, event: Event) -> None:
-        """Bring one event, the inbox first, and carry out what the machine asks."""
+        """Bring one event, after the inbox, and execute the machine's actions."""
         while self.inbox:
             self._bring(HandleReleased(self.inbox.pop(0)))
         self._bring(event)
@@ -209,28 +210,28 @@ class FakeDriver:
         self._check_transitions()
 
     def copy_tile(self, action: CopyTile) -> None:
-        """The copy is under way: its target holds garbage until it ends."""
+        """Start the copy: its target holds garbage until it ends."""
         self.copying[action] = self.load(action.source)
         self._store(action.target, GARBAGE)
 
     def move_tile(self, action: MoveTile) -> None:
         """Move pages within a node, which must be idle."""
         if self.num_under_way:
-            raise Wrong("tiles were moved while something was under way")
+            raise Wrong("tiles were moved while a task or copy was in progress")
         memory, distance = self.memory[action.node], action.offset - action.source_offset
         pages = range(action.source_offset, action.source_offset + action.nbytes, PAGE)
         memory.update({page + distance: memory.get(page, 0) for page in pages})
 
     def discard_extent(self, action: DiscardExtent) -> None:
-        """The pages read as zeros from now on."""
+        """Fill the pages with zeros, as a file system would."""
         self.memory[action.node].update(dict.fromkeys(range(action.offset, action.offset + action.nbytes, PAGE), 0))
 
     def forget_object(self, action: ForgetObject) -> None:
-        """Impossible: no node is counted."""
+        """Raise: no node is counted, so no object has a buffer of its own."""
         raise Wrong(f"{action.handle!r} has no buffer of its own")
 
     def report_failure(self, action: ReportFailure) -> None:
-        """The task has ended without results."""
+        """Note that the task has ended without results."""
         run = self._current[action.task]
         run.error, run.ended = action.error, True
 
@@ -239,7 +240,7 @@ class FakeDriver:
         self.steps_done.append((action.replay, action.number))
 
     def run_task(self, action: RunTask) -> None:
-        """The task is under way: it has read its inputs, and what it overwrites holds garbage."""
+        """Start the task: read its inputs, and fill the data that it overwrites with garbage."""
         task = action.task
         run = self._current[task]
         if run.ended or task in self.running:
@@ -255,11 +256,11 @@ class FakeDriver:
 
     @property
     def num_under_way(self) -> int:
-        """Running tasks and copies."""
+        """Number of running tasks and copies in progress."""
         return len(self.running) + len(self.copying)
 
     def end(self, which: int, error: BaseException | None = None) -> None:
-        """End one of the running tasks or copies, chosen by number; either may fail, a copy only if it reads or writes a file."""
+        """End one of the running tasks or copies, chosen by number; a task may fail, and so may a copy that reads or writes a file."""
         which %= self.num_under_way
         if which >= len(self.running):
             self._end_copy(list(self.copying)[which - len(self.running)], error)
@@ -291,7 +292,7 @@ class FakeDriver:
         self.bring(CopyFinished(copy.source, copy.target))
 
     def is_read(self, copy: CopyTile) -> bool:
-        """Whether a copy reads from a file: one of the program's, or the disk tier."""
+        """Return whether a copy reads a file: one of the program's, or the disk tier."""
         return copy.source.node in (FILE, self.machine.memory.tier)
 
     def finish(self, run: Run, error: BaseException | None = None) -> None:
@@ -299,21 +300,21 @@ class FakeDriver:
         self.end(self.running.index(run.task), error)
 
     def arrive(self, handle: HandleRecord, node: int, error: BaseException | None = None) -> None:
-        """End the copy of a handle to a node, which must be under way; it may fail if it reads or writes a file."""
+        """End the copy of a handle to a node, which must be in progress; it may fail if it reads or writes a file."""
         self.end(len(self.running) + [(copy.target.handle, copy.target.node) for copy in self.copying].index((handle, NodeId(node))), error)
 
     @property
     def routes(self) -> list[tuple[str, int, int]]:
-        """Copies under way as (name of the handle, source, target), oldest first."""
+        """Copies in progress as (name of the handle, source, target), oldest first."""
         return [(copy.source.handle.name, copy.source.node, copy.target.node) for copy in self.copying]
 
     def drain(self, choose: Callable[[int], int] = lambda number: 0) -> None:
-        """End everything, in the order `choose` picks."""
+        """End all tasks and copies, in the order that `choose` picks."""
         while self.num_under_way:
             self.end(choose(self.num_under_way))
 
     def load(self, replica: Replica) -> int:
-        """The number in a replica.
+        """Return the number in a replica.
 
         Raises:
             Wrong: its pages disagree, so something else has written there.
@@ -346,10 +347,10 @@ class FakeDriver:
                 del self._current[task], self._states[task]
 
     def check(self) -> None:
-        """At the end: everything ended, as it would have one after another, and the buffers hold what they should.
+        """Check at the end that everything has ended, with the outcomes of a sequential run, and that the buffers hold its results.
 
         Raises:
-            Wrong: they do not.
+            Wrong: an outcome or a buffer differs.
         """
         self._flush_inbox()
         if self.machine.num_unfinished or any(not run.ended for run in self.runs):
@@ -374,10 +375,10 @@ class FakeDriver:
             self._bring(HandleReleased(self.inbox.pop(0)))
 
     def check_log(self) -> None:
-        """The event log, replayed on a fresh machine, gives the same actions.
+        """Check that the event log, replayed on a new machine, gives the same actions.
 
         Raises:
-            Wrong: it does not.
+            Wrong: an action differs.
         """
         machine = self.fresh_machine()
         actions = [describe(action) for event in Revival().events(self.log.entries) for action in machine.handle(event)]
@@ -389,7 +390,7 @@ class FakeDriver:
 
 
 class FakeStep:
-    """A recorded step of a `FakeDriver`: two instances, at most two replays in flight."""
+    """A recorded step of a `FakeDriver`: two instances, with at most two replays in progress."""
 
     def __init__(self, driver: FakeDriver, plan: StepPlan) -> None:
         self.driver = driver
@@ -399,11 +400,11 @@ class FakeStep:
 
     @property
     def can_replay(self) -> bool:
-        """Whether fewer than two replays are in flight."""
+        """Whether fewer than two replays are in progress."""
         return self.number < 2 or not self.instances[self.number % 2][0].num_unfinished
 
     def replay(self) -> dict[HandleRecord, HandleRecord]:
-        """Begin the next replay; returns the instance's own records."""
+        """Start the next replay; return the instance's own records."""
         if len(self.instances) <= self.number % 2:
             first = self.driver._take_numbers(len(self.plan.tasks))
             self.instances.append(self.plan.instantiate(self._clone, first, computes_on_last=self.driver.machine.computes_on_last))
@@ -413,7 +414,7 @@ class FakeStep:
         return twins
 
     def release(self) -> None:
-        """The program forgets the step."""
+        """Drop the program's references to the step."""
         for _, twins in self.instances:
             for twin in twins.values():
                 self.driver.release(twin)
@@ -423,7 +424,7 @@ class FakeStep:
 
 
 def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str, prefetch: bool = True) -> Machine:
-    """A machine with nodes of so many pages."""
+    """Return a machine whose nodes have the given numbers of pages."""
     last = len(pages) - 1
     nodes = [MemoryNode(f"node {at}", number * PAGE, is_storage=storage and at == last) for at, number in enumerate(pages)]
     return Machine(nodes, POLICIES[policy](), eviction=eviction, prefetch=prefetch)
@@ -460,4 +461,4 @@ def _closure() -> dict[str, set[str]]:
 
 
 REACHABLE: Final = _closure()
-"""States a task may be seen in after each state, when several transitions happen within one event."""
+"""States in which a task may be seen after each state, if several transitions happen within one event."""

@@ -1,8 +1,8 @@
-"""A GPU of host memory whose streams run late and in any order that CUDA allows, to find what waits for nothing where it should wait for something.
+"""A GPU of host memory whose streams run late and in any order that CUDA allows, which reveals missing waits.
 
-What is put on a stream is kept and carried out only when a thread waits for an event, or asks for one, and then a step at a time on streams chosen
-by chance: a copy that should have waited for a kernel on another stream reads what was there before. A stream held by an event waits for the record
-that the event stood for at that moment, as CUDA's does. Faults can be planted.
+Work on a stream is stored, and executed only when a thread waits for an event or queries one, one step at a time, on streams chosen at random. So a
+copy that should have waited for a kernel on another stream reads old bytes. A stream held by an event waits for the record that the event marked at
+that moment, as in CUDA. Faults can be planted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLANTED: Final = "planted: the device fell off the bus"
 
 
 class FakeEvent:
-    """A point of a stream, known by its number of records."""
+    """A point on a stream, identified by its number of records."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
@@ -29,28 +29,28 @@ class FakeEvent:
         self.time = 0.0
 
     def is_done(self) -> bool:
-        """Whether the last record has been carried out; asking lets the device go on for a step or two."""
+        """Return whether the last record has been executed; before, the device may execute a step or two."""
         return self._gpu.run_a_little(lambda: self.num_done >= self.num_asked)
 
     def wait(self) -> None:
-        """Let the device go on until it has been."""
+        """Let the device execute steps until the last record has been executed."""
         number = self.num_asked
         self._gpu.run_until(lambda: self.num_done >= number)
 
     def seconds_since(self, earlier: FakeEvent) -> float:
-        """Steps between two points, as microseconds."""
+        """Return the number of steps between two points, as microseconds."""
         return (self.time - earlier.time) * 1e-6
 
 
 class FakeStream:
-    """Work in order, not yet carried out."""
+    """A queue of work that has not been executed."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self.steps: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
 
     def put(self, step: Callable[[], object], when: Callable[[], bool] = lambda: True) -> None:
-        """Add a step that can be carried out once `when` holds.
+        """Add a step that can be executed once `when` returns true.
 
         Raises:
             RuntimeError: the device has stopped working.
@@ -60,12 +60,12 @@ class FakeStream:
             self.steps.append((when, step))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy bytes, later; the ranges do not overlap."""
+        """Add a copy of bytes; the ranges do not overlap."""
         assert abs(target - source) >= nbytes, f"ranges of a copy overlap: {nbytes} bytes from {source:#x} to {target:#x}"
         self.put(lambda: ctypes.memmove(target, source, nbytes))
 
     def record(self, event: FakeEvent) -> None:
-        """Let the event stand for this point."""
+        """Make the event mark the current end of the stream."""
         event.num_asked += 1
         number = event.num_asked
 
@@ -75,13 +75,13 @@ class FakeStream:
         self.put(pass_by)
 
     def start(self, graph: Sequence[tuple[Callable[[], bool], Callable[[], object]]]) -> None:
-        """Put recorded steps here."""
+        """Add the recorded steps of a graph."""
         self._gpu.num_graphs += 1
         for when, step in graph:
             self.put(step, when)
 
     def hold(self, event: FakeEvent) -> None:
-        """What follows waits for what the event stands for now."""
+        """Make later work on this stream wait for the point that the event marks now."""
         number = event.num_asked
         self.put(lambda: None, lambda: event.num_done >= number)
 
@@ -89,26 +89,28 @@ class FakeStream:
 class FakeGpu:
     """A GPU in host memory.
 
-    Kernels of a graph are carried out one by one, as if they had been started then.
+    Kernels of a graph are executed one by one, as if they had been started when the graph was.
 
     Args:
-        name: in reports.
-        seed: of the order in which streams go on.
-        memory: bytes that it has.
-        eager: whether kernels are carried out as soon as they are started.
-        beside: another GPU of the same node, which each may wait for.
+        name: name in reports.
+        seed: seed of the order in which streams advance.
+        memory: bytes of the GPU's memory.
+        eager: whether kernels are executed as soon as they are started.
+        peer: another GPU of the same node; the streams of both may wait for each other.
 
     Attributes:
-        num_started: kernels so far.
-        can_pin: whether host memory can be locked in place; `can_capture`: whether kernels can be recorded.
-        is_closed: whether `close` was called; num_graphs: graphs started so far.
-        pinned: what is, address -> bytes.
-        fails_after: steps after which the device stops working, if that is planted.
+        num_started: number of kernels started so far.
+        can_pin: whether host memory can be page-locked.
+        can_capture: whether kernels can be recorded.
+        is_closed: whether `close` was called.
+        num_graphs: number of graphs started so far.
+        pinned: page-locked ranges, address -> bytes.
+        fails_after: number of steps after which the device stops working; None for never.
     """
 
-    def __init__(self, name: str = "fake", *, seed: int = 0, memory: int = 1 << 40, eager: bool = False, beside: FakeGpu | None = None) -> None:
+    def __init__(self, name: str = "fake", *, seed: int = 0, memory: int = 1 << 40, eager: bool = False, peer: FakeGpu | None = None) -> None:
         self.name = name
-        self._node: _Node = beside._node if beside is not None else _Node(seed)
+        self._node: _Node = peer._node if peer is not None else _Node(seed)
         self.lock = self._node.lock
         self.can_pin = self.can_capture = True
         self.is_closed = False
@@ -121,10 +123,10 @@ class FakeGpu:
         self._here = threading.local()
 
     def reserve(self, nbytes: int) -> int:
-        """Take memory.
+        """Allocate memory and return its address.
 
         Raises:
-            MemoryError: it has less left.
+            MemoryError: the GPU has fewer free bytes.
         """
         left = self.memory - self.reserved_nbytes
         if nbytes > left:
@@ -134,56 +136,56 @@ class FakeGpu:
         return arena.address
 
     def release(self, address: int) -> None:
-        """Give it back."""
+        """Free the memory at an address."""
         del self._reserved[address]
 
     @property
     def reserved_nbytes(self) -> int:
-        """Memory that is taken."""
+        """Number of allocated bytes."""
         return sum(size for _, size in self._reserved.values())
 
     def stream(self) -> FakeStream:
-        """A new stream."""
+        """Return a new stream."""
         with self.lock:
             self._node.streams.append(FakeStream(self))
             return self._node.streams[-1]
 
     def event(self) -> FakeEvent:
-        """A new event."""
+        """Return a new event."""
         return FakeEvent(self)
 
     def enter(self, stream: FakeStream) -> None:
-        """What the calling thread starts goes to that stream."""
+        """Direct kernels of the calling thread to a stream."""
         self._here.stream = stream
 
     def capture(self, stream: FakeStream, run: Callable[[], None]) -> Sequence[tuple[Callable[[], bool], Callable[[], object]]]:
-        """What `run` puts on that stream."""
+        """Record the work that `run` puts on a stream, without executing it."""
         with self.lock:
             assert not stream.steps, "a graph is recorded on a stream of its own"
             if not self.can_capture:
                 raise RuntimeError("planted: something cannot be recorded")
             before = self.num_started
             run()
-            found, self.num_started = list(stream.steps), before
+            graph, self.num_started = list(stream.steps), before
             stream.steps.clear()
-        return found
+        return graph
 
     def adopt(self) -> None:
-        """Nothing to do."""
+        """Do nothing: any thread may use the GPU."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lock host memory."""
+        """Page-lock host memory; return whether that is possible."""
         if self.can_pin:
             assert address not in self.pinned, "host memory was locked twice"
             self.pinned[address] = nbytes
         return self.can_pin
 
     def unpin(self, address: int) -> None:
-        """Let it go."""
+        """Unlock host memory."""
         del self.pinned[address]
 
     def close(self) -> None:
-        """Remember that a thread has asked."""
+        """Note that `close` was called."""
         self.is_closed = True
 
     def later(self, step: Callable[[], Any]) -> None:
@@ -194,7 +196,7 @@ class FakeGpu:
             self.run_until(lambda: not self._here.stream.steps)
 
     def run_a_little(self, holds: Callable[[], bool]) -> bool:
-        """Carry out no step, or a few; whether something holds then."""
+        """Execute up to two steps; return whether `holds` returns true then."""
         with self.lock:
             for _ in range(self._node.chance.randrange(3)):
                 self._node.step()
@@ -202,18 +204,18 @@ class FakeGpu:
             return holds()
 
     def run_until(self, holds: Callable[[], bool]) -> None:
-        """Carry out steps until something holds."""
+        """Execute steps until `holds` returns true."""
         while True:
             with self.lock:
                 self._check()
                 if holds():
                     return
                 if not self._node.step():
-                    raise RuntimeError(f"{self.name} is waited for and has nothing to do that may begin")
+                    raise RuntimeError(f"a thread waits for {self.name}, which has no work that can begin")
 
     @property
     def time(self) -> float:
-        """Steps carried out so far on this node."""
+        """Number of steps executed so far on this node."""
         return self._node.time
 
     def _check(self) -> None:
@@ -222,7 +224,7 @@ class FakeGpu:
 
 
 class _Node:
-    """Streams of GPUs that know each other."""
+    """The streams of GPUs that can wait for each other."""
 
     def __init__(self, seed: int) -> None:
         self.lock = threading.RLock()
@@ -231,7 +233,7 @@ class _Node:
         self.time = 0.0
 
     def step(self) -> bool:
-        """Carry out one step of a stream chosen by chance; whether one could go on."""
+        """Execute one step of a stream chosen at random; return whether any stream could advance."""
         ready = [stream for stream in self.streams if stream.steps and stream.steps[0][0]()]
         if not ready:
             return False

@@ -1,13 +1,12 @@
-"""NCCL between threads of one process, each with GPUs of host memory (`gpu.FakeGpu`): ranks wait for each other as on cards, and faults can be
-planted.
+"""NCCL between threads of one process, each with GPUs of host memory (`gpu.FakeGpu`): ranks wait for each other as on cards. Faults can be planted.
 
-A rank that joins waits for the other one, and ranks on one card come back from that one after another. Joining may wait for the whole card, and so
-for a peer of what is under way on it: no rank joins on a card that has begun to carry.
+A rank that joins waits for the other one. Ranks on one card return from joining one after another. Joining may wait for the whole card, and thus for
+a peer of a transfer on it, so no rank may join on a card that has begun to transfer.
 
-A send keeps its stream where it is until the other rank's stream has come to the matching receive, and the other way round; only then bytes are
-copied. Aborting a rank ends what is on its stream and tells the other rank nothing, as between cards that reach each other's memory. Sizes that
-differ, or two sends that meet, end both ranks with an error. A call that copies comes back at once or, as CUDA's may where host memory is not locked,
-when everything in front of it has ended: which of them is left to chance.
+A send blocks its stream until the other rank's stream has reached the matching receive, and vice versa; only then bytes are copied. Aborting a rank
+ends the work on its stream and does not notify the other rank, as between cards with peer access. Different sizes, or two sends that meet, end both
+ranks with an error. A call that copies returns at once or, as in CUDA if host memory is not page-locked, when all earlier work has ended; the choice
+is random.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from ..drivers.nccl import Communicator, UniqueId
 from .gpu import FakeGpu, FakeStream
 
 _APART_SECONDS: Final = 0.01
-"""Between the ends of two joins on a card: a rank that does not wait for all of them has begun to carry by then."""
+"""Seconds between the ends of two joins on a card, enough for a rank that does not wait for all of them to begin a transfer."""
 
 COMMUNICATOR_NBYTES = 3 << 20
-"""Of a card's memory, for each rank on it."""
+"""Bytes of a card's memory that each rank on it takes."""
 
 
 class _Transfer(NamedTuple):
@@ -36,7 +35,7 @@ class _Transfer(NamedTuple):
 
 
 class _Pair:
-    """A communicator: of each rank, whether it has joined and was aborted, what its stream stands at, and how many transfers it has behind it."""
+    """A communicator: for each rank, whether it has joined or was aborted, the transfer that blocks its stream, and the number of ended transfers."""
 
     def __init__(self) -> None:
         self.joined = [False, False]
@@ -47,13 +46,14 @@ class _Pair:
 
 
 class FakeNetwork:
-    """What the nodes of a test are connected by.
+    """The connection between the nodes of a test.
 
     Attributes:
-        stands_after: transfers after which nothing goes through any more, if that is planted; no error says so.
-        fails_after: the same, and `Communicator.check` says so.
-        lets_go: set while `Communicator.abort` comes back.
-        num_asked, num_transfers: that were put on streams, each by both its ranks, and that have gone through.
+        stands_after: number of transfers after which none ends any more, without an error; None for never.
+        fails_after: number of transfers after which none ends any more and `Communicator.check` raises; None for never.
+        lets_go: event that is set while `Communicator.abort` may return.
+        num_asked: number of sends and receives put on streams.
+        num_transfers: number of transfers that have ended.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class FakeNetwork:
         self._is_down = False
 
     def new_id(self) -> UniqueId:
-        """Of a new communicator."""
+        """Return the id of a new communicator."""
         with self.changed:
             number = len(self._pairs)
             unique_id = number.to_bytes(8, "big")
@@ -75,14 +75,16 @@ class FakeNetwork:
             return unique_id
 
     def join(self, unique_id: UniqueId, rank: int, number: int, carries: Callable[[], bool]) -> _Pair:
-        """Wait for the other rank.
+        """Wait for the other rank, and return the pair.
 
         Args:
-            number: of the join, among those on the card.
-            carries: whether a transfer was put on a stream of the card.
+            unique_id: id of the communicator.
+            rank: rank to join as.
+            number: number of the join, among those on the card.
+            carries: function that returns whether a transfer was put on a stream of the card.
 
         Raises:
-            RuntimeError: it will not come, or the card carries.
+            RuntimeError: the other rank will not join, or the card has begun to transfer.
         """
         with self.changed:
             pair = self._pairs[unique_id]
@@ -94,27 +96,27 @@ class FakeNetwork:
                 raise RuntimeError("planted: the other rank does not join")
             self.changed.wait_for(carries, number * _APART_SECONDS)
             if carries():
-                raise RuntimeError("planted: a card carries bytes while a rank on it still joins")
+                raise RuntimeError("planted: a card transfers bytes while a rank on it still joins")
             return pair
 
     def take_down(self) -> None:
-        """Ranks that wait for another one to join learn that it will not."""
+        """Wake the ranks that wait for another one to join; they get an error."""
         with self.changed:
             self._is_down = True
             self.changed.notify_all()
 
     def wait_transfers(self, number: int, timeout: float) -> bool:
-        """Wait until so many have gone through; whether they have."""
+        """Wait until `number` transfers have ended; return whether they have."""
         with self.changed:
             return self.changed.wait_for(lambda: self.num_transfers >= number, timeout)
 
     def wait_asked(self, number: int, timeout: float) -> bool:
-        """Wait until so many have been put on streams; whether they have."""
+        """Wait until `number` sends and receives have been put on streams; return whether they have."""
         with self.changed:
             return self.changed.wait_for(lambda: self.num_asked >= number, timeout)
 
     def is_past(self, number: int | None) -> bool:
-        """Whether so many transfers have gone through."""
+        """Return whether `number` transfers have ended; False for None."""
         return number is not None and self.num_transfers >= number
 
 
@@ -122,7 +124,8 @@ class FakeCommunicator:
     """One of two ranks.
 
     Attributes:
-        num_asked: transfers that were put on streams.
+        is_aborted: whether `abort` was called.
+        num_asked: number of its sends and receives put on streams.
     """
 
     def __init__(self, network: FakeNetwork, pair: _Pair, rank: int) -> None:
@@ -132,15 +135,15 @@ class FakeCommunicator:
         self._thread = threading.current_thread()
 
     def send(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Send."""
+        """Put a send on a stream."""
         self._put(_Transfer(True, address, nbytes), stream)
 
     def receive(self, address: int, nbytes: int, stream: Stream) -> None:
-        """Receive."""
+        """Put a receive on a stream."""
         self._put(_Transfer(False, address, nbytes), stream)
 
     def check(self) -> None:
-        """Look for errors."""
+        """Raise an error of the network or of the pair, if any."""
         self._check_thread()
         with self._network.changed:
             if self._network.is_past(self._network.fails_after):
@@ -149,7 +152,7 @@ class FakeCommunicator:
                 raise RuntimeError(self._pair.error)
 
     def abort(self) -> None:
-        """End it."""
+        """Abort the communicator, once `FakeNetwork.lets_go` is set."""
         self._check_thread()
         self._network.lets_go.wait()
         with self._network.changed:
@@ -169,7 +172,7 @@ class FakeCommunicator:
             self._network.changed.notify_all()
 
     def _is_over(self, number: int, transfer: _Transfer) -> bool:
-        """Whether the stream, which stands at a transfer, may go on; carries it out where the other rank's stands at the matching one."""
+        """Return whether the stream may pass a transfer; execute it if the other rank's stream has reached the matching one."""
         network, pair, here, there = self._network, self._pair, self._rank, 1 - self._rank
         with network.changed:
             if pair.aborted[here] or pair.num_done[here] > number:
@@ -184,28 +187,28 @@ class FakeCommunicator:
             source, target = (transfer, other) if transfer.is_send else (other, transfer)
             ctypes.memmove(target.address, source.address, source.nbytes)
             pair.standing[:] = None, None
-            pair.num_done = [each + 1 for each in pair.num_done]
+            pair.num_done = [number + 1 for number in pair.num_done]
             network.num_transfers += 1
             network.changed.notify_all()
             return True
 
 
 class _Gpu(FakeGpu):
-    """A GPU that some of the copies wait for."""
+    """A GPU on which some copies return late, chosen at random."""
 
     def __init__(self, name: str, seed: int, memory: int) -> None:
         super().__init__(name, seed=seed, memory=memory)
         self.chance = random.Random(seed)
 
     def stream(self) -> FakeStream:
-        """A new stream."""
+        """Return a new stream."""
         with self.lock:
             self._node.streams.append(_Stream(self))
             return self._node.streams[-1]
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing is left on any stream."""
+        """Whether no stream has work left."""
         return not any(stream.steps for stream in self._node.streams)
 
 
@@ -213,7 +216,7 @@ class _Stream(FakeStream):
     _gpu: _Gpu
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy bytes, later or at once."""
+        """Copy bytes late, or wait for the stream, chosen at random."""
         super().copy(target, source, nbytes)
         if self._gpu.chance.random() < 0.5:
             self._gpu.run_until(lambda: not self.steps)
@@ -223,15 +226,15 @@ class FakeNccl:
     """NCCL of one node.
 
     Args:
-        network: what connects it with the others.
-        card: see `drivers.nccl.Nccl`.
+        network: connection with the other nodes.
+        card: identifier of the card, see `drivers.nccl.Nccl`.
         memory: bytes of the card.
 
     Attributes:
-        gpus: handles that were asked for.
+        gpus: GPU objects created so far.
         joins: whether a rank of this node ever joins; if not, it waits until the network is taken down.
-        num_ids: ids that were asked for.
-        has_sockets: whether there is anything to listen on; if not, no rank gets an id.
+        num_ids: number of ids created.
+        has_sockets: whether the node has sockets; if not, no rank gets an id.
     """
 
     def __init__(self, network: FakeNetwork, card: str = "0", memory: int = 1 << 40) -> None:
@@ -244,18 +247,18 @@ class FakeNccl:
         self._ranks: list[FakeCommunicator] = []
 
     def gpu(self) -> Gpu:
-        """A handle, whose streams no other handle's calls carry on."""
+        """Return a new GPU object, whose streams do not advance by calls of other objects."""
         left = self.memory - sum(gpu.reserved_nbytes for gpu in self.gpus)
         self.gpus.append(_Gpu(f"card {self.card}", len(self.gpus), left))
         return cast(Gpu, self.gpus[-1])
 
     def free_nbytes(self) -> int:
-        """What is left beside memory reserved through handles, and that of ranks that have joined and were not aborted."""
+        """Return the bytes that neither GPU objects nor joined ranks, unless aborted, have taken."""
         ranks = sum(not rank.is_aborted for rank in self._ranks)
         return self.memory - sum(gpu.reserved_nbytes for gpu in self.gpus) - COMMUNICATOR_NBYTES * ranks
 
     def unique_id(self) -> UniqueId:
-        """A new one.
+        """Return a new unique id.
 
         Raises:
             RuntimeError: this node has no sockets.
@@ -269,7 +272,7 @@ class FakeNccl:
         return any(rank.num_asked for rank in self._ranks)
 
     def join(self, unique_id: UniqueId, rank: int) -> Communicator:
-        """Join."""
+        """Join a communicator of two ranks."""
         with self._network.changed:
             number, self._num_joins = self._num_joins, self._num_joins + 1
         pair = self._network.join(unique_id if self.joins else self._network.new_id(), rank, number, self._carries)

@@ -1,4 +1,4 @@
-"""The sequential truth: what a program's tasks leave behind when they run one after another in submission order."""
+"""The sequential reference: the results of a program's tasks when they run one after another in submission order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MASK: Final = (1 << 64) - 1
 
 
 class Wrong(AssertionError):
-    """The machine did something it must not do."""
+    """The machine violated a rule."""
 
 
 def mix(salt: int, inputs: Iterable[int]) -> int:
-    """What a fake kernel computes: a number that depends on every input and on their order."""
+    """Return the result of a fake kernel: a number that depends on every input and on their order."""
     value = (salt * 0x9E3779B97F4A7C15 + 1) & MASK
     for number in inputs:
         value = ((value ^ number) * 0x100000001B3 + 0x9E37) & MASK
@@ -27,11 +27,17 @@ def mix(salt: int, inputs: Iterable[int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One task as the program submitted it, in submission order, and how it ended.
+    """One task as the program submitted it, in submission order, and its outcome.
 
     Attributes:
+        task: the task.
+        accesses: its handles and modes.
+        salt: number that distinguishes the results of this task.
         replay: number of the replay among all that were started; None for a plain task.
+        error: error of the task; None without one.
         started: whether it began to run.
+        ended: whether it has finished, failed or been cancelled.
+        before: inputs that it read when it began.
     """
 
     task: Task
@@ -47,27 +53,27 @@ class Run:
 def truth(
     runs: Sequence[Run], unreadable: Collection[HandleRecord] = (), files: Mapping[HandleRecord, int] = MappingProxyType({})
 ) -> dict[HandleRecord, int | str]:
-    """Run tasks one after another in submission order: what each handle holds at the end, or why it is lost.
+    """Run tasks one after another in submission order; return the final number of each handle, or the reason why it is lost.
 
-    Root failures are taken from the runs (a kernel raised, the task did not fit, or the disk took no more); that the others were cancelled exactly
-    when they read lost data is checked, and that those that ran read what they should have.
+    Original failures come from the runs (a kernel raised, the task did not fit, or the disk was full). The function checks that other tasks were
+    cancelled exactly when they would have read lost data, and that every task that ran read the right inputs.
 
-    What a task of a replay did not write because it was cancelled is lost to the rest of the replay, and to all others what it was, if the replay was
-    to read it before writing it and no task of the replay had begun to write it.
+    If a task of a replay was cancelled, its outputs are lost for the rest of the replay. For all other tasks an output keeps its old value, if the
+    replay was to read it before writing it and no task of the replay had begun to write it.
 
     Args:
-        runs: in submission order.
-        unreadable: handles that a disk failed to give back at some time: their readers may or may not have been cancelled.
-        files: what handles hold at the beginning.
+        runs: tasks in submission order.
+        unreadable: handles that a disk failed to read at some time; tasks that read them may or may not have been cancelled.
+        files: numbers of the handles whose data is in files at the start.
 
     Raises:
         Wrong: a task ran, or read something, or was cancelled, that should not have.
     """
     values: dict[HandleRecord, int | str] = dict(files)
-    untouched: dict[tuple[int, HandleRecord], bool] = {}  # by replay: whether what it uses still is what was there before, and was to be read first
-    behind: set[tuple[int, HandleRecord]] = set()
+    untouched: dict[tuple[int, HandleRecord], bool] = {}  # by replay: whether a handle still has its old value, which the replay reads first
+    stale: set[tuple[int, HandleRecord]] = set()
     for run in runs:
-        inputs = [_input(values, behind, run.replay, handle) for handle, mode in run.accesses if mode == R or mode == RW]
+        inputs = [_input(values, stale, run.replay, handle) for handle, mode in run.accesses if mode == R or mode == RW]
         known = [value for value in inputs if isinstance(value, int)]
         is_root = run.error is not None and (not isinstance(run.error, SchedulerError) or isinstance(run.error, DoesNotFit | TierFailed))
         is_root = is_root or any(handle in unreadable for handle, mode in run.accesses if mode == R or mode == RW)
@@ -83,16 +89,16 @@ def truth(
             if mode == R or mode == SCRATCH:
                 continue
             if run.error is not None and not run.started and is_untouched and isinstance(values.get(handle), int):
-                behind.add(use)
+                stale.add(use)
                 continue
             untouched[use] = False
-            behind.discard(use)
+            stale.discard(use)
             values[handle] = str(run.error) if run.error is not None else mix(run.salt + position, known)
     return values
 
 
 def _input(
-    values: Mapping[HandleRecord, int | str], behind: Collection[tuple[int, HandleRecord]], replay: int | None, handle: HandleRecord
+    values: Mapping[HandleRecord, int | str], stale: Collection[tuple[int, HandleRecord]], replay: int | None, handle: HandleRecord
 ) -> int | str:
-    """What a task of a replay finds in a handle, or why it finds nothing."""
-    return "it has missed an update" if replay is not None and (replay, handle) in behind else values.get(handle, "nothing has written it")
+    """Return the number that a task of a replay reads from a handle, or the reason why there is none."""
+    return "it has missed an update" if replay is not None and (replay, handle) in stale else values.get(handle, "nothing has written it")

@@ -30,7 +30,7 @@ TIGHT = 1 << 18
 def gpus(cuda_libraries: Path) -> list[Emulator]:
     """Two devices."""
     first = Emulator(cuda_libraries)
-    return [first, Emulator(cuda_libraries, beside=first)]
+    return [first, Emulator(cuda_libraries, peer=first)]
 
 
 def on(gpus: list[Emulator], nbytes: int = 1 << 26, ram: int = 1 << 27, **more: Any) -> Runtime:

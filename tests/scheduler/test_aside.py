@@ -172,7 +172,7 @@ def test_a_step_with_updates_aside_is_always_forecast() -> None:
 
 def test_workers_stand_aside_of_devices_only() -> None:
     """Without a device nobody would run the rest; without CPU workers nobody runs what is for them."""
-    with pytest.raises(ValueError, match="there is no device"):
+    with pytest.raises(ValueError, match="CPU workers and no device"):
         Runtime(1, ram=1 << 22, aside=True)
     with Runtime(0, sim_gpus=1, gpu_memory=1 << 22, ram=1 << 22) as runtime, pytest.raises(ValueError, match="runs on cpu, and there are only sim"):
         Step(runtime, UPDATE)

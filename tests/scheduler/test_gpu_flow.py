@@ -193,7 +193,7 @@ def test_tasks_finish_before_their_kernels_but_not_many() -> None:
         if task is tasks[0]:
             flow.stream.put(lambda: None, is_open.is_set)
         flow.mark(task)
-    with pytest.raises(DeviceFailed, match="is waited for and has nothing to do that may begin"):
+    with pytest.raises(DeviceFailed, match="which has no work that can begin"):
         flow.begin()
     is_open.set()
     ended = flow.begin()
@@ -298,5 +298,5 @@ def test_memory_between_disk_and_device_is_counted(tmp_path: Path) -> None:
     """It is taken off the budget of host memory, and a budget below it is refused."""
     with Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=32 << 20, disk=tmp_path) as runtime:
         assert runtime.stats()["budget_bytes"]["ram"] == 16 << 20
-    with pytest.raises(DoesNotFit, match="below the 16,777,216 B between the disk and GPUs"):
+    with pytest.raises(DoesNotFit, match="must exceed the 16,777,216 B between the disk and GPUs"):
         Runtime(0, gpus=gpus(1, 0), gpu_memory=1 << 16, ram=16 << 20, disk=tmp_path)

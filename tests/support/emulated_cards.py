@@ -33,6 +33,6 @@ class EmulatedCards:
     def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Any]:
         self.opened = []
         for number, _ in enumerate(facts):
-            self.opened.append(Emulator(self.folder, beside=self.opened[0] if number else None))
+            self.opened.append(Emulator(self.folder, peer=self.opened[0] if number else None))
         self.opened[-1].fails_after = self.fails_after
         return list(self.opened)

@@ -83,4 +83,4 @@ def value(runtime: TaskRuntime, handle: Handle) -> float:
 def gpus(count: int, seed: int) -> list[Gpu]:
     """Of one node."""
     first = Gpu("fake:0", seed=seed)
-    return [first, *(Gpu(f"fake:{number}", beside=first) for number in range(1, count))]
+    return [first, *(Gpu(f"fake:{number}", peer=first) for number in range(1, count))]

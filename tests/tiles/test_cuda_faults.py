@@ -188,11 +188,11 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
         two,
         "is no memory|workspace is memory of|of device",
     ),
-    "events that take no time": (lambda patch, cuda: patch.setattr(cuda, "eventBlockingSync", 3), step, "recorded and take it"),
+    "events that take no time": (lambda patch, cuda: patch.setattr(cuda, "eventBlockingSync", 3), step, "timing enabled"),
     "a stream that waits for the legacy stream": (
         lambda patch, cuda: patch.setattr(sys.modules["cupy.cuda"], "Stream", _blocking(sys.modules["cupy.cuda"].Stream)),
         step,
-        "waits for the legacy stream",
+        "and the legacy stream wait for each other",
     ),
     "host memory that is not locked": (replaced(CupyGpu, "pin", lambda inner: lambda *_: True), pressed, "was not locked"),
     "host memory unlocked during a copy": (replaced(DeviceArena, "put", _after(_pinned_no_more)), pressed, "is unlocked while"),
