@@ -44,9 +44,9 @@ def with_diagrams(text: str) -> str:
     """
     for name, section in diagrams().items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        before, found, rest = text.partition(begin)
+        before, opened, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
-        if not found or not closed:
+        if not opened or not closed:
             raise ValueError(f"{README.name} has no section {begin} ... {end}; put the two lines back")
         text = f"{before}{begin}\n{section}\n{end}{after}"
     return text

@@ -39,7 +39,7 @@ def kinds_on(codelet: Codelet, worker: str) -> tuple[WorkerKind, ...]:
         PlacementError: the codelet has no implementation for that kind.
     """
     kinds, kind = codelet.kinds, worker.partition(":")[0]
-    placed = tuple(each for each in kinds if each == kind)
+    placed = tuple(candidate for candidate in kinds if candidate == kind)
     if not placed:
         raise PlacementError(
             f"{codelet!r} was placed on {worker} and runs on {', '.join(kinds) or 'nothing'}; give it an implementation for {kind} workers, or "

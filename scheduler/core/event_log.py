@@ -105,7 +105,7 @@ class EventLog:
     def _enter_instance(self, replay: Replay) -> None:
         key = self._steps[replay] = len(self._steps)
         self._mention(handle for task in replay.tasks for handle, _ in task.accesses)
-        at = {task: position for position, task in enumerate(replay.tasks)}
+        positions = {task: position for position, task in enumerate(replay.tasks)}
         tasks = tuple(
             (
                 task.id,
@@ -114,7 +114,7 @@ class EventLog:
                 _plain(task),
                 task.priority,
                 task.num_predecessors,
-                tuple(at[t] for t in task.successors),
+                tuple(positions[t] for t in task.successors),
                 task.is_exit,
                 task.partition,
                 task.pin,
@@ -126,10 +126,10 @@ class EventLog:
         shared = tuple(
             (
                 use.handle.id,
-                tuple(at[task] for task in use.first_readers),
-                None if use.first_writer is None else at[use.first_writer],
-                None if use.last_writer is None else at[use.last_writer],
-                tuple(at[task] for task in use.last_readers),
+                tuple(positions[task] for task in use.first_readers),
+                None if use.first_writer is None else positions[use.first_writer],
+                None if use.last_writer is None else positions[use.last_writer],
+                tuple(positions[task] for task in use.last_readers),
                 use.num_uses,
                 use.needs_data,
                 _dump_schedule(use.use_schedule),
@@ -148,7 +148,7 @@ class EventLog:
                 tuple(replay.passing),
                 replay.window,
                 schedules,
-                tuple(tuple(each) for each in replay.returns),
+                tuple(tuple(partition) for partition in replay.returns),
             )
         )
 
@@ -215,10 +215,10 @@ class Revival:
             replay.shared.append(
                 SharedUse(
                     self._handles[handle],
-                    [replay.tasks[at] for at in first_readers],
+                    [replay.tasks[index] for index in first_readers],
                     None if first_writer is None else replay.tasks[first_writer],
                     None if last_writer is None else replay.tasks[last_writer],
-                    [replay.tasks[at] for at in last_readers],
+                    [replay.tasks[index] for index in last_readers],
                     uses,
                     needs_data,
                     _load_schedule(schedule),

@@ -49,7 +49,7 @@ def _check_replica(replicas: Replicas, replica: Replica, pins: int) -> None:
         raise InvalidEvent(f"{where} counts {replica.outgoing} copies out of it")
     if replica.state != "scratch" and handle.replicas.get(replica.node) is not replica:
         raise InvalidEvent(f"{where} is an orphan")
-    if replica.state != "scratch" and not any(each.is_backing for each in handle.replicas.values()):
+    if replica.state != "scratch" and not any(other.is_backing for other in handle.replicas.values()):
         raise InvalidEvent(f"{where} has no backing replica to go to")
     if replica.is_backing and replica.node not in (FILE, replicas.last):
         raise InvalidEvent(f"{where} is a backing replica that is not on the last tier")

@@ -301,7 +301,7 @@ class Machine:
         if source.node == FILE or self._nodes[source.node].is_storage:
             self._lose(handle, f"it could not be read {'from its file' if source.node == FILE else 'back'}: {error}", actions)
             for task in waiting:
-                if any(each is handle and mode != W for each, mode in task.accesses):
+                if any(used is handle and mode != W for used, mode in task.accesses):
                     self._replicas.copies.forget(task)
                     cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
                     cancelled.__cause__ = error

@@ -195,11 +195,11 @@ class StepPlan:
         """
         if not is_last:
             return self.largest_task() if computes else max((handle.size for handle in self.uses if not self._is_scratch(handle)), default=0)
-        kept = self.kept_bytes()
+        outliving = self.kept_bytes()
         outputs = sum(handle.size for handle in self.uses if self.owned.get(handle) is True)
         passing = max(self.temporary_bytes(scratch=computes, ranks=ranks), default=0)
         borrowed = max((handle.size for handle in self.uses if self.stays_in_file(handle)), default=0)  # the program may acquire any of them
-        return kept + min(replays, 2) * outputs + max(passing, borrowed)
+        return outliving + min(replays, 2) * outputs + max(passing, borrowed)
 
     def kept_bytes(self) -> int:
         """Return the bytes of the last tier that outlive the step: `idle` and all data except outputs and data in files that is only read."""
@@ -219,12 +219,12 @@ class StepPlan:
         """
         change = [0] * (len(self.tasks) + 1)
         for handle, use in self.uses.items():
-            positions = use.positions if ranks is None else [ranks[at] for at in use.positions]
+            positions = use.positions if ranks is None else [ranks[position] for position in use.positions]
             if self._is_scratch(handle) or self.stays_in_file(handle):
-                for position, at in zip(use.positions, positions, strict=True) if scratch or self.has_aside else ():
+                for position, rank in zip(use.positions, positions, strict=True) if scratch or self.has_aside else ():
                     if scratch or self.aside[position]:
-                        change[at] += handle.size
-                        change[at + 1] -= handle.size
+                        change[rank] += handle.size
+                        change[rank + 1] -= handle.size
             elif self.owned.get(handle) is False:
                 change[min(positions)] += handle.size
                 change[max(positions) + 1] -= handle.size
@@ -329,10 +329,10 @@ class StepPlan:
         tasks = replay.tasks
         return SharedUse(
             handle,
-            [tasks[at] for at in use.first_readers],
+            [tasks[position] for position in use.first_readers],
             None if use.first_writer is None else tasks[use.first_writer],
             None if use.last_writer is None else tasks[use.last_writer],
-            [tasks[at] for at in use.readers],
+            [tasks[position] for position in use.readers],
             use.num_uses,
             use.needs_data,
             UseSchedule(use.positions, use.modes, use.leaves),

@@ -117,10 +117,10 @@ class Trace:
                 "args": {"bytes": nbytes},
             }
         yield from self._arrows(links)
-        for at, used, num_ready in self._counters:
+        for sampled, used, num_ready in self._counters:
             for node, nbytes in zip(nodes, used, strict=True):
-                yield {"ph": "C", "pid": 1, "name": f"bytes {node}", "ts": at / 1e3, "args": {"bytes": nbytes}}
-            yield {"ph": "C", "pid": 1, "name": "ready tasks", "ts": at / 1e3, "args": {"tasks": num_ready}}
+                yield {"ph": "C", "pid": 1, "name": f"bytes {node}", "ts": sampled / 1e3, "args": {"bytes": nbytes}}
+            yield {"ph": "C", "pid": 1, "name": "ready tasks", "ts": sampled / 1e3, "args": {"tasks": num_ready}}
 
     def _arrows(self, links: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
         """Return an arrow for each copy: to the first task that uses the copied data, or else (a write-back) from the last task that wrote it."""
@@ -141,9 +141,9 @@ class Trace:
             arrow = {"cat": "copy", "name": name, "id": number}
             link = {"pid": 2, "tid": links.index((source, target))}
             uses, users, copies = starts.get((target, handle), []), ends.get((source, handle), []), arrivals[target, handle]
-            at, last, next_time = bisect_left(uses, (end, -1)), bisect_right(users, (begin, _LAST)) - 1, bisect_right(copies, end)
-            if at < len(uses) and not (next_time < len(copies) and copies[next_time] <= uses[at][0]):  # else dropped, and copied once more
-                start, worker = uses[at]
+            first_use, last, next_time = bisect_left(uses, (end, -1)), bisect_right(users, (begin, _LAST)) - 1, bisect_right(copies, end)
+            if first_use < len(uses) and not (next_time < len(copies) and copies[next_time] <= uses[first_use][0]):  # else dropped before its use
+                start, worker = uses[first_use]
                 yield {"ph": "s", **link, "ts": end / 1e3, **arrow}
                 yield {"ph": "f", "bp": "e", "pid": 1, "tid": worker, "ts": start / 1e3, **arrow}
             elif last >= 0:

@@ -62,8 +62,8 @@ def check_budgets(ram: int | None, device: int | None, num_devices: int) -> None
         DoesNotFit: the requested bytes are above the limit.
     """
     limit = memory_limit()
-    asked = (ram or 0) + (device or 0) * num_devices
-    if asked > limit:
+    requested = (ram or 0) + (device or 0) * num_devices
+    if requested > limit:
         devices = f" and {num_devices} of {device:,} B for simulated devices" if device and num_devices else ""
         raise DoesNotFit(
             f"a budget of {ram or 0:,} B{devices} is above the {limit:,} B of memory that this process may use (limit of the machine or of its "
@@ -78,8 +78,8 @@ def filled_budgets(ram: int | None, device: int | None, num_devices: int) -> tup
     If neither budget is requested, both default to an equal part of the free memory. If one is, the other defaults to the bytes that it leaves, but a
     device gets at most as many bytes as RAM.
     """
-    asked = (ram or 0) + (device or 0) * num_devices
-    free = max(default_ram_budget() - asked, 1 << 20)
+    requested = (ram or 0) + (device or 0) * num_devices
+    free = max(default_ram_budget() - requested, 1 << 20)
     if ram is None:
         ram = free // (num_devices + 1) if device is None else free
     if device is None:

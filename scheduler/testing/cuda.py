@@ -178,8 +178,8 @@ class FakeCuda(CudaStreams):
             if is_late[1]:
                 self.submit(stream, "a copy", accesses, lambda: ctypes.memmove(target, source, nbytes))
             else:
-                kept = ctypes.string_at(source, nbytes)
-                self.submit(stream, "a copy", accesses[:1], lambda: ctypes.memmove(target, kept, nbytes))
+                saved = ctypes.string_at(source, nbytes)
+                self.submit(stream, "a copy", accesses[:1], lambda: ctypes.memmove(target, saved, nbytes))
         if not is_late[0] and queue.recorded is None:
             self.streamSynchronize(stream)
 
@@ -221,26 +221,26 @@ class FakeCuda(CudaStreams):
         self, function: int, x: int, y: int, z: int, threads: int, ty: int, tz: int, shared: int, stream: int, arguments: int, extra: int
     ) -> None:
         """Put a kernel on a stream; its arguments are copied now."""
-        found: LoadedKernel = self._of(LoadedKernel, function, "a kernel")
+        kernel: LoadedKernel = self._of(LoadedKernel, function, "a kernel")
         queue: QueueOfWork = self._of(QueueOfWork, stream, "a stream")
         grid = tuple(self._number("blocks", extent, (1 << 31) - 1) for extent in (x, y, z))
         if not all(grid) or max(grid[1:]) > _MOST_ASIDE:
-            raise self.refuse(f"a grid has 1 to 2^31 - 1 by 65535 by 65535 blocks, and {found.name} got {grid}")
+            raise self.refuse(f"a grid has 1 to 2^31 - 1 by 65535 by 65535 blocks, and {kernel.name} got {grid}")
         if not 1 <= threads * ty * tz <= _MOST_THREADS:
-            raise self.refuse(f"a block has 1 to {_MOST_THREADS} threads, and {found.name} got {threads} x {ty} x {tz}")
-        if shared > found.most_shared:
-            raise self.refuse(f"{found.name} asks for {shared:,} bytes of shared memory and was allowed {found.most_shared:,}")
-        if not found.device == queue.device == self.getDevice():
-            text = f"{found.name} of device {found.device} starts on a stream of device {queue.device}, and the thread's is {self.getDevice()}"
+            raise self.refuse(f"a block has 1 to {_MOST_THREADS} threads, and {kernel.name} got {threads} x {ty} x {tz}")
+        if shared > kernel.most_shared:
+            raise self.refuse(f"{kernel.name} asks for {shared:,} bytes of shared memory and was allowed {kernel.most_shared:,}")
+        if not kernel.device == queue.device == self.getDevice():
+            text = f"{kernel.name} of device {kernel.device} starts on a stream of device {queue.device}, and the thread's is {self.getDevice()}"
             raise self.refuse(text, BAD_HANDLE)
         if not arguments or extra:
             raise self.refuse("arguments are given by their addresses")
-        nbytes = sum(parameter.nbytes for parameter in found.parameters)
+        nbytes = sum(parameter.nbytes for parameter in kernel.parameters)
         if nbytes > _MOST_PARAMETERS:
-            raise self.refuse(f"arguments are at most {_MOST_PARAMETERS:,} bytes, and {found.name} has {nbytes:,}")
-        packed, accesses = self._arguments(found, arguments)
+            raise self.refuse(f"arguments are at most {_MOST_PARAMETERS:,} bytes, and {kernel.name} has {nbytes:,}")
+        packed, accesses = self._arguments(kernel, arguments)
         self.num_launches += 1
-        run, image, name = self.kernels.run, found.image, found.name
+        run, image, name = self.kernels.run, kernel.image, kernel.name
         self.submit(stream, name, accesses, lambda: run(image, name, (grid[0], grid[1], grid[2]), threads, shared, packed))
 
     def _arguments(self, function: LoadedKernel, arguments: int) -> tuple[bytes, list[Access]]:

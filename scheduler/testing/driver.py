@@ -165,7 +165,8 @@ class FakeDriver:
             leaves: positions of tasks before which all of their data is expected to leave.
         """
         recorded = [
-            RecordedTask(None, f"r{at}", kinds, tuple(accesses), {"salt": 1000 + at}, int(at < num_urgent)) for at, accesses in enumerate(tasks)
+            RecordedTask(None, f"r{number}", kinds, tuple(accesses), {"salt": 1000 + number}, int(number < num_urgent))
+            for number, accesses in enumerate(tasks)
         ]
         for task, pin in zip(recorded, pins, strict=False):
             task.pin = None if pin is None else WorkerId(pin)
@@ -383,10 +384,11 @@ class FakeDriver:
         machine = self.fresh_machine()
         actions = [describe(action) for event in Revival().events(self.log.entries) for action in machine.handle(event)]
         if actions != self.actions:
-            at = next(
+            position = next(
                 (i for i, pair in enumerate(zip(actions, self.actions, strict=False)) if pair[0] != pair[1]), min(len(actions), len(self.actions))
             )
-            raise Wrong(f"the replayed log differs at action {at}: {actions[at : at + 1]} instead of {self.actions[at : at + 1]}")
+            this, logged = actions[position : position + 1], self.actions[position : position + 1]
+            raise Wrong(f"the replayed log differs at action {position}: {this} instead of {logged}")
 
 
 class FakeStep:

@@ -208,14 +208,14 @@ class ExpectedEnd:
                 if worker.kind not in kinds:
                     continue
                 before = group.seconds  # sum over the tasks up to the present one
-                for at in range(min(STEAL, len(queue))):
-                    entry = queue[at]
+                for index in range(min(STEAL, len(queue))):
+                    entry = queue[index]
                     before -= entry.seconds
                     if entry.task.planned_node is not None:
                         continue
                     end = group.assigned_seconds(estimates) + before / len(group.workers) + entry.seconds + entry.transfer_seconds
                     if sum_up(self._weigh(entry.task, own)) <= end:
-                        return group.take(queue, at)
+                        return group.take(queue, index)
         return None
 
 

@@ -38,17 +38,17 @@ class ReuseQueues(Queues):
         head = self.head()
         if head is None:
             return None
-        best, best_at, fewest = head, len(head) - 1, missing_bytes(head[-1].task, self.node)
+        best, best_index, fewest = head, len(head) - 1, missing_bytes(head[-1].task, self.node)
         for queue in self.queues.values():
-            for at in range(len(queue) - 1, max(-1, len(queue) - 1 - AHEAD), -1):
-                nbytes = missing_bytes(queue[at].task, self.node) if fewest else 0
+            for index in range(len(queue) - 1, max(-1, len(queue) - 1 - AHEAD), -1):
+                nbytes = missing_bytes(queue[index].task, self.node) if fewest else 0
                 if nbytes < fewest:
-                    best, best_at, fewest = queue, at, nbytes
+                    best, best_index, fewest = queue, index, nbytes
                 if not fewest:
                     break
-        if best[best_at] is not head[-1] and self._is_overdue(head[-1]):
-            best, best_at = head, len(head) - 1
-        return self.take(best, best_at)
+        if best[best_index] is not head[-1] and self._is_overdue(head[-1]):
+            best, best_index = head, len(head) - 1
+        return self.take(best, best_index)
 
     def _is_overdue(self, head: Entry) -> bool:
         """Count another time that the first task was passed over; return whether that is once too often."""
