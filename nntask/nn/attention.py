@@ -1,4 +1,4 @@
-"""Attention as an operation on the tape: of a sequence with itself, before it or around it, and with another sequence.
+"""Attention on the tape: self-attention, causal or bidirectional, attention to a cached past, and attention to another sequence.
 
 Letters: B sequences, T tokens, S keys, H heads of D features, G heads of keys and values.
 """
@@ -20,12 +20,12 @@ from .kv_cache import LayerPast
 
 @dataclass(frozen=True, slots=True)
 class RelativeBias:
-    """Numbers that are added to scores by the distance of key and query (Raffel et al., T5, 2020); all layers of a stack may share one.
+    """Learnt biases added to the scores by the distance between key and query (Raffel et al., T5, 2020); all layers of a stack may share one.
 
     Args:
         table: (num_buckets, H), a parameter, cut like the heads of queries.
-        bidirectional: later keys have half of the buckets; otherwise all of them have the first.
-        max_distance: from here on all distances have the last bucket.
+        bidirectional: whether later keys have half of the buckets; otherwise all later keys share the first bucket.
+        max_distance: distance from which on all keys share the last bucket.
     """
 
     table: Tensor
@@ -33,12 +33,12 @@ class RelativeBias:
     max_distance: int
 
     def of_tiles(self) -> attention_ops.Bias:
-        """The same for operations on tiles."""
+        """Return the same bias for operations on tiles."""
         return attention_ops.Bias(self.table.data, Buckets(self.table.shape[0], self.bidirectional, self.max_distance))
 
 
 class _How(TypedDict):
-    """What the forward and the backward pass of attention share."""
+    """Options shared by the forward and the backward pass of attention."""
 
     head_size: int
     scale: float
@@ -66,21 +66,21 @@ def attention(
 ) -> Tensor:
     """Attention of q (B, T, H*D) to k, v (B, S, G*D) -> (B, T, H*D).
 
-    Where G < H, H / G heads of q in a row share each head of k and v (Ainslie et al., GQA, 2023). A row that sees no key gives 0 and no gradient.
+    If G < H, each head of k and v serves H / G neighbouring heads of q (Ainslie et al., GQA, 2023). A row that sees no key gives 0 and no gradient.
 
     Args:
         head_size: D.
-        scale: scores are q . k * scale.
-        dropout: of the attention probabilities.
-        flash: never hold the (B, H, T, S) scores; they are computed again in the backward pass (Dao et al., FlashAttention, 2022).
-        library: let cuDNN compute it on GPUs that have opened it, where it can; only with `flash`.
-        past: keys and values of the tokens before these; the new ones join them. Without dropout and documents, and nothing leaves a tape.
-        causal: of a sequence with itself, S = T, where a query sees keys up to its own; otherwise all keys, of this sequence or another.
-        window: keys that a query sees at most, its own the last, of causal attention. Tiles outside it have no tasks.
-        documents: (B, T) int32 numbers, or those of queries (B, T) and of keys (B, S): only equal ones see each other. For several texts in a
-            row, or for padding.
+        scale: factor of the scores, scale * q . k.
+        dropout: dropout of the attention probabilities.
+        flash: whether the (B, H, T, S) scores are recomputed in the backward pass instead of stored (Dao et al., FlashAttention, 2022).
+        library: whether to use cuDNN on GPUs that have opened it, for the cases that it supports; only with `flash`.
+        past: keys and values of the earlier tokens; those of the new tokens are added. Allows no dropout and no documents, and leaves no tape.
+        causal: whether each query sees only the keys up to its own position (needs S = T); otherwise it sees all keys.
+        window: largest number of keys that a query of causal attention sees, its own the last. Tiles outside the window have no tasks.
+        documents: (B, T) int32 document numbers, or a pair for queries (B, T) and keys (B, S). A query sees only keys of its own document; for
+            several texts in a row, or for padding.
         bias: added to the scores.
-        cap: scores s become cap * tanh(s / cap) first (Gemma 2).
+        cap: soft cap of the scores, cap * tanh(scores / cap) (Gemma 2).
     """
     scoring = _scoring(window, documents, bias, cap)
     if past is not None:

@@ -1,16 +1,15 @@
-"""Automatic differentiation on a tape: which gradient tasks to emit, in which order, and what may be forgotten when.
+"""Automatic differentiation on a tape: the order in which gradient tasks are emitted and activations are freed.
 
 Rules.
 
-- A `Node` stands for one operation of the forward pass. It references the nodes its inputs come from and, in its backward function, just the
-  tile tensors that function needs; never its outputs. So data that no backward function needs dies with its last Python reference, and a forward
-  pass that is not differentiated leaves nothing behind. There are no reference cycles: nothing waits for the garbage collector.
-- `backward` visits nodes in reverse order of creation. A node is emptied before its backward function returns: its activations are free as soon
-  as the tasks that read them are.
+- A `Node` represents one operation of the forward pass. It references the nodes of its inputs and, in its backward function, only the tile tensors
+  which that function needs; never its outputs. Data that no backward function needs is freed with its last Python reference, and a forward pass
+  that is not differentiated keeps nothing. There are no reference cycles, so nothing waits for the garbage collector.
+- `backward` visits nodes in reverse order of creation and empties each: its activations are freed as soon as the tasks that read them are done.
 - Gradients of activations are replaced, never changed in place: two nodes may share one tile tensor. Gradients of parameters are accumulators:
-  operations contribute to them by REDUX, over as many backward passes as the program likes, until the program sets them to None.
+  operations contribute to them by REDUX, over any number of backward passes, until the program sets them to None.
 
-Only emission happens here: nothing waits, nothing reads a value, so all of it works while a step is being recorded.
+This module only emits tasks. It never waits or reads a value, so it works while a step is being recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ..errors import UsageError
 
 Gradients = Sequence[TileTensor | None]
 Backward = Callable[[Gradients], None]
-"""Takes the gradients of a node's outputs (None where no contribution came; at least one is there) and adds to its inputs' edges.
+"""Takes the gradients of a node's outputs (None for outputs without a contribution; at least one has some) and adds to its inputs' edges.
 
 The backward function of a loss is given None when the backward pass begins there: its gradient is 1."""
 
@@ -48,12 +47,12 @@ class Node:
     """One operation on the tape, or (without a backward function) a place where gradients stay.
 
     Attributes:
-        name: of the operation, for messages.
-        order: time of creation.
-        inputs: edges that lead on.
-        gradients: what has arrived so far, one per output.
+        name: name of the operation, for messages.
+        order: number of the node in order of creation.
+        inputs: edges to the nodes of the inputs.
+        gradients: sums of the contributions so far, one per output.
         is_loss: whether a backward pass may begin here without a gradient.
-        consumed: whether a backward pass has used the node up.
+        consumed: whether a backward pass has used the node.
     """
 
     __slots__ = ("backward", "consumed", "gradients", "inputs", "is_loss", "name", "order")
@@ -68,10 +67,10 @@ class Node:
         self.consumed = False
 
     def consume(self) -> tuple[Edge, ...]:
-        """Run the backward function, forget it and everything it kept, and return where to go on.
+        """Run the backward function, release it and everything it kept, and return the edges to continue with.
 
         Raises:
-            UsageError: an earlier backward pass has done so.
+            UsageError: an earlier backward pass has used the node.
         """
         if self.consumed:
             raise UsageError(f"the tape of {self.name} was used up by an earlier backward pass; run the forward pass again")
@@ -95,7 +94,7 @@ class Edge:
 
     @property
     def gradient(self) -> TileTensor | None:
-        """What has arrived so far."""
+        """Sum of the contributions so far."""
         return self.node.gradients[self.index]
 
     @gradient.setter
@@ -103,12 +102,12 @@ class Edge:
         self.node.gradients[self.index] = gradient
 
     def add(self, gradient: TileTensor) -> None:
-        """Contribute; the tensor is shared, not copied."""
+        """Add a contribution; the tensor is shared, not copied."""
         present = self.gradient
         self.gradient = gradient if present is None else elementwise.add(present, gradient)
 
     def take(self) -> TileTensor | None:
-        """Remove what has arrived so far, for an operation that adds it to its own contribution in the same pass."""
+        """Remove and return the sum so far, for an operation that adds it to its own contribution in the same pass."""
         gradient, self.gradient = self.gradient, None
         return gradient
 
@@ -123,14 +122,14 @@ class ParameterEdge(Edge):
         self.data = data
 
     def accumulator(self) -> TileTensor:
-        """The tensor that operations contribute to by REDUX; made by the first of them, without any task."""
+        """Return the tensor that operations contribute to by REDUX. The first call creates it, without any task."""
         if self.gradient is None:
             dtype = np.dtype(np.float32) if self.data.dtype in NARROW else self.data.dtype
             self.gradient = self.data.like(dtype=dtype, data_class="gradients", name=f"d {self.data.name}")
         return self.gradient
 
     def add(self, gradient: TileTensor) -> None:
-        """Contribute a finished tensor; it is summed into the accumulator, which is never shared."""
+        """Add a finished tensor to the accumulator, which is never shared."""
         elementwise.accumulate(gradient, self.accumulator())
 
 
@@ -139,7 +138,7 @@ class Tensor:
 
     Args:
         data: the tiles.
-        edge: where its gradient goes; None when none is wanted.
+        edge: receiver of its gradient; None if no gradient is wanted.
     """
 
     __slots__ = ("__weakref__", "data", "edge")
@@ -160,29 +159,29 @@ class Tensor:
 
     @property
     def gradient(self) -> TileTensor | None:
-        """The gradient so far; of parameters it stays until `step` of an optimizer, of other tensors it is gone after their use."""
+        """Gradient so far. A parameter keeps it until `step` of an optimizer; other tensors lose it once it is used."""
         return None if self.edge is None else self.edge.gradient
 
     def read(self) -> npt.NDArray[Any]:
-        """The whole tensor as an array; waits for the tasks that write it."""
+        """Return the whole tensor as an array; waits for the tasks that write it."""
         return self.data.read()
 
     def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
-        """The whole tensor as an array, tile by tile through `borrow`; what a ticket's ``read`` calls."""
+        """Return the whole tensor as an array, read tile by tile through `borrow`, as a ticket's ``read`` does."""
         return self.data.gather(borrow)
 
     def detach(self) -> Tensor:
-        """The same data without history."""
+        """Return the same data without history."""
         return Tensor(self.data)
 
     def backward(self, gradient: TileTensor | None = None) -> None:
         """Emit the tasks that compute the gradients of everything this tensor depends on.
 
         Args:
-            gradient: of the final result by this tensor, same shape and tiling; None means 1 and needs a loss.
+            gradient: gradient of the final result with respect to this tensor, same shape and tiling; None means 1 and needs a loss.
 
         Raises:
-            UsageError: there is no tape, it is used up, or `gradient` is missing or of another shape.
+            UsageError: the tensor has no tape, the tape is used up, or `gradient` is missing or of another shape.
         """
         if self.edge is None:
             raise UsageError(f"backward() needs a tensor computed from parameters with the tape on, got {self!r}; compute it outside no_grad()")
@@ -196,7 +195,7 @@ class Tensor:
         run_backward(self.edge, gradient)
 
     def __add__(self, other: Tensor) -> Tensor:
-        """Sum, element by element."""
+        """Return the elementwise sum."""
         return add(self, other)
 
     def __repr__(self) -> str:
@@ -207,7 +206,7 @@ def run_backward(root: Edge, gradient: TileTensor | None) -> None:
     """Propagate `gradient` (None: 1, of a loss) from `root` to every parameter it depends on.
 
     Raises:
-        UsageError: a node on the way was used up by an earlier backward pass.
+        UsageError: an earlier backward pass has used one of the nodes.
     """
     if gradient is not None:
         root.add(gradient)
@@ -225,10 +224,10 @@ def run_backward(root: Edge, gradient: TileTensor | None) -> None:
 
 @contextmanager
 def accumulation() -> Iterator[None]:
-    """Gradients of several backward passes are summed inside; contributions that are cheap to keep are emitted when the block ends.
+    """Sum the gradients of several backward passes; postpone contributions that are cheap to keep until the block ends.
 
-    A sum has one order. Where an embedding shares its weight with the head, its contribution comes last in its backward pass, and the head of
-    the next minibatch would have to wait for that whole pass. Put off to the end of the block, it leaves minibatches free to run in any order.
+    A sum has one order. The contribution of an embedding that shares its weight with the head comes last in its backward pass, so the head of the
+    next minibatch would have to wait for that whole pass. Postponed to the end of the block, it leaves minibatches free to run in any order.
     """
     queue: list[Callable[[], None]] = []
     token = _postponed.set(queue)
@@ -241,7 +240,7 @@ def accumulation() -> Iterator[None]:
 
 
 def contribute_late(contribute: Callable[[], None]) -> None:
-    """Emit a contribution to a parameter's gradient at the end of the `accumulation`; at once outside one."""
+    """Emit a contribution to a parameter's gradient at the end of the enclosing `accumulation`; at once outside of one."""
     queue = _postponed.get()
     if queue is None:
         contribute()
@@ -250,13 +249,13 @@ def contribute_late(contribute: Callable[[], None]) -> None:
 
 
 def tape_enabled() -> bool:
-    """Whether operations are put on the tape."""
+    """Return whether operations are put on the tape."""
     return _enabled.get()
 
 
 @contextmanager
 def no_grad() -> Iterator[None]:
-    """Operations inside leave no tape: for evaluation and sampling."""
+    """Leave operations inside off the tape: for evaluation and sampling."""
     with _tape(False):
         yield
 
@@ -271,7 +270,7 @@ def _tape(on: bool) -> Iterator[None]:
 
 
 def edges_of(inputs: Sequence[Tensor | None]) -> tuple[Edge, ...]:
-    """Edges of the inputs that want a gradient; empty when the tape is off."""
+    """Return the edges of the inputs that want a gradient; empty if the tape is off."""
     edges = tuple(x.edge for x in inputs if x is not None and x.edge is not None)
     if _enabled.get():
         return edges
@@ -284,11 +283,11 @@ def edges_of(inputs: Sequence[Tensor | None]) -> tuple[Edge, ...]:
 def on_tape(
     name: str, inputs: Sequence[Tensor | None], outputs: Sequence[TileTensor], backward: Backward, *, is_loss: bool = False
 ) -> tuple[Tensor, ...]:
-    """The outputs of an operation as tensors, with a node on the tape when an input wants a gradient.
+    """Return the outputs of an operation as tensors, with a node on the tape if an input wants a gradient.
 
     Args:
-        backward: must capture only what it needs; what it captures lives until the backward pass.
-        is_loss: a backward pass may begin here, with gradient 1.
+        backward: backward function. It must capture only what it needs, because that lives until the backward pass.
+        is_loss: whether a backward pass may begin here, with gradient 1.
     """
     edges = edges_of(inputs)
     if not edges:
@@ -298,15 +297,15 @@ def on_tape(
 
 
 def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
-    """``block(x, *others)``, of which only the arguments are kept; the backward pass computes the rest again.
+    """Return ``block(x, *others)`` and keep only the arguments; the backward pass recomputes the rest.
 
-    Guarantee: the same numbers as without, because kernels are deterministic and random masks are indexed by position, not by time.
+    The numbers are the same as without checkpointing, because kernels are deterministic and random masks are indexed by position, not by time.
 
     Args:
-        block: called once now and once in the backward pass; must do the same both times. Every tensor that it reads and that was computed is an
-            argument: the backward pass of the block ends there.
-        x: any shape.
-        others: what it reads besides, such as an encoder's output that all blocks attend to.
+        block: function that is called once now and once in the backward pass and does the same both times. Every computed tensor that it reads must
+            be an argument, because the backward pass of the block ends at its arguments.
+        x: input of any shape.
+        others: further inputs, such as an encoder's output that all blocks attend to.
     """
     if not tape_enabled():
         return block(x, *others)
@@ -320,7 +319,7 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
         (dy,) = gradients
         assert dy is not None
         inner = [None if edge is None else Edge(Node("checkpoint input", None, (), 1)) for edge in edges]
-        for edge, begun in zip(edges, inner, strict=True):  # what has arrived goes on inside: sums keep their order
+        for edge, begun in zip(edges, inner, strict=True):  # the block continues the sums so far, so their order stays the same
             if edge is not None and begun is not None:
                 begun.gradient = edge.take()
         with _tape(True):
@@ -337,7 +336,7 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
 
 @contextmanager
 def _watching() -> Iterator[list[Edge]]:
-    """Collect the edges that operations inside would have led to, had the tape been on: those of what is learnt."""
+    """Collect the edges that operations inside would have led to with the tape on: those of tensors that are learnt."""
     found: list[Edge] = []
     token = _watched.set(found)
     try:
@@ -347,14 +346,14 @@ def _watching() -> Iterator[list[Edge]]:
 
 
 def only(gradients: Gradients) -> TileTensor:
-    """The gradient of an operation's only output."""
+    """Return the gradient of an operation's only output."""
     (gradient,) = gradients
     assert gradient is not None  # a node without any gradient is not visited
     return gradient
 
 
 def accumulator_of(edge: Edge) -> TileTensor:
-    """Where weight gradients are summed.
+    """Return the tensor in which the gradient of a weight is summed.
 
     Raises:
         UsageError: the weight was computed and is not a parameter.
@@ -365,7 +364,7 @@ def accumulator_of(edge: Edge) -> TileTensor:
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y, equal shapes and tilings."""
+    """Return x + y, of equal shapes and tilings."""
     edges = [t.edge for t in (x, y) if t.edge is not None]
 
     def backward(gradients: Gradients) -> None:

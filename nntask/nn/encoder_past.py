@@ -1,4 +1,4 @@
-"""Keys and values of an encoder's output that every token of a decoder attends to: made once for all tokens, kept for each row of a text.
+"""Keys and values of an encoder's output for a decoder: computed once, attended to by every new token, and kept for each row of a text.
 
 Letters: B rows, w new tokens, S positions of the source, H heads of queries, G heads of keys and values, each D features.
 """
@@ -19,11 +19,11 @@ from .autograd import Tensor
 
 @dataclass(frozen=True, slots=True)
 class EncoderPast:
-    """What one layer of a decoder sees of the source; nothing leaves a tape.
+    """Keys and values of the source in one layer of a decoder; attention to them leaves no tape.
 
     Args:
         keys, values: (B, S, G*D).
-        documents: int32 numbers of new tokens (B, w) and of the source (B, S): padding of the source has others than the tokens.
+        documents: int32 document numbers of new tokens (B, w) and of the source (B, S); padding of the source has a number of its own.
     """
 
     keys: TileTensor
@@ -31,13 +31,13 @@ class EncoderPast:
     documents: tuple[TileTensor, TileTensor]
 
     def attend(self, q: Tensor, *, head_size: int, scale: float) -> Tensor:
-        """Attend from q (B, w, H*D) to all of the source that is no padding -> (B, w, H*D)."""
+        """Attend from q (B, w, H*D) to the source without its padding -> (B, w, H*D)."""
         scoring = attention_ops.Scoring(documents=self.documents)
         return Tensor(attention_ops.attention(q.data, self.keys, self.values, head_size=head_size, scale=scale, causal=False, scoring=scoring)[0])
 
 
 def kept(x: TileTensor, num_beams: int = 1) -> TileTensor:
-    """A copy of keys or values x (texts, S, G*D) for all tokens to come, `num_beams` rows a text, neighbours in one tile."""
+    """Copy keys or values x (texts, S, G*D) for all later tokens, with `num_beams` neighbouring rows of one tile for each text."""
     texts, _, _ = x.shape
     tile = x.tile[0] * num_beams
     rows = TileTensor(x.runtime, (texts * num_beams,), (tile,), np.int32, kind="input", data_class="data", name="sources")
@@ -49,7 +49,7 @@ def kept(x: TileTensor, num_beams: int = 1) -> TileTensor:
 
 
 def source_documents(keys: TileTensor, is_text: npt.NDArray[np.integer], num_tokens: int = 1) -> tuple[TileTensor, TileTensor]:
-    """Documents of an `EncoderPast` over `keys` (B, S, G*D) for so many new tokens.
+    """Return the documents of an `EncoderPast` over `keys` (B, S, G*D) for `num_tokens` new tokens.
 
     Args:
         is_text: (texts, S), 1 where the source has text and 0 in its padding; each text has B / texts rows.

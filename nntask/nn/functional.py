@@ -1,10 +1,10 @@
-"""Differentiable operations: each emits the tasks of its forward pass and leaves on the tape what its backward pass needs.
+"""Differentiable operations: each emits the tasks of its forward pass and keeps on the tape the data that its backward pass needs.
 
 Letters: B sequences, T tokens, C features of the residual stream, H heads of D features, K and N in and out features, P positions, V vocabulary.
 
-A backward function adds weight gradients first and the input's gradient last: the activation a weight gradient reads dies before the input's
-gradient is born. Where a tensor fans out (x into a norm and past it), the norm's backward pass takes the gradient that has arrived by the other
-way and adds its own in the same pass over memory.
+A backward function adds weight gradients first and the input's gradient last, so that the activation a weight gradient reads is freed before the
+input's gradient takes memory. If x goes both into a norm and past it, the norm's backward pass takes the gradient of the other path and adds its own
+in the same pass over memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .tokens import mean_tokens as mean_tokens
 from .tokens import swapped as swapped
 
 SITES: Final = 1 << 12
-"""Most places in a model that drop out: adapters have the second half of them, everything else the first."""
+"""Largest number of places with dropout in a model: adapters use the second half of them, everything else the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Where dropout masks come from in one forward pass.
+    """Source of the dropout masks of one forward pass.
 
     Args:
         key: (2,) uint64 input tensor: seed and step.
@@ -47,13 +47,13 @@ class Masks:
     minibatch: int = 0
 
     def stream(self, site: int) -> int:
-        """The random stream of one place in the model.
+        """Return the random stream of one place in the model.
 
         Args:
             site: number of the place, from 0.
 
         Raises:
-            UsageError: the model has too many.
+            UsageError: `site` is not below `SITES`.
         """
         if not 0 <= site < SITES:
             raise UsageError(f"a model drops out at {SITES} places at most, numbered from 0, got place {site}; use fewer layers, or no dropout")
@@ -61,7 +61,7 @@ class Masks:
 
 
 def add_positions(x: Tensor, p: Tensor) -> Tensor:
-    """x (B, T, C) + the first T rows of p (P, C)."""
+    """Return x (B, T, C) + the first T rows of p (P, C)."""
     x_edge, p_edge = x.edge, p.edge
 
     def backward(gradients: Gradients) -> None:
@@ -75,7 +75,7 @@ def add_positions(x: Tensor, p: Tensor) -> Tensor:
 
 
 def embedding(tokens: TileTensor, w: Tensor, first: int = 0) -> Tensor:
-    """Rows of w (V, C) chosen by first + tokens (B, T) int32 -> (B, T, C)."""
+    """Look up rows first + tokens, tokens (B, T) int32, of w (V, C) -> (B, T, C)."""
     edge = w.edge
 
     def backward(gradients: Gradients) -> None:
@@ -108,7 +108,7 @@ def residual_layer_norm(x: Tensor, branch: Tensor, gamma: Tensor, beta: Tensor, 
     edges = [t.edge for t in (x, branch) if t.edge is not None]
 
     def backward(gradients: Gradients) -> None:
-        ds, dy = gradients  # (.., C) each: past the norm, through the norm
+        ds, dy = gradients  # (.., C) each: of the sum, of its norm
         if dy is not None:
             ds = _layer_norm_backward(s, gamma_data, mean, rstd, dy, norm_edges, ds)
         assert ds is not None  # a node without any gradient is not visited
@@ -154,7 +154,7 @@ def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float, offs
     edges = [t.edge for t in (x, branch) if t.edge is not None]
 
     def backward(gradients: Gradients) -> None:
-        ds, dy = gradients  # (.., C) each: past the norm, through the norm
+        ds, dy = gradients  # (.., C) each: of the sum, of its norm
         if dy is not None:
             ds = _rms_norm_backward(s, gamma_data, rstd, dy, gamma_edge, ds, offset)
         assert ds is not None  # a node without any gradient is not visited
@@ -168,7 +168,7 @@ def residual_rms_norm(x: Tensor, branch: Tensor, gamma: Tensor, eps: float, offs
 def _rms_norm_backward(
     x: TileTensor, gamma: TileTensor, rstd: TileTensor, dy: TileTensor, edge: Edge | None, dresidual: TileTensor | None, offset: float
 ) -> TileTensor:
-    """dx (.., C), with `dresidual` added; contributes to gamma's accumulator, if gamma is learnt."""
+    """Return dx (.., C) with `dresidual` added; contribute to gamma's accumulator if gamma is learnt."""
     dgamma = None if edge is None else accumulator_of(edge)
     return norm.rms_norm_backward(x, gamma, rstd, dy, dgamma, dresidual=dresidual, offset=offset)
 
@@ -182,7 +182,7 @@ def _layer_norm_backward(
     edges: tuple[Edge | None, ...],
     dresidual: TileTensor | None,
 ) -> TileTensor:
-    """dx (.., C), with `dresidual` added; contributes to gamma's and beta's accumulators, if they are learnt."""
+    """Return dx (.., C) with `dresidual` added; contribute to gamma's and beta's accumulators if they are learnt."""
     dgamma, dbeta = (None if edge is None else accumulator_of(edge) for edge in edges)
     return norm.layer_norm_backward(x, gamma, mean, rstd, dy, dgamma, dbeta, dresidual=dresidual)
 
@@ -191,7 +191,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, equal shapes and tilings (Shazeer, GLU variants, 2020, without its products).
 
     Args:
-        activation: silu (SwiGLU), gelu_new or gelu (GEGLU), relu (ReGLU), tanh, or a registered one.
+        activation: silu (SwiGLU), gelu_new or gelu (GEGLU), relu (ReGLU), tanh, or a registered name.
     """
     gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
 
@@ -230,9 +230,9 @@ def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_s
     """Rotate every head of x (B, T, H*D) by the angles of its position (Su et al., RoFormer, 2021).
 
     Args:
-        cos, sin: (T, R / 2), of the angles, rows cut like T; or (B, T, R / 2), cut like B and T, where sequences are at positions of their own.
+        cos, sin: (T, R / 2), of the angles, rows cut like T; or (B, T, R / 2), cut like B and T, if sequences have positions of their own.
         head_size: D.
-        rotary_size: R, even: as many first features of each head turn, pairs (i, i + R / 2) of them; None for D.
+        rotary_size: R, even: number of first features of each head that turn, in pairs (i, i + R / 2); None for D.
     """
     edge = x.edge
 
@@ -244,7 +244,7 @@ def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_s
 
 
 def dropout(x: Tensor, p: float, masks: Masks | None, site: int) -> Tensor:
-    """Zero each element with probability p and divide the others by 1 - p; without `masks` or with p = 0, x itself."""
+    """Zero each element with probability p and divide the others by 1 - p; return x itself without `masks` or with p = 0."""
     if masks is None or p == 0:
         return x
     edge, key, stream = x.edge, masks.key, masks.stream(site)

@@ -1,6 +1,6 @@
-"""Initial weights, from a counter-based generator indexed by global element position: they do not depend on how a parameter is tiled.
+"""Initial weights from a counter-based generator indexed by global element position, so that they do not depend on the tiling.
 
-The stream of a parameter follows from its name, so adding a layer changes no other layer's weights.
+The name of a parameter determines its stream, so adding a layer changes no other layer's weights.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ Init = Callable[[TileTensor, int, int], None]
 
 
 def normal(std: float) -> Init:
-    """Normal numbers with mean 0."""
+    """Return an initializer with normal numbers of mean 0."""
     return partial(_normal, std)
 
 
 def uniform(bound: float) -> Init:
-    """Numbers drawn evenly from -bound to bound."""
+    """Return an initializer with numbers uniform in -bound to bound."""
     return partial(_uniform, bound)
 
 
 def constant(value: float) -> Init:
-    """The same number everywhere."""
+    """Return an initializer with the same number everywhere."""
     return partial(_constant, value)
 
 
 def stream_of(name: str) -> int:
-    """Stream of the random numbers of the parameter `name`."""
+    """Return the random stream of the parameter `name`."""
     return zlib.crc32(name.encode())
 
 

@@ -1,6 +1,6 @@
-"""The cache of keys and values that generation keeps: one pair of tile tensors per layer, which take memory tile by tile as a text grows.
+"""Cache of keys and values for generation: a pair of tile tensors per layer, which take memory tile by tile as a text grows.
 
-Its tiles are data like any other: budgets count them, and what does not fit goes to the disk tier.
+Its tiles are ordinary data: they count against memory budgets, and tiles that do not fit go to the disk tier.
 
 Letters: B sequences, w new tokens, P positions of the cache, G heads of keys and values, each D features.
 """
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 class LayerPast(Protocol):
-    """Keys and values that earlier passes left in one layer, however they are kept."""
+    """Keys and values that earlier passes left in one layer, in any form of storage."""
 
     @property
     def across(self) -> EncoderPast | None:
-        """What a decoder's layer sees of the source; None without an encoder."""
+        """Keys and values of the source for a decoder's layer; None without an encoder."""
 
     def attend(
         self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
     ) -> TileTensor:
-        """Keep the new k and v (B, w, G*D), then attend from q (B, w, H*D) to positions up to each token's own -> (B, w, H*D)."""
+        """Store the new k and v (B, w, G*D), then attend from q (B, w, H*D) to the positions up to each token's own -> (B, w, H*D)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """Keys and values that earlier passes left in one layer, and where this pass adds its own.
+    """Keys and values that earlier passes left in one layer, and the place for those of this pass.
 
     Args:
         keys, values: (B, P, G*D).
-        positions: (B, w) int32 of the new tokens; those of one sequence follow one another.
-        written: tiles along P that any of the positions lies in. What the new tokens see ends with the last of them.
-        sources: (B,) int32, the sequence that each sequence goes on from; None for itself.
-        forked: tiles along P in which it matters from which one.
-        window: of the layer, whose tiles in front of it may be gone.
-        across: what a decoder's layer sees of the source; None without an encoder.
+        positions: (B, w) int32 of the new tokens; those of one sequence are consecutive.
+        written: tiles along P that contain any of the positions. New tokens see positions up to the last of these tiles.
+        sources: (B,) int32, index of the sequence that each sequence continues; None if each continues itself.
+        forked: tiles along P in which the sequences of `sources` differ.
+        window: window of the layer; tiles before it may be released.
+        across: keys and values of the source for a decoder's layer; None without an encoder.
     """
 
     keys: TileTensor
@@ -66,8 +66,8 @@ class CachedLayer:
     def attend(
         self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
     ) -> TileTensor:
-        """Bring each sequence the past it goes on from and keep the new k and v (B, w, G*D); then attend from q (B, w, H*D) to positions up to each
-        token's own -> (B, w, H*D)."""
+        """Copy to each sequence the past that it continues, store the new k and v (B, w, G*D), then attend from q (B, w, H*D) to the positions up to
+        each token's own -> (B, w, H*D)."""
         if self.window is not None and self.window != scoring.window:
             raise UsageError(
                 f"a layer attends through its cache's window, {self.window}, got {scoring.window}; give KVCache the windows of all layers"
@@ -84,12 +84,12 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a forward pass over new tokens knows of the tokens before them.
+    """Keys and values of earlier tokens for a forward pass over new tokens.
 
     Args:
         positions: (B, w) int32 of the new tokens.
         layers: one per block of the model.
-        length: largest number of positions of a text, which is the same in every pass over the text.
+        length: largest number of positions of a text, the same in every pass over the text.
     """
 
     positions: TileTensor
@@ -98,17 +98,17 @@ class Past:
 
 
 class KVCache:
-    """Keys and values of a batch of texts, or of several rows for each text, its beams.
+    """Keys and values of a batch of texts, with one row or several (beams) for each text.
 
     Args:
-        config: of the model; of one with an encoder the layers are those of the decoder.
-        tiling: of the model; seq_tile is the tile along the positions.
+        config: configuration of the model; if the model has an encoder, the layers are the decoder's.
+        tiling: tiling of the model; seq_tile is the tile along the positions.
         runtime: owner of the data.
-        batch: texts.
-        length: P, most tokens of a text.
+        batch: number of texts.
+        length: P, largest number of tokens of a text.
         dtype: element type of the model.
-        num_beams: rows of a text, neighbours in one tile; B is `batch` times as many.
-        windows: that of each layer, None for a layer that sees all; tiles that left a window are given back by `leave`.
+        num_beams: number of rows of each text, which are neighbours in one tile; B = batch * num_beams.
+        windows: window of each layer, None for a layer that sees all positions; `leave` releases tiles that no window reaches.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class KVCache:
         num_layers = len(config.description.stack.blocks)
         self._windows = [None] * num_layers if windows is None else list(windows)
         if len(self._windows) != num_layers:
-            raise UsageError(f"a cache takes a window, or None, for each of {num_layers} layers, got {self._windows}; give it so many")
+            raise UsageError(f"a cache takes a window, or None, for each of {num_layers} layers, got {self._windows}; give one for each")
         self._left = [0] * num_layers
         self._across: list[EncoderPast | None] = [None] * num_layers
         self._runtime = runtime
@@ -146,7 +146,7 @@ class KVCache:
 
     @property
     def last_position(self) -> int:
-        """The last one there may be."""
+        """Largest position that the cache holds."""
         return self._layers[0][0].shape[1] - 1
 
     @property
@@ -155,15 +155,15 @@ class KVCache:
         return any(window is not None for window in self._windows)
 
     def grow(self, length: int) -> None:
-        """Take memory for at least `length` positions, in whole tiles."""
+        """Allocate memory for at least `length` positions, in whole tiles."""
         while self._grown * self.tile < length:
             for keys, values in self._layers:
                 cache_ops.clear(keys, values, self._grown)
             self._grown += 1
 
     def leave(self, position: int) -> None:
-        """Give back the memory of tiles that no token from `position` on sees: those in front of their layer's window. No text may write before it
-        any more; to be called between steps, not while one is recorded."""
+        """Release tiles that no token from `position` on sees, because they lie before their layer's window. No text may write before `position`
+        afterwards. Call it between steps, not while a step is recorded."""
         written = range(position // self.tile, position // self.tile + 1)
         for number, (layer, window) in enumerate(zip(self._layers, self._windows, strict=True)):
             first = min(self._grown, cache_ops.first_seen_tile(window, written, self.tile))
@@ -173,11 +173,11 @@ class KVCache:
             self._left[number] = max(self._left[number], first)
 
     def attend_across(self, layers: Sequence[EncoderPast]) -> None:
-        """Let every pass from now on see the sources of an encoder, which have as many rows."""
+        """Let every later pass attend to the sources of an encoder, which have one row for each row of the cache."""
         self._across = list(layers)
 
     def inputs(self, num_tokens: int) -> tuple[TileTensor, TileTensor]:
-        """Tokens and their positions (B, w) int32, to be written before each pass."""
+        """Return the tokens and their positions (B, w) int32, to be written before each pass."""
         batch = self._layers[0][0].shape[0]
         tokens, positions = (
             TileTensor(self._runtime, (batch, num_tokens), (self._rows, num_tokens), np.int32, kind="input", data_class="data", name=name)
@@ -186,16 +186,16 @@ class KVCache:
         return tokens, positions
 
     def sources(self) -> TileTensor:
-        """An input (B,) int32: the row that each row goes on from, of its own text; to be written before the pass."""
+        """Return an input (B,) int32: the row, of the same text, that each row continues; to be written before the pass."""
         return TileTensor(self._runtime, self._layers[0][0].shape[:1], (self._rows,), np.int32, kind="input", data_class="data", name="sources")
 
     def past(self, positions: TileTensor, written: range, sources: TileTensor | None = None, shared: int = 0) -> Past:
-        """What a pass over tokens at `positions` (B, w) needs.
+        """Return the past for a pass over tokens at `positions` (B, w).
 
         Args:
-            written: the tiles along P that any of the positions lies in.
-            sources: see `sources`; None where each row goes on from itself.
-            shared: positions up to which all rows of a text are equal.
+            written: tiles along P that contain any of the positions.
+            sources: input returned by the method `sources`; None if each row continues itself.
+            shared: number of first positions at which all rows of a text are equal.
         """
         forked = range(shared // self.tile, written.stop)
         layers = zip(self._layers, self._windows, self._across, strict=True)
@@ -203,8 +203,8 @@ class KVCache:
         return Past(positions, found, self.last_position + 1)
 
     def take(self, texts: KVCache) -> None:
-        """Give all rows of each text what another cache has of it, as long as this one, with one row a text. That one gives its memory back layer by
-        layer, and is of no use afterwards."""
+        """Copy the past of each text, from a cache of the same length with one row a text, to all rows of that text here. The other cache releases
+        its memory layer by layer and is of no use afterwards."""
         rows, batch = self.sources(), texts._layers[0][0].shape[0]
         rows.write(np.repeat(np.arange(batch, dtype=np.int32), rows.shape[0] // batch))
         for left, layer in zip(texts._left, self._layers, strict=True):

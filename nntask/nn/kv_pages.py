@@ -1,10 +1,10 @@
 """Keys and values of texts that come and go, in pages of a pool: a pair of tile tensors per layer, which take memory tile by tile as pages are used.
 
-A pass takes rows of one token each. Which pages a row's text has is an input, a table, so one recorded step serves any texts, wherever each is and
-whichever pages they have in common (Kwon et al., PagedAttention, 2023). Tiles of pages are data like any other: budgets count them, and what does
-not fit goes to the disk tier.
+A pass takes rows of one token each. A table, which is an input, lists the pages of each row's text. So one recorded step serves any texts, whatever
+their lengths and the pages they share (Kwon et al., PagedAttention, 2023). Tiles of pages are ordinary data: they count against memory budgets, and
+tiles that do not fit go to the disk tier.
 
-Letters: R rows, N pages of T positions, M most pages of a text, G heads of keys and values, each D features.
+Letters: R rows, N pages of T positions, M pages of the longest text, G heads of keys and values, each D features.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from .encoder_past import EncoderPast
 
 _TILE_TOKENS: Final = 1024
-"""Positions of a tile, in whole pages."""
+"""Number of positions in a tile, in whole pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedLayer:
-    """Keys and values of one layer in pages, and where this pass adds its own.
+    """Keys and values of one layer in pages, and the place for those of this pass.
 
     Args:
         keys, values: (N, T, G*D).
         positions: (R, 1) int32 of the new tokens.
-        table: (R, M) int32, pages of each row's text; below 0 for none.
-        tiles: of pages, all that the table may name.
+        table: (R, M) int32, pages of each row's text; negative for unused entries.
+        tiles: tiles that contain the pages of the table.
     """
 
     keys: TileTensor
@@ -52,7 +52,7 @@ class PagedLayer:
     def attend(
         self, q: TileTensor, k: TileTensor, v: TileTensor, *, head_size: int, scale: float, scoring: attention_ops.Scoring = attention_ops.UNCHANGED
     ) -> TileTensor:
-        """Keep the new k and v (R, 1, G*D) in the pages of each row; then attend from q (R, 1, H*D) to positions up to each token's own."""
+        """Store the new k and v (R, 1, G*D) in the pages of each row, then attend from q (R, 1, H*D) to the positions up to each token's own."""
         page_ops.append(k, v, self.positions, self.table, self.keys, self.values, self.tiles)
         where = (self.positions, self.table, self.tiles)
         return page_ops.attention(q, self.keys, self.values, *where, head_size=head_size, scale=scale, scoring=scoring)
@@ -60,7 +60,7 @@ class PagedLayer:
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """What a pass is given, all int32, to be written before it.
+    """Inputs of a pass, all int32, to be written before it.
 
     Attributes:
         tokens, positions: (R, 1).
@@ -76,13 +76,13 @@ class KVPages:
     """Keys and values of all texts.
 
     Args:
-        config: of the model.
-        tiling: of the model.
+        config: configuration of the model.
+        tiling: tiling of the model.
         runtime: owner of the data.
         num_pages: N.
         length: T, positions of a page.
         most: M, pages of the longest text.
-        longest: most positions of a text.
+        longest: largest number of positions of a text.
         dtype: element type of the model.
     """
 
@@ -114,29 +114,29 @@ class KVPages:
 
     @property
     def tensors(self) -> list[TileTensor]:
-        """All keys and values."""
+        """Return all keys and values."""
         return [tensor for layer in self._layers for tensor in layer]
 
     @property
     def num_tiles(self) -> int:
-        """Tiles that may take memory."""
+        """Number of tiles that may take memory."""
         return self._layers[0][0].grid[0]
 
     def grow(self, num_pages: int) -> None:
-        """Take memory for at least the first `num_pages` pages, in whole tiles."""
+        """Allocate memory for at least the first `num_pages` pages, in whole tiles."""
         while self.num_grown * self.pages_per_tile < num_pages:
             for keys, values in self._layers:
                 page_ops.clear(keys, values, self.num_grown)
             self.num_grown += 1
 
     def inputs(self, rows: int) -> RowInputs:
-        """The inputs of a pass over so many rows."""
+        """Return the inputs of a pass over `rows` rows."""
         shapes = {"tokens": (rows, 1), "positions": (rows, 1), "table": (rows, self.most)}
         made = {name: TileTensor(self._runtime, shape, shape, np.int32, kind="input", data_class="data", name=name) for name, shape in shapes.items()}
         return RowInputs(**made)
 
     def past(self, given: RowInputs, num_tiles: int | None = None) -> Past:
-        """What a pass needs; it sees the first `num_tiles` tiles, by default those that have memory now."""
+        """Return the past of a pass, which sees the first `num_tiles` tiles, by default those that have memory now."""
         tiles = range(self.num_grown if num_tiles is None else num_tiles)
         layers = [PagedLayer(keys, values, given.positions, given.table, tiles) for keys, values in self._layers]
         return Past(given.positions, layers, self._longest)

@@ -17,13 +17,13 @@ from .module import Module, Parameter
 
 
 class Adapter(Module):
-    """What is learnt beside a frozen weight: ``scale * dropout(x) @ A^T @ B^T``, of low rank; see `nntask.adapters.lora`.
+    """Low-rank update learnt in addition to a frozen weight: ``scale * dropout(x) @ A^T @ B^T``; `nntask.adapters.lora` adds it to models.
 
     Args:
         down: A, (r, K); layers whose weights are parts of one matrix share it.
         num_out: N.
         tile: features out per tile.
-        scale: a factor.
+        scale: factor of the update.
         p: probability of dropping an element of x.
         site: number of the place for dropout masks.
     """
@@ -34,16 +34,16 @@ class Adapter(Module):
         self.B = Parameter((num_out, down.shape[0]), (tile, -1), constant(0.0))
 
     def low_rank(self, masks: Masks | None) -> LowRank:
-        """What the layer adds in one forward pass."""
+        """Return the update for one forward pass."""
         dropout = attention_ops.Dropout(self.p, masks.key, masks.stream(self.site)) if masks is not None and self.p else None
         return LowRank(self.A, self.B, self.scale, dropout)
 
 
 class Adaptable(Module):
-    """Base of the layers with a matrix `weight` that an adapter may stand beside.
+    """Base of layers with a matrix `weight` that can have an adapter.
 
     Attributes:
-        lora: the adapter, None while there is none.
+        lora: the adapter; None without one.
         has_rows_in: whether the weight is (in, out), not (out, in).
     """
 
@@ -52,7 +52,7 @@ class Adaptable(Module):
     weight: Parameter
 
     def added(self, masks: Masks | None) -> LowRank | None:
-        """What the adapter adds, None where there is none."""
+        """Return the adapter's update for one forward pass; None without an adapter."""
         return None if self.lora is None else self.lora.low_rank(masks)
 
 
@@ -63,9 +63,9 @@ class Linear(Adaptable):
         num_in: K.
         num_out: N.
         tile: features in and out per weight tile.
-        std: of the first weights; the bias begins at zero.
+        std: standard deviation of the first weights; the bias begins at zero.
         activation: gelu_new, gelu, relu, silu, tanh, or None.
-        has_bias: whether there is one.
+        has_bias: whether to add a bias.
     """
 
     has_rows_in = True
@@ -91,9 +91,9 @@ class TransposedLinear(Linear):
         num_in: K.
         num_out: N.
         tile: features in and out per weight tile.
-        std: of the first weights; the bias begins at zero.
-        activation: as of `Linear`.
-        has_bias: whether there is one.
+        std: standard deviation of the first weights; the bias begins at zero.
+        activation: gelu_new, gelu, relu, silu, tanh, or None.
+        has_bias: whether to add a bias.
     """
 
     has_rows_in = False
@@ -117,11 +117,11 @@ class LayerNorm(Module):
         return functional.layer_norm(x, self.weight, self.bias, self.eps)
 
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm), (.., C) each, in one pass."""
+        """Return (x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, branch: Tensor) -> Tensor:
-        """The norm of x + branch alone, (.., C), in one pass; the sum stays only as long as the gradient of the norm needs it."""
+        """Return the norm of x + branch alone, (.., C), in one pass; the sum is freed as soon as the gradient of the norm is computed."""
         return self.after_add(x, branch)[1]
 
 
@@ -144,7 +144,7 @@ class RMSNorm(Module):
         return functional.rms_norm(x, self.weight, self.eps, self.offset)
 
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm), (.., C) each, in one pass."""
+        """Return (x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_rms_norm(x, branch, self.weight, self.eps, self.offset)
 
 
@@ -167,7 +167,7 @@ class HeadNorm(Module):
 
 
 class Embedding(Module):
-    """Rows of weight (V, C)."""
+    """Lookup of rows of weight (V, C)."""
 
     def __init__(self, num_rows: int, width: int, tile: tuple[int, int], *, std: float) -> None:
         self.weight = Parameter((num_rows, width), tile, normal(std))
@@ -190,5 +190,5 @@ class Dropout(Module):
         self.site = site
 
     def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
-        """Same shape; `x` itself where there are no masks."""
+        """Return a tensor of the same shape; `x` itself without masks."""
         return functional.dropout(x, self.p, masks, self.site)

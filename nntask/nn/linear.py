@@ -1,6 +1,6 @@
-"""Products with a weight, differentiable: plain, with a bias, with an activation in the same pass, and with something of low rank added.
+"""Differentiable products with a weight: plain, with a bias, with an activation in the same pass, and with a low-rank update.
 
-Letters: K and N in and out features, r rank. The rules of `functional` hold, of which this is a part.
+Letters: K and N in and out features, r rank. This is a part of `functional`, whose rules hold.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .autograd import Gradients, Tensor, accumulator_of, on_tape, only, tape_ena
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to the product with a weight: scale * dropout(x) @ down^T @ up^T, of rank r.
+    """Low-rank update of the product with a weight: scale * dropout(x) @ down^T @ up^T, of rank r.
 
     Args:
         down: (r, K).
         up: (N, r).
-        dropout: of x, on this way only.
+        dropout: dropout of x, in the update only.
     """
 
     down: Tensor
@@ -32,11 +32,11 @@ class LowRank:
     dropout: attention_ops.Dropout | None = None
 
     def drop(self, x: TileTensor) -> TileTensor:
-        """`x`, or a gradient by it, with the dropped elements zero and the others scaled up."""
+        """Return `x`, or its gradient, with the dropped elements zero and the others scaled up."""
         return x if self.dropout is None else random_ops.dropout(x, self.dropout.p, self.dropout.key, self.dropout.stream)
 
     def scaled(self, u: TileTensor) -> TileTensor:
-        """scale * u; of the small tensors (.., r) between the two factors, so that it costs nothing."""
+        """Return scale * u. The scale is applied to the small tensors (.., r) between the two factors, at the least cost."""
         return u if self.scale == 1 else elementwise.scale(u, self.scale)
 
 
@@ -68,7 +68,7 @@ def linear_activation(x: Tensor, w: Tensor, b: Tensor | None, kind: str, *, tran
 
 
 Through = Callable[[TileTensor], TileTensor | None]
-"""Takes dy (.., N), contributes to the gradients of weights, and gives dx (.., K), a new tensor; None where it is not wanted."""
+"""Takes dy (.., N), contributes to the gradients of weights and returns dx (.., K), a new tensor; None if dx is not wanted."""
 
 
 def _with_tape(name: str, x: Tensor, w: Tensor, b: Tensor | None, added: LowRank | None, y: TileTensor, through: Through) -> Tensor:
@@ -97,14 +97,14 @@ def _weight_backward(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: boo
 
 
 def _add_low_rank(x: TileTensor, added: LowRank, y: TileTensor) -> TileTensor:
-    """y += u @ up^T of u = scale * dropout(x) @ down^T (.., r), which is returned."""
+    """Add u @ up^T to y, with u = scale * dropout(x) @ down^T (.., r), and return u."""
     u = added.scaled(matmul.linear(added.drop(x), added.down.data, transpose_w=True))  # (.., K) @ (r, K)^T -> (.., r)
     matmul.add_linear(u, added.up.data, y, transpose_w=True)  # (.., r) @ (N, r)^T -> (.., N)
     return u
 
 
 def _low_rank_backward(x: TileTensor, added: LowRank, u: TileTensor, through_weight: Through) -> Through:
-    """Beside the way through the weight; the dropped x is made again instead of kept."""
+    """Return the backward pass through the weight and the update; it recomputes the dropped x instead of keeping it."""
 
     def backward(dy: TileTensor) -> TileTensor | None:
         if added.up.edge is not None:

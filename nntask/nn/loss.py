@@ -1,6 +1,6 @@
-"""The head of a model, differentiable: its scores, and their cross-entropy, which never needs all of them at once.
+"""Differentiable head of a model: its scores, and their cross-entropy, which never needs all scores at once.
 
-Letters: B sequences of T tokens, C features, V words or classes. The rules of `functional` hold, of which this is a part.
+Letters: B sequences of T tokens, C features, V words or classes. This is a part of `functional`, whose rules hold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .autograd import Gradients, Tensor, accumulator_of, on_tape
 
 
 class _HeadOptions(TypedDict):
-    """What the forward and the backward pass share."""
+    """Options shared by the forward and the backward pass."""
 
     scale: float
     bias: TileTensor | None
@@ -33,7 +33,7 @@ def linear_cross_entropy(
     factor: TileTensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """scale [* factor] * sum of the token losses -log softmax(x @ w.T + bias)[target] -> (1,); the logits (B, T, V) are never whole.
+    """scale [* factor] * sum of the token losses -log softmax(x @ w.T + bias)[target] -> (1,); the logits (B, T, V) are never stored whole.
 
     Args:
         x: (B, T, C).
@@ -41,7 +41,7 @@ def linear_cross_entropy(
         targets: (B, T) int32; -1 is ignored.
         scale: 1 / (B*T) for the mean over tokens.
         bias: (V,).
-        factor: (1,) fp32, which the program writes before each step: 1 / number of targets that count, where only the batch tells.
+        factor: (1,) fp32, 1 / number of targets that count, written before each step; None if `scale` is enough.
         cap: c of the soft cap of logits, c tanh(logits / c) (Gemma 2, 2024).
 
     Returns:

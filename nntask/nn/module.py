@@ -25,11 +25,11 @@ from .initializers import Init, stream_of
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How a quantised matrix is held.
+    """Storage of a quantised matrix.
 
     Args:
-        block_format: of its blocks.
-        is_turned: whether the transpose is stored, as of `tiles.QuantisedTensor`.
+        block_format: format of its blocks.
+        is_turned: whether the transpose is stored; the same as in `tiles.QuantisedTensor`.
     """
 
     block_format: BlockFormat
@@ -37,15 +37,15 @@ class Blocks:
 
 
 class Parameter(Tensor):
-    """A tensor that is learnt, or was: a frozen one stays as it is, has no gradient, and no operation asks for one.
+    """A learnt tensor. `freeze` makes it a constant without a gradient.
 
     Args:
-        shape: extents.
+        shape: extents of the whole tensor.
         tile: extents of a tile, -1 for a whole axis.
-        init: makes the first values.
+        init: function that fills the tensor with its first values.
 
     Attributes:
-        trainable: whether it is learnt; `freeze` ends it.
+        trainable: whether the parameter is learnt; False after `freeze`.
     """
 
     __slots__ = ("extents", "init", "name", "tile", "trainable")
@@ -60,11 +60,11 @@ class Parameter(Tensor):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents; known before there are tiles."""
+        """Extents of the whole tensor; known before it has tiles."""
         return self.extents
 
     def allocate(self, runtime: TaskRuntime, name: str, dtype: npt.DTypeLike, seed: int | None) -> None:
-        """Make the tiles and, unless `seed` is None, the tasks that fill them."""
+        """Create the tiles and, unless `seed` is None, the tasks that fill them."""
         self.name = name
         self.data = TileTensor(runtime, self.extents, self.tile, dtype, kind="persistent", data_class="parameters", name=name)
         self.edge = ParameterEdge(self.data) if self.trainable else None
@@ -72,10 +72,10 @@ class Parameter(Tensor):
             self.init(self.data, seed, stream_of(name))
 
     def hold(self, blocks: Blocks) -> None:
-        """Be quantised and frozen, with new tiles that nothing has written yet.
+        """Quantise and freeze the parameter, with new tiles that are not written yet.
 
         Raises:
-            ValueError: it is no matrix, or a tile is not whole blocks.
+            ValueError: the parameter is not a matrix, or a tile is not a whole number of blocks.
         """
         self.data = QuantisedTensor(
             self.data.runtime, self.extents, self.tile, self.data.dtype, blocks.block_format, is_turned=blocks.is_turned, name=self.name
@@ -83,7 +83,7 @@ class Parameter(Tensor):
         self.freeze()
 
     def freeze(self) -> None:
-        """Learn it no longer, from the next forward pass on; its gradient is forgotten."""
+        """Stop learning the parameter from the next forward pass on, and release its gradient."""
         self.trainable = False
         self.edge = None
 
@@ -108,8 +108,8 @@ class Module:
     names: Mapping[str, str] = {}
 
     def members(self) -> Iterator[tuple[str, Module | Parameter]]:
-        """(name, member) of the direct children and parameters, in the order they were set; "h.3" for element 3 of the list h. `names` may rename
-        attributes, also to "", which leaves no trace in the names of what is below."""
+        """Yield (name, member) of the direct children and parameters, in the order they were set; "h.3" is element 3 of the list h. `names` may
+        rename attributes; the name "" leaves the attribute out of the names below it."""
         for attribute, value in vars(self).items():
             name = self.names.get(attribute, attribute)
             if isinstance(value, Module | Parameter):
@@ -118,18 +118,18 @@ class Module:
                 yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Module | Parameter))
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
-        """(dotted name, module) of this module, "" unless `prefix` is given, and of everything below it."""
+        """Yield (dotted name, module) of this module, "" unless `prefix` is given, and of everything below it."""
         yield prefix, self
         for name, member in self.members():
             if isinstance(member, Module):
                 yield from member.named_modules(_dotted(prefix, name))
 
     def modules(self) -> Iterator[Module]:
-        """This module and everything below it."""
+        """Return this module and everything below it."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> dict[str, Parameter]:
-        """Parameters by dotted name, in order of first appearance; shared ones once."""
+        """Return parameters by dotted name, in order of first appearance; shared ones once."""
         found: dict[str, Parameter] = {}
         self._collect(prefix, found, set())
         return found
@@ -143,7 +143,7 @@ class Module:
                 found[_dotted(prefix, name)] = member
 
     def parameters(self) -> list[Parameter]:
-        """All parameters, shared ones once."""
+        """Return all parameters, shared ones once."""
         return list(self.named_parameters().values())
 
     @property
@@ -157,7 +157,7 @@ class Module:
         return sum(int(np.prod(p.shape)) for p in self.parameters() if p.trainable)
 
     def freeze(self) -> None:
-        """Learn none of the parameters any longer; see `Parameter.freeze`."""
+        """Freeze all parameters with `Parameter.freeze`."""
         for parameter in self.parameters():
             parameter.freeze()
 
@@ -166,27 +166,27 @@ class Module:
 
         Args:
             dtype: element type of the parameters.
-            seed: of the first values; None leaves them unwritten, for a model whose weights are loaded.
+            seed: seed of the first values; None leaves them unwritten, for a model whose weights are loaded.
         """
         for name, parameter in self.named_parameters().items():
             parameter.allocate(runtime, name, dtype, seed)
 
     def fill(self, names: Iterable[str], seed: int) -> None:
-        """Give some parameters, which have tiles, the first values that `allocate` gives with this seed."""
+        """Overwrite some parameters with the first values that `allocate` gives with this seed; they must have tiles."""
         parameters = self.named_parameters()
         for name in names:
             parameters[name].init(parameters[name].data, seed, stream_of(name))
 
     def tensors(self) -> dict[str, TileTensor]:
-        """The parameters' tiles by name."""
+        """Return the parameters' tiles by name."""
         return {name: parameter.data for name, parameter in self.named_parameters().items()}
 
     def trained_tensors(self) -> dict[str, TileTensor]:
-        """Those of the parameters that are learnt, for checkpoints."""
+        """Return the tiles of the parameters that are learnt, by name; for checkpoints."""
         return {name: parameter.data for name, parameter in self.named_parameters().items() if parameter.trainable}
 
     def frozen_tensors(self) -> dict[str, TileTensor]:
-        """Those of the parameters that are frozen."""
+        """Return the tiles of the frozen parameters, by name."""
         return {name: parameter.data for name, parameter in self.named_parameters().items() if not parameter.trainable}
 
     def load(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
@@ -209,7 +209,7 @@ class Module:
             tensor.write(arrays[name].reshape(tensor.shape))
 
     def train(self, mode: bool = True) -> None:
-        """Turn dropout on (or off) from the next forward pass on; what is recorded already stays as it is."""
+        """Turn dropout on (or off) from the next forward pass on; recorded steps do not change."""
         for module in self.modules():
             module.training = mode
 
@@ -218,7 +218,7 @@ class Module:
         self.train(False)
 
     def zero_grad(self) -> None:
-        """Forget all gradients; their memory is given back, nothing is cleared."""
+        """Drop all gradients; this frees their memory and clears nothing."""
         for parameter in self.parameters():
             parameter.gradient = None
 
@@ -228,6 +228,6 @@ def _dotted(prefix: str, name: str) -> str:
 
 
 def merged_shape(shape: Sequence[int], num_axes: int) -> tuple[int, ...]:
-    """A shape with its first axes merged, if it has more than `num_axes`: rows by head (H, D, ..) are rows (H*D, ..)."""
+    """Return a shape with its first axes merged if it has more than `num_axes`: (H, D, ..), rows by head, becomes (H*D, ..)."""
     extra = max(len(shape) - num_axes, 0)
     return (prod(shape[: extra + 1]), *shape[extra + 1 :]) if shape else ()

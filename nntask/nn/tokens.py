@@ -1,6 +1,6 @@
-"""Tokens of sequences, differentiable: one vector for all of them, tokens in the place of features, and given numbers in the model's type.
+"""Differentiable operations on the tokens of sequences: reduction to one vector, exchange of tokens and features, and a cast to the model's type.
 
-Letters: B sequences, T tokens, C features. The rules of `functional` hold, of which this is a part.
+Letters: B sequences, T tokens, C features. This is a part of `functional`, whose rules hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .autograd import Gradients, Tensor, on_tape, only
 
 
 def first_token(x: Tensor) -> Tensor:
-    """The first token of each sequence, as BERT's pooler takes it (Devlin et al., 2019)  # (B, T, C) -> (B, 1, C)."""
+    """Return the first token of each sequence, as BERT's pooler takes it (Devlin et al., 2019)  # (B, T, C) -> (B, 1, C)."""
     edge, length, tile = x.edge, x.shape[1], x.data.tile[1]
 
     def backward(gradients: Gradients) -> None:
@@ -25,7 +25,7 @@ def first_token(x: Tensor) -> Tensor:
 
 
 def mean_tokens(x: Tensor) -> Tensor:
-    """The mean over the tokens of each sequence, added up from the first to the last  # (B, T, C) -> (B, 1, C)."""
+    """Return the mean over the tokens of each sequence, added up from the first to the last  # (B, T, C) -> (B, 1, C)."""
     edge, length, tile = x.edge, x.shape[1], x.data.tile[1]
 
     def backward(gradients: Gradients) -> None:
@@ -36,7 +36,7 @@ def mean_tokens(x: Tensor) -> Tensor:
 
 
 def swapped(x: Tensor) -> Tensor:
-    """Tokens in the place of features: a linear layer then mixes tokens (Tolstikhin et al., MLP-Mixer, 2021)  # (B, T, C) -> (B, C, T)."""
+    """Exchange tokens and features, so that a linear layer mixes tokens (Tolstikhin et al., MLP-Mixer, 2021)  # (B, T, C) -> (B, C, T)."""
     edge = x.edge
 
     def backward(gradients: Gradients) -> None:
@@ -47,7 +47,7 @@ def swapped(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: npt.DTypeLike) -> Tensor:
-    """x in another element type; `x` itself where it has that type. Layers want inputs in the type of their weights."""
+    """Cast x to another element type; return `x` itself if it has that type. Layers need inputs in the type of their weights."""
     if x.dtype == dtype:
         return x
     edge, before = x.edge, x.dtype

@@ -1,7 +1,7 @@
 """Learning rates as pure functions of the step number, which counts from 1.
 
 Two warm-ups, of which a run uses one: `warmup_steps` W gives lr * step / W in the first W steps; `full_lr_iter` F (NNTile's) gives
-start_lr + (lr - start_lr) * (step - 1) / (F - 1) while step < F. After the warm-up the shape takes over; it ends at `min_lr` in step `steps`
+start_lr + (lr - start_lr) * (step - 1) / (F - 1) while step < F. After the warm-up the schedule's shape begins; it reaches `min_lr` in step `steps`
 and stays there.
 """
 
@@ -18,7 +18,7 @@ Schedule = Callable[[int], float]
 """Learning rate of a step, counted from 1."""
 
 WSD_DECAY: Final = 0.2
-"""Part of the steps over which `wsd` goes down."""
+"""Fraction of the steps in which `wsd` decays."""
 
 
 def _constant(progress: float) -> float:
@@ -30,12 +30,12 @@ def _linear(progress: float) -> float:
 
 
 def _cosine(progress: float) -> float:
-    """Loshchilov and Hutter, SGDR, 2017, equation 5, without restarts."""
+    """Cosine decay (Loshchilov and Hutter, SGDR, 2017, equation 5, without restarts)."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _wsd(progress: float) -> float:
-    """Hu et al., MiniCPM, 2024, section 4: warm up, stay, go down (here linearly, over the last fifth)."""
+    """Warm-up, stable phase, decay (Hu et al., MiniCPM, 2024, section 4); the decay is linear, over the last fifth."""
     return min(1.0, (1.0 - progress) / WSD_DECAY)
 
 
@@ -53,7 +53,7 @@ def make_schedule(
     start_lr: float = 0.0,
     full_lr_iter: int = 1,
 ) -> Schedule:
-    """The schedule of a run.
+    """Return the schedule of a run.
 
     Args:
         kind: one of `SHAPES`.

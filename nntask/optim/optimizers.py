@@ -1,13 +1,13 @@
-"""Optimizers: one task per tile of a parameter, with everything that changes from step to step in one small input tensor.
+"""Optimizers: one task per tile of a parameter, with all numbers that change between steps in one small input tensor.
 
 Rules.
 
-- `step` only emits tasks, so it can be recorded. All options of the groups, and the number of the step, come in through `hyper`, which `prepare`
-  writes before each step (or replay).
+- `step` only emits tasks, so it can be recorded. The options of the groups and the number of the step come in through `hyper`, which `prepare` writes
+  before each step (or replay).
 - `step` updates the parameters that have a gradient when it emits. The others keep their values and state.
-- Without clipping an update depends on nothing but its own tile's gradient, and runs as soon as that is final. The norm of the whole gradient is
-  computed in any case; with clipping every update waits for it.
-- `step` uses gradients up: it forgets them, so that they die with the last task that reads them, and the next backward pass begins anew.
+- Without clipping, an update depends only on the gradient of its own tile and runs as soon as that is final. The norm of the whole gradient is always
+  computed; with clipping, every update waits for it.
+- `step` releases the gradients: they are freed with the last task that reads them, and the next backward pass begins with none.
 - State is persistent: fp32 moments and, for 16-bit parameters, fp32 masters; fp64 for fp64.
 """
 
@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
     Attributes:
         lr: learning rate.
-        weight_decay: of the group's parameters.
+        weight_decay: weight decay of the group's parameters.
         first: decay of the first moment (beta1), or momentum.
         second: decay of the second moment (beta2).
         eps: added to the root of the second moment.
@@ -62,13 +62,13 @@ class Options(NamedTuple):
 
 
 def decay_groups(model: Module, weight_decay: float, *, decay: str = "matrices") -> list[Group]:
-    """The usual groups: matrices decay, vectors (biases, norms) do not.
+    """Return the usual groups: matrices have weight decay, vectors (biases, norms) have none.
 
     Args:
         decay: "matrices", or "all" for every parameter.
 
     Raises:
-        UsageError: another word for `decay`.
+        UsageError: `decay` is neither.
     """
     if decay not in ("matrices", "all"):
         raise UsageError(f'decay must be "matrices" or "all", got {decay!r}; choose one of them')
@@ -84,17 +84,17 @@ class Optimizer(ABC):
     Args:
         parameters: parameters with tiles, or groups of them; frozen ones are left out.
         lr: learning rate until `prepare` is given another.
-        weight_decay: of parameters without a group.
-        max_norm: the whole gradient is scaled down to this norm; 0 is off.
-        tiles_of: numbers of the tiles of each parameter, by name, whose state is here, because the others are updated elsewhere; None for all.
-        on_cpu: whether CPU workers alone update, in host memory, where the state lies when devices compute the rest.
+        weight_decay: weight decay of parameters without a group.
+        max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
+        tiles_of: numbers of the tiles whose state is held here, by name of the parameter; other tiles are updated elsewhere. None for all.
+        on_cpu: whether only CPU workers update, in host memory, where the state is, while devices compute the rest.
 
     Attributes:
         hyper: (num_groups, HYPER) fp64 input, a row for each group.
-        grad_norm: (1,) sum of squares of the last emitted step's gradient before clipping; `norm_of` makes the norm of it. None before.
+        grad_norm: (1,) sum of squares of the gradient of the last emitted step before clipping; None before. `norm_of` returns its root.
 
     Raises:
-        UsageError: no parameters that are learnt, one twice, or a number out of range.
+        UsageError: no parameter is learnt, a parameter appears twice, or a number is out of range.
     """
 
     def __init__(
@@ -127,29 +127,29 @@ class Optimizer(ABC):
         return [p for group in self.groups for p in group.parameters]
 
     def _state(self, parameter: Parameter, kind: str) -> TileTensor:
-        """A persistent tensor like `parameter`, in fp32 or wider."""
+        """Create a persistent tensor like `parameter`, in fp32 or wider."""
         dtype = np.float32 if parameter.data.dtype in NARROW else parameter.data.dtype
         return parameter.data.like(dtype=dtype, kind="persistent", data_class="optimizer", name=f"{kind} {parameter.name}")
 
     def reset(self) -> None:
-        """Emit the tasks that begin anew: masters from the parameters as they are now, everything else zero. The constructor has done so once;
-        do it again after overwriting parameters without their state."""
+        """Emit the tasks that reset the state: masters become the parameters' present values, everything else zero. The constructor calls it; call
+        it again after overwriting parameters without their state."""
         for parameter in self._parameters():
             if parameter.name in self.masters:
                 elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
 
     def follow(self, names: Collection[str]) -> None:
-        """Emit the tasks that make masters of the values of parameters that were overwritten; all other state stays."""
+        """Emit the tasks that copy overwritten parameters to their masters; all other state stays."""
         for parameter in self._parameters():
             if parameter.name in self.masters and parameter.name in names:
                 elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
 
     def _tiles(self, name: str) -> Sequence[int] | None:
-        """Tiles of a parameter whose state is here; None for all."""
+        """Return the tiles of a parameter whose state is held here; None for all."""
         return None if self.tiles_of is None else self.tiles_of[name]
 
     def prepare(self, step: int, lr: float | None = None) -> None:
-        """Write the numbers of step `step`, which counts from 1; before each replay.
+        """Write the numbers of step `step`, which counts from 1. Call it before each replay.
 
         Args:
             lr: learning rate from now on.
@@ -161,28 +161,28 @@ class Optimizer(ABC):
         self.prepare_groups([step] * len(self.groups), [self._options_of(group) for group in self.groups])
 
     def prepare_groups(self, steps: Sequence[int], options: Sequence[Options]) -> None:
-        """Write the numbers of the next step for each group; in place of `prepare`.
+        """Write the numbers of the next step for each group; replaces `prepare`.
 
         Args:
             steps: number of the step for each group's parameters, from 1; any number for a group that the step does not update.
-            options: of each group.
+            options: options of each group.
         """
         rows = [(each.lr, *self._corrections(step, each), *each[2:], each.weight_decay, 0.0) for step, each in zip(steps, options, strict=True)]
         self.hyper.write(np.array(rows, np.float64))
 
     def _options_of(self, group: Group) -> Options:
-        """Options of a group as the constructor was given them, with the learning rate of now."""
+        """Return a group's options as given to the constructor, with the present learning rate."""
         return Options(self.lr, group.weight_decay)
 
     def _corrections(self, step: int, options: Options) -> tuple[float, float]:
-        """1 - beta1^t and 1 - beta2^t."""
+        """Return 1 - beta1^t and 1 - beta2^t."""
         return 1.0, 1.0
 
     def step(self) -> None:
-        """Emit the updates of all parameters that have a gradient, and forget the gradients.
+        """Emit the updates of all parameters that have a gradient, and release the gradients.
 
         Raises:
-            UsageError: no parameter has one.
+            UsageError: no parameter has a gradient.
         """
         ready = self.take_gradients()
         for _, gradient, _ in ready:
@@ -194,10 +194,10 @@ class Optimizer(ABC):
             self.update(parameter, gradient, group, norm)
 
     def take_gradients(self) -> list[tuple[Parameter, TileTensor, Group]]:
-        """Parameters that have a gradient, with it and their group; the parameters forget it.
+        """Return each parameter that has a gradient, with the gradient and its group, and release the gradients.
 
         Raises:
-            UsageError: no parameter has one.
+            UsageError: no parameter has a gradient.
         """
         ready = [(p, gradient, group) for group in self.groups for p in group.parameters if (gradient := p.gradient) is not None]
         if not ready:
@@ -215,33 +215,33 @@ class Optimizer(ABC):
         tiles: Sequence[int] | None = None,
         priority: int = 0,
     ) -> None:
-        """Emit the update of one parameter, or of its tiles of these numbers.
+        """Emit the update of one parameter, or of the given tiles of it.
 
         Args:
-            norm: (1,) sum of squares of the whole gradient, by which it is clipped; None for no clipping.
+            norm: (1,) sum of squares of the whole gradient, for clipping; None for no clipping.
         """
 
     def tensors(self) -> dict[str, TileTensor]:
-        """The whole state by name, for checkpoints."""
+        """Return the whole state by name, for checkpoints."""
         return {f"master.{name}": tensor for name, tensor in self.masters.items()}
 
     def zero_grad(self) -> None:
-        """Forget all gradients; their memory is given back, nothing is cleared."""
+        """Drop all gradients; this frees their memory and clears nothing."""
         for parameter in self._parameters():
             parameter.gradient = None
 
 
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015), as ``torch.optim.Adam``: weight decay is added to the gradient.
+    """Adam (Kingma and Ba, 2015), like ``torch.optim.Adam``: weight decay is added to the gradient.
 
     Args:
         parameters: parameters with tiles, or groups of them.
         lr: learning rate until `prepare` is given another.
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: of parameters without a group.
-        max_norm: the whole gradient is scaled down to this norm; 0 is off.
-        tiles_of, on_cpu: see `Optimizer`.
+        weight_decay: weight decay of parameters without a group.
+        max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
+        tiles_of, on_cpu: the same as for `Optimizer`.
     """
 
     decoupled = False
@@ -267,7 +267,7 @@ class Adam(Optimizer):
         self.reset()
 
     def reset(self) -> None:
-        """Emit the tasks that begin anew: masters from the parameters, moments zero."""
+        """Emit the tasks that reset the state: masters become the parameters' values, moments zero."""
         super().reset()
         for name in self.first:
             for moment in (self.first[name], self.second[name]):
@@ -308,27 +308,27 @@ class Adam(Optimizer):
         )
 
     def tensors(self) -> dict[str, TileTensor]:
-        """Masters and both moments by name."""
+        """Return masters and both moments by name."""
         first = {f"m.{name}": tensor for name, tensor in self.first.items()}
         return {**super().tensors(), **first, **{f"v.{name}": tensor for name, tensor in self.second.items()}}
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``: weight decay acts on the parameter itself. Arguments as of `Adam`."""
+    """AdamW (Loshchilov and Hutter, 2019), like ``torch.optim.AdamW``: weight decay acts on the parameter itself. Arguments: those of `Adam`."""
 
     decoupled = True
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, as ``torch.optim.SGD``.
+    """Stochastic gradient descent, like ``torch.optim.SGD``.
 
     Args:
         parameters: parameters with tiles, or groups of them.
         lr: learning rate until `prepare` is given another.
-        momentum: 0 is off.
-        weight_decay: of parameters without a group; added to the gradient.
-        max_norm: the whole gradient is scaled down to this norm; 0 is off.
-        tiles_of, on_cpu: see `Optimizer`.
+        momentum: decay of the momentum; 0 disables it.
+        weight_decay: weight decay of parameters without a group; added to the gradient.
+        max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
+        tiles_of, on_cpu: the same as for `Optimizer`.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class SGD(Optimizer):
         return Options(self.lr, group.weight_decay, self.momentum)
 
     def reset(self) -> None:
-        """Emit the tasks that begin anew: masters from the parameters, momentum zero."""
+        """Emit the tasks that reset the state: masters become the parameters' values, momentum zero."""
         super().reset()
         for name, buffer in self.buffers.items():
             elementwise.fill(buffer, 0.0, self._tiles(name))
@@ -384,17 +384,17 @@ class SGD(Optimizer):
         )
 
     def tensors(self) -> dict[str, TileTensor]:
-        """Masters and momentum by name."""
+        """Return masters and momentum by name."""
         return {**super().tensors(), **{f"momentum.{name}": tensor for name, tensor in self.buffers.items()}}
 
 
 def norm_of(sum_of_squares: npt.ArrayLike) -> float:
-    """The gradient norm, from a value of `Optimizer.grad_norm`."""
+    """Return the gradient norm, from a value of `Optimizer.grad_norm`."""
     return math.sqrt(float(np.asarray(sum_of_squares).reshape(())))
 
 
 def complete(gradient: TileTensor, tile: Handle, *, priority: int = 0) -> None:
-    """Give zeros to a tile of a gradient that no operation contributed to, e.g. of positions beyond the sequence length."""
+    """Write zeros to a tile of a gradient that no operation contributed to, e.g. of positions beyond the sequence length."""
     if not tile.written:
         emit(gradient.runtime, "fill", [(tile, W)], value=0.0, priority=priority)
 

@@ -1,14 +1,14 @@
 """Data-parallel training on several nodes: which node computes which shard of a step, and the tasks in which nodes exchange their results.
 
-Every node has the whole model and takes some lanes of the gradient sums, with the minibatches that belong to them. It sums its lanes as far as the
-fixed tree of lanes has both halves on this node. Each tile of a parameter has one owner: it receives the other nodes' partial sums of the gradient,
-ends the sum in the tree's order, updates the tile, whose optimizer state only it has (ZeRO-1: Rajbhandari et al., 2020), and sends the new tile to
-the others. So the numbers are those of one node with as many lanes, whatever the number of nodes; and a node sends its partial sums of the tiles that
-it does not own once, and the tiles that it owns to every other node: (n - 1) / n of the gradient's bytes and as much of the parameters'.
+Every node has the whole model and computes some lanes of the gradient sums, with the minibatches of these lanes. It sums them along the fixed tree of
+lanes as far as both halves are its own. Each tile of a parameter has one owner. The owner receives the other nodes' partial sums of the gradient,
+completes the sum in the tree's order, updates the tile and sends it to the others; it alone holds the tile's optimizer state (ZeRO-1: Rajbhandari et
+al., 2020). The numbers are those of one node with the same lanes, whatever the number n of nodes. Each node sends (n - 1) / n of the bytes of the
+gradient and of the parameters.
 
-Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes end their gradients. All of it is tasks of the
-recorded step, so a bucket travels as soon as it is final, while the backward pass goes on, and the next step's tasks wait for the tiles they read. A
-receiver takes memory for a bucket only when its own part of it is final. What carries bytes is a `Transport`; nothing here knows of networks.
+Tiles travel in buckets: one large tile, or some small ones, in the order in which backward passes complete their gradients. Transfers are tasks of
+the recorded step: a bucket travels as soon as it is final, during the backward pass, and the next step's tasks wait only for the tiles they read. A
+receiver allocates a bucket only when its own part of it is final. A `Transport` carries the bytes; nothing here depends on a network.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ..nn.module import Parameter
 from .optimizers import Optimizer, Tiles, complete
 
 BUCKET: Final = 1 << 20
-"""Bytes of parameters that travel together, at least, where tiles are smaller; fewer where nodes could not share a small model evenly otherwise."""
+"""Smallest bucket in bytes of parameters, for smaller tiles; buckets are smaller if nodes could not share a small model evenly otherwise."""
 
 BUCKETS: Final = 8
-"""Buckets that each node should own, at least, where tiles allow it."""
+"""Number of buckets that each node should own, if tiles are small enough."""
 
 URGENT: Final = 1 << 20
-"""Priority of what other nodes wait for: sums, updates and norms before the rest of the backward pass."""
+"""Priority of tasks that other nodes wait for: sums, updates and norms, before the rest of the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class DataShard:
     """The data-parallel shard of a step that one of several nodes computes.
 
     Attributes:
-        rank: of the node, from 0.
-        lanes: of each node, in order of ranks; a lane is a partial accumulator of a sum over minibatches.
-        minibatches: of this node, numbered within the step.
-        num_minibatches: of the step.
+        rank: rank of the node, from 0.
+        lanes: lanes of each node, in order of ranks; a lane is a partial accumulator of a sum over minibatches.
+        minibatches: minibatches of this node, numbered within the step.
+        num_minibatches: number of minibatches of the step.
     """
 
     rank: int
@@ -56,21 +56,21 @@ class DataShard:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the cluster."""
+        """Number of nodes of the cluster."""
         return len(self.lanes)
 
     @property
     def num_lanes(self) -> int:
-        """Lanes that the step uses."""
+        """Number of lanes that the step uses."""
         return self.lanes[-1].stop
 
     @property
     def peers(self) -> list[int]:
-        """Ranks of the other nodes, the next one first: so that not all begin with the same."""
+        """Ranks of the other nodes, the next one first, so that not all nodes begin with the same peer."""
         return [(self.rank + step) % self.num_nodes for step in range(1, self.num_nodes)]
 
     def partial_sums_of(self, rank: int) -> list[int]:
-        """First lanes of the partial sums that a node sends: a whole branch of the tree of lanes in each."""
+        """Return the first lane of each partial sum that a node sends; each sum is a whole branch of the tree of lanes."""
         here = set(self.lanes[rank])
         firsts = set(here)
         for a, b, end in tree(self.num_lanes):
@@ -80,15 +80,15 @@ class DataShard:
 
 
 def most_nodes(num_minibatches: int, lanes: int) -> int:
-    """Nodes that can share a step: each needs a lane with a minibatch."""
+    """Return the largest number of nodes that can share a step: each needs a lane with a minibatch."""
     return min(num_minibatches, lanes)
 
 
 def data_shards(num_minibatches: int, lanes: int, num_nodes: int) -> list[DataShard]:
-    """The shard of each node: neighbouring lanes, as many for each as can be, with every L-th minibatch.
+    """Return the shard of each node: neighbouring lanes, divided as evenly as possible, each with every L-th minibatch of L lanes.
 
     Raises:
-        UsageError: there are more nodes than lanes in use.
+        UsageError: the step uses fewer lanes than nodes.
     """
     used = most_nodes(num_minibatches, lanes)
     if not 1 <= num_nodes <= used:
@@ -112,7 +112,7 @@ class Bucket:
     Attributes:
         number: its place in the order in which backward passes end gradients.
         tiles: (number of a parameter, number of a tile of it).
-        nbytes: of the parameters' tiles.
+        nbytes: bytes of the parameters' tiles.
         owner: rank of the node that updates them.
     """
 
@@ -123,10 +123,10 @@ class Bucket:
 
 
 def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
-    """The buckets of parameters, spread over the nodes by bytes, the same on every node.
+    """Return the buckets of parameters, spread over the nodes by bytes, the same on every node.
 
     Args:
-        tensors: of the parameters that are learnt, in the model's order; backward passes end their gradients in the opposite one.
+        tensors: learnt parameters in the model's order; backward passes complete their gradients in the opposite order.
     """
     enough = min(BUCKET, sum(tensor.nbytes for tensor in tensors) // (BUCKETS * num_nodes))
     groups: list[tuple[list[tuple[int, int]], int]] = []
@@ -147,10 +147,10 @@ def buckets_of(tensors: Sequence[TileTensor], num_nodes: int) -> list[Bucket]:
 
 
 def _spread(sizes: Sequence[int], num_nodes: int) -> list[int]:
-    """An owner for each size, so that all own about as much, of neighbours too: one after another to the owner that has least (Graham, 1966).
+    """Assign an owner to each size so that totals are balanced: each goes to the owner with the least so far (Graham, 1966).
 
-    Where sizes are alike, what ends at about the same time then travels over every node's link. It begins with the last size, because nothing hides
-    the travel of what a backward pass ends last.
+    Of similar sizes, neighbours then have different owners, so buckets that are complete at about the same time use every node's link. Assignment
+    begins with the last size, because no computation hides the transfer of the gradients that a backward pass completes last.
     """
     loads = [(0, rank) for rank in range(num_nodes)]
     owners = [0] * len(sizes)
@@ -165,9 +165,9 @@ class Transport(Protocol):
     """Carries bytes between nodes.
 
     Attributes:
-        send: a codelet of kind host over tiles that are read, with constants `peer` (rank) and `key`.
-        receive: likewise over tiles that are written, and after them tiles that it does not look at, with `count`, the number of the former. What
-            it gets is what the peer sends under the same key, the k-th time what is sent for the k-th time.
+        send: codelet of kind host over tiles that it reads, with constants `peer` (rank) and `key`.
+        receive: codelet of kind host with the same constants and `count`, over `count` tiles that it writes, followed by tiles that it ignores. The
+            k-th receive from a peer under a key gets the tiles of that peer's k-th send under that key.
     """
 
     send: Codelet
@@ -175,15 +175,15 @@ class Transport(Protocol):
 
 
 class Exchange:
-    """The part of a recorded step that follows the backward passes on one of several nodes, instead of `Optimizer.step`.
+    """The part of a recorded step that follows the backward passes on one of several nodes; replaces `Optimizer.step`.
 
     Args:
-        parameters: that are learnt, in the model's order.
-        shard: of this node.
-        transport: to the others.
+        parameters: learnt parameters in the model's order.
+        shard: shard of this node.
+        transport: connection to the other nodes.
 
     Attributes:
-        buckets: of all parameters.
+        buckets: buckets of all parameters.
         tiles_of: numbers of the tiles that this node owns, by parameter.
     """
 
@@ -199,21 +199,21 @@ class Exchange:
             numbers.sort()  # type: ignore[attr-defined]
 
     def _tiles(self, rank: int) -> Iterator[tuple[str, int]]:
-        """Parameter and number of each tile that a node owns."""
+        """Yield the parameter and the number of each tile that a node owns."""
         for bucket in self.buckets:
             if bucket.owner == rank:
                 yield from ((self._names[which], number) for which, number in bucket.tiles)
 
     def emit(self, optimizer: Optimizer) -> None:
-        """Emit everything from the end of the backward passes to the next step's parameters, and forget the gradients.
+        """Emit everything from the end of the backward passes to the next step's parameters, and release the gradients.
 
-        `optimizer.grad_norm` is None afterwards on nodes that do not receive the norm: all but the first, where nothing is clipped by it.
+        `optimizer.grad_norm` is None afterwards on nodes that do not receive the norm: without clipping, all but the first.
         """
         Emission(self, optimizer).run()
 
 
 def owners_of(buckets: Sequence[Bucket]) -> dict[tuple[int, int], int]:
-    """The owner of each tile: (number of a parameter, number of a tile of it) -> rank."""
+    """Return the owner of each tile: (number of a parameter, number of a tile of it) -> rank."""
     return {tile: bucket.owner for bucket in buckets for tile in bucket.tiles}
 
 
@@ -234,7 +234,7 @@ class Emission:
         self.firsts = firsts
 
     def run(self) -> None:
-        """Emit bucket after bucket; with clipping in two passes, because every update waits for the norm of all."""
+        """Emit the buckets one by one; with clipping in two passes, because every update waits for the norm of all gradients."""
         clips = self.optimizer.max_norm > 0
         for bucket in self.buckets:
             self._sum(bucket)
@@ -245,7 +245,7 @@ class Emission:
             self._update(bucket, norm)
 
     def _sum(self, bucket: Bucket) -> None:
-        """Bring the nodes' partial sums of a bucket's gradients together at its owner."""
+        """Combine the nodes' partial sums of a bucket's gradients at its owner."""
         me = self.shard.rank
         gradients = [self.ready[self.names[which]][1].handles[number] for which, number in bucket.tiles]
         written = [handle for handle in gradients if handle.written]
@@ -270,7 +270,7 @@ class Emission:
             optimizer_ops.square(self.runtime, gradient.handles[number], self.squares.handles[self.firsts[name] + number], priority=URGENT)
 
     def _update(self, bucket: Bucket, norm: TileTensor | None) -> None:
-        """Update a bucket at its owner, and let the others have it."""
+        """Update a bucket at its owner and send it to the other nodes."""
         tiles = [self.ready[self.names[which]][0].data.handles[number] for which, number in bucket.tiles]
         key = f"parameters {bucket.number}"
         if bucket.owner != self.shard.rank:
@@ -283,7 +283,7 @@ class Emission:
             self._send(tiles, peer, key)
 
     def _norm(self, *, everywhere: bool) -> TileTensor | None:
-        """The sum of squares of the whole gradient, on the first node or on all."""
+        """Return the sum of squares of the whole gradient, on the first node or on all nodes; None on the others."""
         me, key = self.shard.rank, "squares"
         squares = [self._squares_of(rank) for rank in range(self.shard.num_nodes)]
         receivers = [me, *self.shard.peers] if everywhere else [0]
@@ -298,7 +298,7 @@ class Emission:
         return optimizer_ops.sum_squares(self.squares)
 
     def _squares_of(self, rank: int) -> list[Handle]:
-        """The sums of squares that a node makes."""
+        """Return the sums of squares that a node computes."""
         return [
             self.squares.handles[self.firsts[self.names[which]] + number]
             for bucket in self.buckets
@@ -313,6 +313,6 @@ class Emission:
         self.runtime.submit(self.transport.send, [(tile, R) for tile in tiles], {"peer": peer, "key": key}, priority=URGENT)
 
     def _receive(self, tiles: Sequence[Handle], peer: int, key: str, after: Sequence[Handle] = ()) -> None:
-        """Receive tiles, and take memory for it not before the tiles of `after` are there."""
+        """Receive tiles; allocate their memory only when the tiles of `after` are ready."""
         accesses: list[Access] = [*((tile, W) for tile in tiles), *((tile, R) for tile in after)]
         self.runtime.submit(self.transport.receive, accesses, {"peer": peer, "key": key, "count": len(tiles)}, priority=URGENT)
