@@ -1,8 +1,8 @@
 """BERT (Devlin et al., 2019) and RoBERTa (Liu et al., 2019), with the semantics of transformers' classes for masked language modelling and for the
 classification of sequences.
 
-Tokens see each other in both directions, norms stand after the layers, and a head of a layer, a norm and the token embedding predicts what was
-masked. A classifier reads the first token through a layer with tanh. Which of the two a config is, ``architectures`` says.
+Tokens see each other in both directions, and norms follow the layers. A language model predicts masked tokens with a head of a layer, a norm and the
+token embedding. A classifier reads the first token through a layer with tanh. The key ``architectures`` of a config selects one of the two.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODULES: Final = {
 _OLDER: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 SINGLE_LABEL: Final = "single_label_classification"
 PROBLEMS: Final = ("regression", SINGLE_LABEL, "multi_label_classification")
-"""Values of problem_type; a classifier here learns a single label."""
+"""Values of problem_type; only the second can be trained here."""
 _DROPPED: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
@@ -52,13 +52,13 @@ class BertConfig(HiddenConfig):
         type_vocab_size: kinds of tokens.
         hidden_act: one of `ACTIVATIONS`.
         hidden_dropout_prob, attention_probs_dropout_prob: dropout probability after embeddings and layers, on attention probabilities.
-        classifier_dropout: before the classifier; None for hidden_dropout_prob.
+        classifier_dropout: dropout probability before the classifier; None for hidden_dropout_prob.
         layer_norm_eps: term added to the variance.
         pad_token_id: id of padding.
-        num_labels: classes; 0 for a model that predicts what was masked.
-        id2label: names of the classes by their numbers, as strings; None for none. A model that predicts what was masked may have those of the
-            classifier that will be made of it.
-        problem_type: what a classifier learns, one of `PROBLEMS`; None for a single label. Others are kept, and cannot be trained.
+        num_labels: number of classes; 0 for a masked language model.
+        id2label: names of the classes by their numbers, as strings; None for none. A masked language model may have names for a classifier that is
+            fine-tuned from it.
+        problem_type: kind of labels that a classifier learns, one of `PROBLEMS`; None for a single label. Only a single label can be trained.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -120,23 +120,23 @@ class BertConfig(HiddenConfig):
 
     @property
     def objective(self) -> str:  # type: ignore[override]
-        """What the model learns unless told."""
+        """Objective that the model is trained for by default."""
         return "classify" if self.num_labels else "masked"
 
     @property
     def names(self) -> Names:
-        """Names and layouts of its weights in files."""
+        """Names and layouts of the model's weights in files."""
         if self.num_labels:
             return self.classifier_names
         return self.masked_names if self.tie_word_embeddings else _with_own_bias(self.masked_names)
 
     def for_objective(self, objective: str, num_labels: int = 2, names: Sequence[str] = ()) -> Self:
-        """The same config with the head of an objective.
+        """Return the same config with the head of an objective.
 
         Args:
             objective: masked or classify.
-            num_labels: classes, where neither this config nor `names` says it.
-            names: of the classes, where this config names none.
+            num_labels: number of classes, if neither this config nor `names` determines it.
+            names: names of the classes, if this config has none.
         """
         if objective != "classify":
             return replace(self, num_labels=0, id2label=None)
@@ -148,7 +148,7 @@ class BertConfig(HiddenConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """``architectures`` says whether the model is a classifier, ``id2label`` or ``num_labels`` of how many classes: 2 unless they do."""
+        """Read the kind of model from ``architectures`` and the classes of a classifier from ``id2label`` or ``num_labels``, by default 2."""
         known, named = super().read(values, source), values.get("id2label")
         if named is not None and not _is_numbered(named):
             raise UsageError(f"id2label in {source} must be an object from the numbers 0, 1, ... to names, got {shown(named)}; correct it")
@@ -162,13 +162,13 @@ class BertConfig(HiddenConfig):
         else:
             known["num_labels"] = 0
         names = {str(number): name for number, name in (named or {}).items()}
-        is_usual = len(names) == (known["num_labels"] or 2) and names == _numbered(len(names))  # transformers writes two where nobody has said any
+        is_usual = len(names) == (known["num_labels"] or 2) and names == _numbered(len(names))  # transformers writes two by default
         known["id2label"] = names if names and not is_usual else None
         return known
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Heads divide the width; some positions are left for tokens; names of classes are as many as classes."""
+        """Check that heads divide the width, that positions remain for tokens, and that every class has a name if any has."""
         super().check_together(values, source)
         if values["max_position_embeddings"] <= cls.first_position:
             raise UsageError(
@@ -181,12 +181,12 @@ class BertConfig(HiddenConfig):
 
     @property
     def n_positions(self) -> int:
-        """P: longest sequence; some rows of the table of positions may belong to none."""
+        """P: longest sequence; the table of positions may have some unused rows."""
         return self.max_position_embeddings - self.first_position
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         std, norm, p = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps), self.hidden_dropout_prob
         attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, is_causal=False, dropout=self.attention_probs_dropout_prob)
         activation = ACTIVATIONS[self.hidden_act]
@@ -212,11 +212,11 @@ class BertConfig(HiddenConfig):
 
     @property
     def transform(self) -> str:
-        """Activation of the layer before the scores of tokens."""
+        """Name of the activation of the layer before the scores of tokens."""
         return ACTIVATIONS[self.hidden_act]
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object."""
+        """Return the config as Hugging Face's JSON object."""
         values, names = super().to_dict(), self.id2label
         del values["id2label"], values["num_labels"]
         if self.num_labels:
@@ -270,37 +270,37 @@ class RobertaConfig(BertConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Positions begin behind the id of padding, which every released model has as 1."""
+        """Check that the id of padding is 1, as in every released model: positions begin after it."""
         if values.get("pad_token_id", 1) != 1:
             raise UsageError(f"pad_token_id in {source} must be 1, from which positions are counted, got {shown(values['pad_token_id'])}; write 1")
         return super().read(values, source)
 
     @property
     def transform(self) -> str:
-        """Activation of the layer before the scores of tokens."""
+        """Name of the activation of the layer before the scores of tokens."""
         return "gelu"
 
 
 def _with_own_bias(names: Names) -> Names:
-    """Names of a model whose head is its own: the bias is that of the layer, and the one beside it, which a tied head's layer takes, is spare."""
+    """Return the names of a model with an untied head: its bias is the decoder layer's; the separate bias, which a tied head uses, is spare."""
     ((layer, beside),) = names.aliases.items()
     return replace(names, outside={**names.outside, "head_bias": layer}, aliases={beside: layer}, spare=(beside,))
 
 
 def _is_numbered(named: object) -> bool:
-    """Whether these are names by the numbers from 0 on, as whole numbers or strings."""
+    """Return whether these are names by the numbers from 0 on, as whole numbers or strings."""
     if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named.values()):
         return False
     return {str(number) for number in named} == {str(number) for number in range(len(named))}
 
 
 def _numbered(count: int) -> dict[str, str]:
-    """Names of classes that have none, as transformers has them."""
+    """Return the names that transformers gives to unnamed classes."""
     return {str(number): f"LABEL_{number}" for number in range(count)}
 
 
 def _bert(kind: type[BertConfig], vocab: int, positions: int, hidden: int, layers: int, **more: Any) -> Any:
-    """A config of the usual sizes, with heads of 64 features."""
+    """Return a config of the usual sizes, with heads of 64 features."""
     return kind(
         vocab_size=vocab,
         hidden_size=hidden,

@@ -1,4 +1,4 @@
-"""Blocks of transformers as their shapes say: attention and a feed-forward layer around the residual stream.
+"""Blocks of transformers, built from their shapes: attention and a feed-forward layer around the residual stream.
 
 Letters::
 
@@ -11,8 +11,8 @@ Activations are tiled along B, T and features; weights along both their axes. Th
 queries holds whole groups of heads that share a head of keys and values, and the corresponding tile of keys holds exactly these shared heads. q, k
 and v are three parameters, so that each can be tiled by heads.
 
-Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here. Places that drop
-out are numbered in the order in which they are made.
+Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here. Places with
+dropout are numbered in the order of their construction.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .description import AttentionShape, BlockShape, FeedForwardShape, NormShape
 from .rotary import Rotary
 
 Angles = tuple[TileTensor, TileTensor]
-"""Cosines and sines of the rotary angles, (T, R / 2) each for R features that turn, or (B, T, R / 2) where each sequence has positions of its own."""
+"""Cosines and sines of the rotary angles, (T, R / 2) each for R features that turn; (B, T, R / 2) if each sequence has positions of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Construction:
-    """What all modules of a model are made with.
+    """Settings that all modules of a model are constructed with.
 
     Args:
         tiling: tile sizes, none of them -1.
         width: C.
         names: attribute -> name in the family's files.
-        has_rows_in: whether matrices are (in, out).
+        has_rows_in: whether matrices are (in, out) instead of (out, in).
         flash: whether attention avoids the full matrix of scores.
-        library: whether cuDNN may compute it on GPUs.
-        sites: numbers of the places that drop out.
+        library: whether cuDNN may compute attention on GPUs.
+        sites: numbers for the places with dropout.
     """
 
     tiling: ModelTiling
@@ -64,34 +64,34 @@ class Construction:
     def linear(
         self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool, activation: str | None = None
     ) -> Linear | TransposedLinear:
-        """A product with a matrix that lies as in the family's files."""
+        """Return a product with a matrix in the layout of the family's files."""
         kind = Linear if self.has_rows_in else TransposedLinear
         return kind(num_in, num_out, tile, std=std, has_bias=has_bias, activation=activation)
 
     def norm(self, shape: NormShape) -> LayerNorm | RMSNorm:
-        """A norm of the residual stream."""
+        """Return a norm of the residual stream."""
         if shape.kind == "layer":
             return LayerNorm(self.width, self.tiling.embd_tile, shape.eps)
         return RMSNorm(self.width, self.tiling.embd_tile, shape.eps, shape.offset)
 
     def dropout(self, p: float | None) -> Dropout:
-        """Dropout at the next place; nowhere, and without a number, where the family has none (None)."""
+        """Return dropout at the next place; None, for a family without dropout there, takes no number."""
         return Dropout(0.0, -1) if p is None else Dropout(p, next(self.sites))
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """What all blocks share in one forward pass.
+    """Inputs that all blocks share in one forward pass.
 
     Args:
         masks: dropout masks; None without dropout.
-        angles: of each kind of rotary positions.
-        documents: (B, T) int32, numbers of documents, which do not see each other; None for one.
-        bias: of scores, by distance; None for none.
-        encoded: (B, S, C), what a decoder attends to; None for nothing.
-        across_documents: (B, T) and (B, S) int32, numbers of documents of a decoder's and of the encoder's tokens; None where all see all.
-        positions: (B, T) int32, positions of tokens, where they are given or the table has other rows before them; None for its first T rows.
-        token_types: (B, T) int32; None where the model has none.
+        angles: cosines and sines for each kind of rotary positions.
+        documents: (B, T) int32, numbers of documents, which do not see each other; None for one document.
+        bias: bias of scores by distance; None for none.
+        encoded: (B, S, C), the encoder's output, which a decoder attends to; None without one.
+        across_documents: (B, T) and (B, S) int32, numbers of documents of a decoder's and of the encoder's tokens; None if all tokens see all.
+        positions: (B, T) int32, positions of tokens in their texts, or rows of the table that do not begin at 0; None for its first T rows.
+        token_types: (B, T) int32; None if the model has none.
     """
 
     masks: Masks | None
@@ -105,7 +105,7 @@ class ForwardPass:
 
 
 class Attention(Module):
-    """Attention of tokens to tokens, or to those of an encoder: (B, T, C) -> (B, T, C)."""
+    """Attention to the tokens of the same sequence or of an encoder: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, shape: AttentionShape, made: Construction, *, has_table: bool = False) -> None:
         self.names, self.shape, self.flash, self.library = made.names, shape, made.flash, made.library
@@ -150,7 +150,7 @@ class Attention(Module):
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
     def across(self, x: Tensor, given: ForwardPass, kept: EncoderPast | None) -> Tensor:
-        """To what is encoded: (B, T, C) and (B, S, C) -> (B, T, C); or to what an earlier pass kept of it."""
+        """Attend to the encoder's output, (B, T, C) and (B, S, C) -> (B, T, C), or to its keys and values that an earlier pass kept."""
         shape, masks, encoded = self.shape, given.masks, given.encoded
         if kept is not None:
             return self.out(kept.attend(self.q(x, masks), head_size=shape.head_size, scale=shape.scale), masks)  # (B, T, C) -> (B, T, C)
@@ -172,7 +172,7 @@ class Attention(Module):
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
     def of_source(self, encoded: Tensor, masks: Masks | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of what is encoded: (B, S, C) -> 2 x (B, S, G*D)."""
+        """Return keys and values of the encoder's output: (B, S, C) -> 2 x (B, S, G*D)."""
         return self.k(encoded, masks), self.v(encoded, masks)
 
     def _dropout(self, masks: Masks | None) -> attention_ops.Dropout | None:
@@ -180,7 +180,7 @@ class Attention(Module):
         return attention_ops.Dropout(p, masks.key, masks.stream(self.site)) if masks is not None and p else None
 
     def _placed(self, x: Tensor, norm: HeadNorm | None, given: ForwardPass) -> Tensor:
-        """Queries or keys, normed head by head and turned by their positions: (B, T, H*D) -> (B, T, H*D)."""
+        """Return queries or keys, normed head by head and turned by their positions: (B, T, H*D) -> (B, T, H*D)."""
         rotary = self.shape.rotary
         if norm is not None:
             x = norm(x)
@@ -244,14 +244,14 @@ class Block(Module):
         return x + self.feed_forward_dropout(_normed(self.feed_forward(h, given.masks), self.feed_forward_end_norm), given.masks)  # (B, T, C)
 
     def _beside(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
-        """x + attention(norm(x)) + feed_forward(norm(x)) (Wang and Komatsuzaki, GPT-J, 2021)."""
+        """Return x + attention(norm(x)) + feed_forward(norm(x)) (Wang and Komatsuzaki, GPT-J, 2021)."""
         h = self.attention_norm(x)
         a = self.attention_dropout(self.attention(h, given, past), given.masks)
         h = h if self.feed_forward_norm is None else self.feed_forward_norm(x)
         return x + a + self.feed_forward_dropout(self.feed_forward(h, given.masks), given.masks)
 
     def _normed_after(self, x: Tensor, given: ForwardPass, past: LayerPast | None) -> Tensor:
-        """x = norm(x + attention(x)), then norm(x + feed_forward(x)) (Vaswani et al., 2017)."""
+        """Return x = norm(x + attention(x)), then norm(x + feed_forward(x)) (Vaswani et al., 2017)."""
         assert self.feed_forward_norm is not None  # only parallel layers share one
         _, x = self.attention_norm.after_add(x, self.attention_dropout(self.attention(x, given, past), given.masks))
         _, x = self.feed_forward_norm.after_add(x, self.feed_forward_dropout(self.feed_forward(x, given.masks), given.masks))

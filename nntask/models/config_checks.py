@@ -19,11 +19,11 @@ from ..io.json_file import read_json
 LARGEST_COUNT: Final = (1 << 31) - 1
 LARGEST_DEPTH: Final = 1 << 14
 LARGEST_CLASSES: Final = 1 << 20
-"""Largest number of blocks; the objects of a block take host memory before the memory check can refuse the model."""
+"""Largest numbers of anything, of blocks and of classes. The objects of a block take host memory before the memory check can refuse the model."""
 
 
 def config_values(path: str | os.PathLike[str], advice: str = "check --config-path") -> tuple[Any, str]:
-    """The decoded JSON of a config file, and the file's name for error messages.
+    """Return the decoded JSON of a config file, and the file's name for error messages.
 
     Args:
         path: the file, or the directory of a ``config.json``.
@@ -59,7 +59,7 @@ def check_count(key: str, value: object, source: str, usual: int, most: int = LA
         most: the largest legal value.
 
     Raises:
-        UsageError: `value` is no whole number, or is out of range.
+        UsageError: `value` is not a whole number, or is out of range.
     """
     if type(value) is not int:
         try:
@@ -78,7 +78,7 @@ def check_positive(key: str, value: object, source: str, usual: float) -> None:
     """Check that `value` is a finite number above 0; the error suggests `usual`.
 
     Raises:
-        UsageError: `value` is no number, or is out of range.
+        UsageError: `value` is not a number, or is out of range.
     """
     number = _number(key, value, source, usual)
     if not 0 < number < float("inf"):
@@ -89,7 +89,7 @@ def check_probability(key: str, value: object, source: str) -> None:
     """Check that `value` is a number in [0, 1).
 
     Raises:
-        UsageError: `value` is no number, or is out of range.
+        UsageError: `value` is not a number, or is out of range.
     """
     if not 0 <= _number(key, value, source, 0.1) < 1:
         raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}; write 0 for no dropout")
@@ -125,17 +125,17 @@ def check_choice(key: str, value: object, names: Collection[str], source: str) -
 
 
 def check_num_weights(asked: int, held: int, source: object, files: str, advice: str) -> None:
-    """Check that a config does not ask for far more weights than there are, before anything is made of its sizes; a head that files lack is no larger
-    than what they have.
+    """Check, before memory is taken for a config's sizes, that the config needs about as many weights as its files have. The head is exempt from the
+    count, because files may lack it; it is no larger than all the weights that the files have.
 
     Args:
-        asked: weights of the config.
-        held: of the files.
-        source: whose config it is.
-        files: that hold them, with a verb.
+        asked: number of weights of the config.
+        held: number of weights in the files.
+        source: name of the config's source, for the error message.
+        files: name of the files with a verb, such as "the files hold".
 
     Raises:
-        DataError: it does.
+        DataError: the config needs far more.
     """
     if asked > 2 * held:
         raise DataError(f"{source} asks for {asked:,} weights, and {files} {held:,}; {advice}")
@@ -171,18 +171,18 @@ def check_head(arrays: Mapping[str, object], name: str, *, is_tied: bool) -> Non
 
 
 def _short(value: object) -> str:
-    """A value as text, shortened to about 40 characters."""
+    """Return a value as text, shortened to about 40 characters."""
     digits = str(value)
     return digits if len(digits) <= 40 else f"{digits[:20]}... of {len(digits)} characters"
 
 
 def shown(value: object) -> str:
-    """A value as JSON text with its JSON type in parentheses."""
+    """Return a value as JSON text with its JSON type in parentheses."""
     is_json = value is None or isinstance(value, (bool, int, float, str, list, dict))
     return f"{json.dumps(value)[:80]} ({json_type(value)})" if is_json else f"{value!r} of type {type(value).__name__}"
 
 
 def json_type(value: object) -> str:
-    """The JSON type of a value in words."""
+    """Return the JSON type of a value in words."""
     kinds: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""Fields of configs with their rules: one declaration is a field, its check, its default and its example in error messages.
+"""Fields of configs with their rules: one declaration has a field's check, its default and its example in error messages.
 
 A value of the wrong JSON type is an error and is never converted, apart from whole numbers where a float belongs.
 """
@@ -23,7 +23,7 @@ from .config_checks import (
 )
 
 Check = Callable[[str, Any, str], None]
-"""(key, value, source): raises `UsageError` where the value breaks its rule."""
+"""(key, value, source): raises `UsageError` if the value breaks its rule."""
 
 ACTIVATIONS: Final = {
     "gelu_new": "gelu_new",
@@ -44,7 +44,7 @@ def _field(check: Check, default: Any, *, convert: Callable[[Any], Any] | None =
 
 
 def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
-    """A field of a whole number from 1 to `most`, or null or 0 where that is its default or allowed; `usual` is the example of error messages."""
+    """Declare a whole number from 1 to `most`; null or 0 is legal if it is the default or allowed. Error messages give `usual` as an example."""
 
     def check(key: str, value: Any, source: str) -> None:
         if not (value is None and (or_null or default is None)) and not (or_zero and type(value) is int and value == 0):
@@ -54,17 +54,17 @@ def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_n
 
 
 def depth(usual: int, default: Any = MISSING) -> Any:
-    """A field of a number of blocks."""
+    """Declare a number of blocks."""
     return count(usual, default, LARGEST_DEPTH)
 
 
 def classes(usual: int, default: Any = MISSING, *, or_zero: bool = False) -> Any:
-    """A field of a number of classes."""
+    """Declare a number of classes."""
     return count(usual, default, LARGEST_CLASSES, or_zero=or_zero)
 
 
 def positive(usual: float, default: Any = MISSING, *, or_null: bool = False) -> Any:
-    """A field of a number above 0, or null where that is its default or allowed."""
+    """Declare a number above 0; null is legal if it is the default or allowed."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None or not (or_null or default is None):
@@ -74,7 +74,7 @@ def positive(usual: float, default: Any = MISSING, *, or_null: bool = False) -> 
 
 
 def probability(default: float | None) -> Any:
-    """A field of a number in [0, 1), or null where that is its default."""
+    """Declare a number in [0, 1); null is legal if it is the default."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None or default is not None:
@@ -84,7 +84,7 @@ def probability(default: float | None) -> Any:
 
 
 def switch(default: bool | None) -> Any:
-    """A field of true or false, or null where that is its default."""
+    """Declare a value that is true or false; null is legal if it is the default."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None or default is not None:
@@ -94,7 +94,7 @@ def switch(default: bool | None) -> Any:
 
 
 def choice(names: Collection[str], default: Any = MISSING) -> Any:
-    """A field of one of some strings, or null where that is its default."""
+    """Declare a choice from some strings; null is legal if it is the default."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None or default is not None:
@@ -104,7 +104,7 @@ def choice(names: Collection[str], default: Any = MISSING) -> Any:
 
 
 def token(default: int | None) -> Any:
-    """A field of the id of a token, or null; `FamilyConfig` checks that the vocabulary has it."""
+    """Declare the id of a token, or null; `FamilyConfig` checks that the vocabulary has it."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None and (type(value) is not int or value < 0):
@@ -114,7 +114,7 @@ def token(default: int | None) -> Any:
 
 
 def layer_kinds(kinds: Collection[str]) -> Any:
-    """A field of a list with one of `kinds` for every block, or null."""
+    """Declare a list with one of `kinds` for every block, or null."""
 
     def check(key: str, value: Any, source: str) -> None:
         if value is not None and (not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value)):

@@ -1,6 +1,6 @@
-"""What a transformer is made of, as plain data: a config describes its model with these, and `transformer` builds it.
+"""Parts of a transformer as plain data: a config describes its model with them, and `transformer` builds it.
 
-The parts are named as in the papers. A family is a config that has a `description`, and a table of names; it needs no module of its own.
+The parts are named as in the papers. A family is a config with a `description` and a table of names; it needs no module of its own.
 
 Letters: C width of the residual stream, H heads of queries and G of keys and values with D features each, I width inside the feed-forward layer,
 P positions, V vocabulary.
@@ -19,7 +19,7 @@ class NormShape:
     """Layer norm (Ba et al., 2016) or RMS norm (Zhang and Sennrich, 2019).
 
     Args:
-        kind: which of them.
+        kind: layer norm or RMS norm.
         eps: term added to the variance, or to the mean of squares.
         offset: added to the weight of an RMS norm, which begins at 1 - offset; 1 in Gemma.
     """
@@ -29,17 +29,17 @@ class NormShape:
     offset: float = 0.0
 
     def num_parameters(self, width: int) -> int:
-        """Number of weights in a model of this width C."""
+        """Return the number of weights in a model of this width C."""
         return 2 * width if self.kind == "layer" else width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelativePositions:
-    """Biases of scores by the distance of query and key, in buckets (Raffel et al., T5, 2020, section 2.1); all blocks share one table.
+    """Biases of scores by the distance between query and key, in buckets (Raffel et al., T5, 2020, section 2.1); all blocks share one table.
 
     Args:
-        num_buckets: of the table (num_buckets, H).
-        max_distance: distances from which on all share a bucket.
+        num_buckets: number of rows of the table (num_buckets, H).
+        max_distance: distance from which on all share the last bucket.
         std: standard deviation of the initial table.
     """
 
@@ -49,7 +49,7 @@ class RelativePositions:
 
 
 class HeadsConfig(Protocol):
-    """What `AttentionShape.of` reads of a config."""
+    """Properties of a config that `AttentionShape.of` reads: H, G, D and the deviation of initial weights."""
 
     @property
     def n_head(self) -> int:
@@ -70,19 +70,19 @@ class HeadsConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Attention (Vaswani et al., 2017), with grouped queries where G < H (Ainslie et al., 2023).
+    """Attention (Vaswani et al., 2017), with grouped queries if G < H (Ainslie et al., 2023).
 
     Args:
         num_heads, num_kv_heads, head_size: H, G and D.
-        scale: scores are q . k * scale.
+        scale: factor of the scores, scale * q . k.
         has_bias: whether the projections to q, k and v have biases.
         has_out_bias: whether the projection of the result has one.
         dropout: probability for attention probabilities.
-        is_causal: whether tokens see only those before them and themselves.
-        window: tokens that a token sees, itself included; None for all (Beltagy et al., Longformer, 2020).
-        rotary: how q and k turn; None for no turning.
+        is_causal: whether tokens see only the tokens before them and themselves.
+        window: number of tokens that a token sees, itself included; None for all (Beltagy et al., Longformer, 2020).
+        rotary: rotation of q and k by position; None for none.
         head_norm: norm of every head of q and k (Dehghani et al., 2023); None for none.
-        cap: scores are cap * tanh(scores / cap); None for as they are.
+        cap: soft cap of the scores, cap * tanh(scores / cap); None for none.
         relative: biases by distance; None for none.
         std, kv_std, out_std: standard deviations of the initial projections to q, to k and v, and of the result.
     """
@@ -106,13 +106,13 @@ class AttentionShape:
 
     @classmethod
     def of(cls, config: HeadsConfig, **more: Any) -> Self:
-        """The attention of a config: scores divided by sqrt(D), one deviation for all weights, and `more`, which may change both."""
+        """Return the attention of a config: scores divided by sqrt(D), one deviation for all weights, and `more`, which may change both."""
         std = config.initializer_range
         heads = {"num_heads": config.n_head, "num_kv_heads": config.n_kv_head, "head_size": config.head_size}
         return cls(**{**heads, "scale": config.head_size**-0.5, "std": std, "kv_std": std, "out_std": std, **more})
 
     def num_parameters(self, width: int) -> int:
-        """Number of weights in a model of this width C, without a table of relative positions, which blocks share."""
+        """Return the number of weights in a model of this width C, without the table of relative positions, which blocks share."""
         queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         biases = self.has_bias * (queries + 2 * keys) + self.has_out_bias * width
         return 2 * width * (queries + keys) + biases + (2 * self.head_size if self.head_norm is not None else 0)
@@ -125,9 +125,9 @@ class FeedForwardShape:
     Args:
         inner_size: I.
         activation: name of its kernel.
-        has_gate: whether there is one.
+        has_gate: whether the layer has a gate.
         has_bias: whether the products have biases.
-        dropout: probability for what lies between the products; None where the family has no dropout there.
+        dropout: dropout probability between the products; None if the family has no dropout there.
         std, out_std: standard deviations of the initial matrices before and after the activation.
     """
 
@@ -140,7 +140,7 @@ class FeedForwardShape:
     dropout: float | None = None
 
     def num_parameters(self, width: int) -> int:
-        """Number of weights in a model of this width C."""
+        """Return the number of weights in a model of this width C."""
         count = 2 if self.has_gate else 1
         return (count + 1) * width * self.inner_size + self.has_bias * (count * self.inner_size + width)
 
@@ -150,12 +150,12 @@ class BlockShape:
     """Attention and a feed-forward layer around a residual stream.
 
     Args:
-        norm: of all norms of the block.
-        norms: where they are: "before" each layer; "after" its result has been added (the first transformers, BERT); "around", before the layer and
-            before its result is added (Gemma 3).
+        norm: kind of all norms of the block.
+        norms: places of the norms: "before" each layer; "after" the addition of its result (the first transformers, BERT); "around", before the layer
+            and before the addition of its result (Gemma 3).
         is_parallel: whether both layers read the same stream (NeoX); the first norm serves both unless `has_two_norms`.
-        dropout: probability for the result of each layer; None where the family has no dropout there.
-        cross: attention to the encoder's output between the two; None for none.
+        dropout: dropout probability of the result of each layer; None if the family has no dropout there.
+        cross: attention to the encoder's output, between the two layers; None for none.
     """
 
     attention: AttentionShape
@@ -168,7 +168,7 @@ class BlockShape:
     cross: AttentionShape | None = None
 
     def num_parameters(self, width: int) -> int:
-        """Number of weights in a model of this width C."""
+        """Return the number of weights in a model of this width C."""
         num_norms = (4 if self.norms == "around" else 1 + self.has_two_norms) + (self.cross is not None)
         cross = 0 if self.cross is None else self.cross.num_parameters(width)
         return self.attention.num_parameters(width) + cross + self.feed_forward.num_parameters(width) + num_norms * self.norm.num_parameters(width)
@@ -179,15 +179,16 @@ class StackShape:
     """Embeddings and blocks: an encoder or a decoder.
 
     Args:
-        blocks: one shape a block.
+        blocks: shape of each block.
         std: standard deviation of initial embeddings.
-        num_positions: rows of the table of learned positions; None for no such table.
-        first_position: the row of the first token.
-        num_token_types: kinds of tokens, the rows of a table; 0 for no such table.
-        embedding_norm: of the sum of embeddings; None for none.
+        num_positions: number of rows of the table of learned positions; None for no such table.
+        first_position: row of the first token.
+        num_token_types: number of kinds of tokens, the rows of a table; 0 for no such table.
+        embedding_norm: norm of the sum of embeddings; None for none.
         embedding_scale: factor of token embeddings.
-        dropout: probability for embeddings, and where `drops_last` for the result; None where the family has no dropout there.
-        norm: of the result; None for none.
+        dropout: dropout probability of embeddings and, with `drops_last`, of the result; None if the family has no dropout there.
+        drops_last: whether the result drops out, too.
+        norm: norm of the result; None for none.
     """
 
     blocks: tuple[BlockShape, ...]
@@ -203,11 +204,11 @@ class StackShape:
 
     @property
     def rotaries(self) -> list[Rotary]:
-        """The kinds of rotary positions, each once."""
+        """Kinds of rotary positions, each once."""
         return list(dict.fromkeys(block.attention.rotary for block in self.blocks if block.attention.rotary is not None))
 
     def num_parameters(self, width: int) -> int:
-        """Number of weights in a model of this width C, without token embeddings."""
+        """Return the number of weights in a model of this width C, without token embeddings."""
         norms = sum(norm.num_parameters(width) for norm in (self.embedding_norm, self.norm) if norm is not None)
         relative = next(((block.attention.relative, block.attention.num_heads) for block in self.blocks if block.attention.relative), None)
         tables = ((self.num_positions or 0) + self.num_token_types) * width + (relative[0].num_buckets * relative[1] if relative else 0)
@@ -216,19 +217,19 @@ class StackShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """What lies between the result and the scores of tokens or classes.
+    """The head: the layers between the result of the last block and the scores of tokens or classes.
 
     Args:
-        is_tied: whether its weight is the token embedding.
-        std: standard deviation of its initial weight.
-        has_bias: whether there is one for every token or class.
-        scale: factor of the features before it.
-        cap: scores are cap * tanh(scores / cap); None for as they are.
-        transform: activation of a layer (C, C) before it; None for no such layer.
+        is_tied: whether the weight of the scores is the token embedding.
+        std: standard deviation of the initial weight.
+        has_bias: whether the scores have a bias for every token or class.
+        scale: factor of the features before the scores.
+        cap: soft cap of the scores, cap * tanh(scores / cap); None for none.
+        transform: activation of a layer (C, C) before the scores; None for no such layer.
         transform_norm: norm after that layer; None for none.
-        num_labels: of a classifier, whose scores are for the first token alone; 0 for the scores of tokens.
-        dropout: probability for what a classifier reads; None where the family has no dropout there.
-        drops_first: whether features drop out before that layer, too.
+        num_labels: number of classes of a classifier, which scores the first token alone; 0 for scores of tokens.
+        dropout: dropout probability of a classifier's features; None if the family has no dropout there.
+        drops_first: whether features drop out before the `transform` layer, too.
     """
 
     is_tied: bool
@@ -243,7 +244,7 @@ class HeadShape:
     drops_first: bool = False
 
     def num_parameters(self, width: int, vocab_size: int) -> int:
-        """Number of weights in a model of this width C; those of the token embedding are not its own."""
+        """Return the number of weights in a model of this width C, without the token embedding."""
         num_out = self.num_labels or vocab_size
         norm = 0 if self.transform_norm is None else self.transform_norm.num_parameters(width)
         return (0 if self.is_tied else num_out * width) + self.has_bias * num_out + (width * width + width if self.transform else 0) + norm
@@ -254,10 +255,10 @@ class Description:
     """A transformer.
 
     Args:
-        stack: of a model of one stack; the decoder of a model of two.
-        encoder: what the decoder attends to; None for none.
-        head: the last layer.
-        has_rows_in: whether matrices are (in, out), as in GPT-2's files, and not (out, in).
+        stack: the only stack, or the decoder of a model with an encoder.
+        encoder: stack whose output the decoder attends to; None for none.
+        head: layers before the scores.
+        has_rows_in: whether matrices are (in, out), as in GPT-2's files, instead of (out, in).
     """
 
     stack: StackShape
@@ -266,6 +267,6 @@ class Description:
     has_rows_in: bool = False
 
     def num_parameters(self, width: int, vocab_size: int) -> int:
-        """Number of weights of a model of this width C and this many token ids V; what is tied counts once."""
+        """Return the number of weights of a model of width C with `vocab_size` token ids; a tied head counts once."""
         encoder = 0 if self.encoder is None else self.encoder.num_parameters(width)
         return vocab_size * width + self.stack.num_parameters(width) + encoder + self.head.num_parameters(width, vocab_size)

@@ -1,6 +1,6 @@
-"""Configs of families: dataclasses whose fields are declared with their rules (`config_fields`), and how JSON becomes one.
+"""Base of the configs of families: dataclasses whose fields are declared with their rules (`config_fields`), read from JSON.
 
-Keys without a default are required. Keys of others have rules in `foreign_keys`; a key that has none is in `unread`, for callers to name.
+Keys without a default are required. Keys that are not fields have rules in `foreign_keys`. `unread` lists keys without a rule, for callers to report.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .foreign_keys import COMMON, Rules, check_foreign, renamed
 class FamilyConfig:
     """Base of the configs of families; field names and meaning as in transformers.
 
-    A subclass declares its fields with the functions above, checks rules between fields in `check_together`, and has the properties of
+    A subclass declares its fields with `config_fields`, checks rules between fields in `check_together`, and has the properties of
     `interface.ModelConfig` and a `description`.
 
     Attributes:
         model_type: Hugging Face's name of the family.
         title: the family's name for people.
-        architecture: transformers' class.
+        architecture: name of transformers' class.
         positions_key, layers_key: keys of the longest sequence and of the number of blocks.
         example_key: a key that every config has, for error messages.
         kinds_keys: fields with a kind for every block.
-        dropouts: the fields that `with_dropout` sets.
-        objective: what such a model is trained for unless told; `objectives` has all.
-        foreign: rules of the keys of files that are no fields and that the bases of the class have no rules for, see `foreign_keys`.
+        dropouts: fields that `with_dropout` sets.
+        objective: default objective of training; `objectives` has all.
+        foreign: rules of the keys in files that are not fields, in addition to those of the base classes (`foreign_keys`).
     """
 
     model_type: ClassVar[str]
@@ -83,36 +83,36 @@ class FamilyConfig:
             values: the value of every field.
 
         Raises:
-            UsageError: one is broken.
+            UsageError: a rule is broken.
         """
 
     @classmethod
     def rules(cls) -> Rules:
-        """The rules of keys that are no fields: those of the class and its bases."""
+        """Return the rules of keys that are not fields, of the class and its bases."""
         return {key: rule for base in reversed(cls.__mro__) for key, rule in vars(base).get("foreign", {}).items()}
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Keys of decoded JSON with a value that are neither fields nor have a rule: transformers' model of the family does not read them either."""
+        """Return keys of decoded JSON that have a value but are neither fields nor have a rule; transformers' model does not read them either."""
         known = {f.name for f in fields(cls)} | cls.rules().keys()
         return [key for key, value in values.items() if value is not None and key not in known]
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """The fields that a JSON object has, by name; a subclass translates keys here."""
+        """Return the fields that a JSON object has, by name; subclasses translate keys here."""
         return {f.name: values[f.name] for f in fields(cls) if f.name in values}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "the config") -> Self:
-        """A config from decoded JSON.
+        """Return a config from decoded JSON.
 
         Args:
             values: the decoded JSON.
             source: name of the file or object that holds the values, for error messages.
 
         Raises:
-            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule, or a key that only transformers reads would change
-                numbers.
+            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule; or a key that only transformers reads would change the
+                model's results.
         """
         check_object(values, source, cls.example_key)
         model_type = values.get("model_type", cls.model_type)
@@ -131,7 +131,7 @@ class FamilyConfig:
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
-        """A config from a file in Hugging Face's format, or from a directory with a ``config.json``.
+        """Return a config from a file in Hugging Face's format, or from a directory with a ``config.json``.
 
         Raises:
             DataError: the file cannot be read or is not JSON.
@@ -155,16 +155,16 @@ class FamilyConfig:
 
         @property
         def description(self) -> Description:
-            """The parts of the model."""
+            """Parts of the model."""
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of a sequence; None for no limit."""
+        """Largest number of tokens of a sequence; None for no limit."""
         return self.n_positions
 
     @property
     def num_labels(self) -> int:
-        """Classes of a classifier; 0 of other models."""
+        """Number of classes of a classifier; 0 for other models."""
         return 0
 
     @property
@@ -178,22 +178,22 @@ class FamilyConfig:
         return self.description.num_parameters(self.n_embd, self.vocab_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object, which transformers loads."""
+        """Return the config as Hugging Face's JSON object, which transformers loads."""
         return {"model_type": self.model_type, "architectures": [self.architecture], **asdict(self)}
 
     def with_dropout(self, p: float) -> Self:
-        """The same config with every dropout probability `p`."""
+        """Return the same config with every dropout probability `p`."""
         return replace(self, **dict.fromkeys(self.dropouts, p))
 
     def with_layers(self, count: int) -> Self:
-        """The same config with `count` blocks; kinds of blocks are repeated."""
+        """Return the same config with `count` blocks; kinds of blocks are repeated."""
         kinds = {key: tuple(found[layer % len(found)] for layer in range(count)) for key in self.kinds_keys if (found := getattr(self, key))}
         return replace(self, **{self.layers_key: count, **kinds})
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedConfig(FamilyConfig):
-    """Base of the configs whose fields have other names than `interface.ModelConfig` has.
+    """Base of the configs whose fields have other names than the properties of `interface.ModelConfig`.
 
     Attributes:
         width_key, heads_key, inner_key: keys of C, H and I.
@@ -206,7 +206,7 @@ class KeyedConfig(FamilyConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Heads divide the width, unless they have a size of their own."""
+        """Check that heads divide the width, unless they have a size of their own."""
         if values.get("head_dim") is None:
             check_divisible(cls.width_key, values[cls.width_key], cls.heads_key, values[cls.heads_key], source)
 
@@ -242,14 +242,14 @@ class KeyedConfig(FamilyConfig):
 
     @property
     def inner_size(self) -> int:
-        """I: width inside the feed-forward layer; 4 C where it is null."""
+        """I: width inside the feed-forward layer; 4 C if the key is null."""
         given = getattr(self, self.inner_key)
         return 4 * self.n_embd if given is None else int(given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenConfig(KeyedConfig):
-    """Base of the configs with today's usual keys.
+    """Base of the configs with the usual keys of recent models.
 
     Args:
         vocab_size: V, number of token ids.

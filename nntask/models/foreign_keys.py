@@ -1,9 +1,9 @@
-"""Keys of config.json that are no fields of our configs, each with one rule: read by a translation, another name of a field, ignored for a reason, or
-refused unless it has a value that changes nothing.
+"""Rules for keys of config.json that are not fields of our configs: read by a translation, another name of a field, ignored for a reason, or refused
+unless the value changes nothing.
 
-A class of configs has the rules of its own keys in `FamilyConfig.foreign`, and those of its bases, of which the most derived one counts. The rules
-cover every key that transformers' config of the family has, so a key that is neither here nor a field changes no number there: callers name it
-(`FamilyConfig.unread`). Keys within a rotary scaling belong to `rotary`.
+A class of configs has the rules of its own keys in `FamilyConfig.foreign` and inherits those of its bases, which it may override. The rules cover
+every key of transformers' config of the family. A key without a rule and without a field therefore changes nothing in transformers' model; callers
+report it (`FamilyConfig.unread`). Keys within a rotary scaling are handled in `rotary`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .config_checks import shown
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A key that is read: by `FamilyConfig.read` of its class, or where `by` says."""
+    """A key that `FamilyConfig.read` of its class reads, or the code named in `by`."""
 
     by: str = "the family"
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A key that changes no number of the model here.
+    """A key that does not change the results of a model here.
 
     Args:
-        reason: why.
+        reason: why it does not.
     """
 
     reason: str
@@ -36,7 +36,7 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A key that changes numbers unless it has one of some values.
+    """A key that changes a model's results unless it has one of some values.
 
     Args:
         values: JSON values that change nothing; the first one is named in the error message.
@@ -50,7 +50,7 @@ class Only:
         """Check a value.
 
         Raises:
-            UsageError: it is another one.
+            UsageError: the value is none of `values`.
         """
         if not any(type(value) is type(legal) and value == legal for legal in self.values):
             raise UsageError(f"{key} in {source} must be {shown(self.values[0])}, got {shown(value)}; {self.advice}")
@@ -58,7 +58,7 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another name of a field in transformers, its `attribute_map`.
+    """Another name of a field in transformers' `attribute_map`.
 
     Args:
         field: name of the field.
@@ -72,12 +72,12 @@ Rules = Mapping[str, Rule]
 
 
 def ignored(reason: str, keys: str) -> dict[str, Rule]:
-    """The rule of several keys, which are divided by spaces."""
+    """Return the rule of several keys, which are separated by spaces."""
     return {key: Ignored(reason) for key in keys.split()}
 
 
 def off(advice: str, keys: str) -> dict[str, Rule]:
-    """The rule of several switches, divided by spaces, that must be off."""
+    """Return the rule of several switches, separated by spaces, that must be off."""
     return {key: Only((False, None), advice) for key in keys.split()}
 
 
@@ -127,10 +127,10 @@ COMMON: Final[Rules] = {
 
 
 def check_foreign(rules: Rules, values: Mapping[str, Any], source: str) -> None:
-    """Check the keys that may have certain values only.
+    """Check the keys that allow certain values only.
 
     Raises:
-        UsageError: one has another value.
+        UsageError: a key has another value.
     """
     for key, value in values.items():
         if isinstance(rule := rules.get(key), Only):
@@ -138,10 +138,10 @@ def check_foreign(rules: Rules, values: Mapping[str, Any], source: str) -> None:
 
 
 def renamed(rules: Rules, values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """The values with other names of fields replaced by the fields.
+    """Return the values with other names of fields replaced by the fields.
 
     Raises:
-        UsageError: a field has two values.
+        UsageError: a field has two different values.
     """
     found = dict(values)
     for key, value in values.items():

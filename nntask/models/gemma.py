@@ -1,7 +1,7 @@
 """Gemma 2 and 3 (Gemma Team, 2024 and 2025) for text, with the semantics of transformers' ``Gemma2ForCausalLM`` and ``Gemma3ForCausalLM``.
 
-Norms stand around both layers and multiply by weight + 1, some blocks see a window, and token embeddings are scaled by sqrt(C). In Gemma 2 scores of
-attention and of tokens are capped. In Gemma 3 queries and keys are normed head by head, and blocks with a window turn by frequencies of their own.
+Norms surround both layers and multiply by weight + 1, some blocks see a window, and token embeddings are scaled by sqrt(C). In Gemma 2, scores of
+attention and of tokens are capped. In Gemma 3, queries and keys are normed head by head, and blocks with a window have their own rotary frequencies.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class GemmaConfig(GatedConfig):
     """Base of the configs of Gemma 2 and 3.
 
     Args:
-        hidden_activation: of the gate.
+        hidden_activation: activation of the gate.
         head_dim: D.
-        query_pre_attn_scalar: scores are divided by its square root.
-        sliding_window: tokens that a token sees in blocks with a window, itself included.
-        layer_types: for each block "full_attention" or "sliding_attention"; None for every `pattern`-th block full.
+        query_pre_attn_scalar: number whose square root divides the scores.
+        sliding_window: number of tokens that a token sees in blocks with a window, itself included.
+        layer_types: for each block "full_attention" or "sliding_attention"; None makes every `pattern`-th block full.
         attention_bias: whether the projections of attention have biases.
-        final_logit_softcapping: scores of tokens are capped by it; None for as they are.
+        final_logit_softcapping: soft cap of the scores of tokens; None for none.
     """
 
     num_key_value_heads: int | None = count(4, 4)
@@ -65,7 +65,7 @@ class GemmaConfig(GatedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Older files have a pattern in place of the list; ``hidden_act``, which some have besides, is read by no version."""
+        """Read the pattern that older files have instead of the list, and ignore their ``hidden_act``, which no version reads."""
         known = super().read({key: value for key, value in values.items() if key != "hidden_act"}, source)
         pattern, count = values.get("sliding_window_pattern", values.get("_sliding_window_pattern")), values.get("num_hidden_layers")
         if type(count) is int and count <= LARGEST_DEPTH:
@@ -77,31 +77,31 @@ class GemmaConfig(GatedConfig):
 
     @property
     def kinds(self) -> list[str]:
-        """The kind of each block."""
+        """Kind of each block."""
         return list(self.layer_types or _kinds(self.num_hidden_layers, self.pattern))
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token sees in a block."""
+        """Return the number of tokens that a token sees in a block; None for all."""
         return None if self.kinds[layer] == FULL else self.sliding_window
 
     @property
     def norm(self) -> NormShape:
-        """Of all norms."""
+        """Shape of all norms."""
         return NormShape(kind="rms", eps=self.rms_norm_eps, offset=1.0)
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         found = super().description
         stack, head = replace(found.stack, embedding_scale=self.hidden_size**0.5), replace(found.head, cap=self.final_logit_softcapping)
         return replace(found, stack=stack, head=head)
 
     def block(self, layer: int) -> BlockShape:
-        """The parts of one block."""
+        """Return the parts of one block."""
         return replace(super().block(layer), norms="around")
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block."""
+        """Return the attention of one block."""
         has_bias = self.attention_bias
         return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5, has_bias=has_bias, has_out_bias=has_bias)
 
@@ -111,7 +111,7 @@ class GemmaConfig(GatedConfig):
         return ACTIVATIONS[self.hidden_activation]
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object."""
+        """Return the config as Hugging Face's JSON object."""
         values = super().to_dict()
         del values["hidden_act"]
         return {**values, "layer_types": self.kinds}
@@ -122,9 +122,9 @@ class Gemma2Config(GemmaConfig):
     """Shape and hyperparameters of a Gemma 2; field names and meaning as in ``transformers.Gemma2Config``.
 
     Args:
-        layer_types: for each block "full_attention" or "sliding_attention"; None for every second block full.
-        final_logit_softcapping: scores of tokens are capped by it; None for as they are.
-        attn_logit_softcapping: scores of attention are capped by it; None for as they are.
+        layer_types: for each block "full_attention" or "sliding_attention"; None makes every second block full.
+        final_logit_softcapping: soft cap of the scores of tokens; None for none.
+        attn_logit_softcapping: soft cap of the scores of attention; None for none.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -139,7 +139,7 @@ class Gemma2Config(GemmaConfig):
     architecture: ClassVar[str] = "Gemma2ForCausalLM"
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block."""
+        """Return the attention of one block."""
         return replace(super().attention(layer), cap=self.attn_logit_softcapping)
 
 
@@ -148,8 +148,8 @@ class Gemma3Config(GemmaConfig):
     """Shape and hyperparameters of a Gemma 3; field names and meaning as in ``transformers.Gemma3TextConfig``.
 
     Args:
-        layer_types: for each block "full_attention" or "sliding_attention"; None for every sixth block full.
-        rope_local_base_freq: base of the rotary frequencies in blocks with a window; `rope_theta` and `rope_scaling` are those of the others.
+        layer_types: for each block "full_attention" or "sliding_attention"; None makes every sixth block full.
+        rope_local_base_freq: base of the rotary frequencies in blocks with a window; `rope_theta` and `rope_scaling` apply to the other blocks.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -166,7 +166,7 @@ class Gemma3Config(GemmaConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """transformers 5 has rotary parameters for each kind of block."""
+        """Read the format of transformers 5, too, which has rotary parameters for each kind of block."""
         both, taken = values.get("rope_parameters"), dict(values)
         if isinstance(both, Mapping) and (FULL in both or SLIDING in both):
             for kind in (FULL, SLIDING):
@@ -180,12 +180,12 @@ class Gemma3Config(GemmaConfig):
         return super().read(taken, source)
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block."""
+        """Return the attention of one block."""
         found, local = super().attention(layer), Rotary(size=self.head_size, theta=self.rope_local_base_freq)
         return replace(found, head_norm=self.norm, rotary=found.rotary if self.window(layer) is None else local)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object, with rotary parameters for each kind of block."""
+        """Return the config as Hugging Face's JSON object, with rotary parameters for each kind of block."""
         values = super().to_dict()
         scaling = values.pop("rope_scaling") or {"rope_type": "default"}
         local = {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
@@ -194,7 +194,7 @@ class Gemma3Config(GemmaConfig):
 
 
 def _kinds(count: int, pattern: int) -> list[str]:
-    """Kinds of `count` blocks, every one of `pattern` full."""
+    """Return the kinds of `count` blocks, with every `pattern`-th block full."""
     return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(count)]
 
 

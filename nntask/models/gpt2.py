@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019), with the semantics of transformers' ``GPT2LMHeadModel``.
 
 Its files have matrices (in, out), and q, k and v as column blocks of one ``c_attn``. Checkpoints on the Hub come with and without the prefix, with
-and without attention masks (``attn.bias``), and with a head even when it is tied to the embedding.
+and without attention masks (``attn.bias``), and some have a head although it is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class GPT2Config(FamilyConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Heads divide the width."""
+        """Check that heads divide the width."""
         check_divisible("n_embd", values["n_embd"], "n_head", values["n_head"], source)
 
     @property
@@ -127,7 +127,7 @@ class GPT2Config(FamilyConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts; layers that add to the residual stream begin with deviation initializer_range / sqrt(2 L) (section 2.3 of the paper)."""
+        """Parts of the model; layers that add to the residual stream begin with std initializer_range / sqrt(2 L) (section 2.3 of the paper)."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)
         return Description(
             stack=StackShape(
@@ -159,7 +159,7 @@ class GPT2Config(FamilyConfig):
 
 
 class GPT2(Transformer):
-    """A GPT-2 on a runtime; arguments as of `Transformer`."""
+    """A GPT-2 on a runtime, with the arguments of `Transformer`."""
 
 
 PRESETS: Final[dict[str, GPT2Config]] = {

@@ -1,4 +1,4 @@
-"""GPT-Neo (Black et al., 2021), with the semantics of transformers' ``GPTNeoForCausalLM``: blocks see all tokens and a window in turn, and scores are
+"""GPT-Neo (Black et al., 2021), with the semantics of transformers' ``GPTNeoForCausalLM``: blocks see all tokens or a window, in turn, and scores are
 not scaled."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GPTNeoConfig(KeyedConfig):
         num_heads: H, attention heads; divides hidden_size.
         max_position_embeddings: P, longest sequence.
         intermediate_size: I, width inside the feed-forward layer; None for 4 C.
-        attention_layers: for each block "global" or "local"; None for both in turn.
-        window_size: tokens that a token sees in a local block, itself included.
+        attention_layers: for each block "global" or "local"; None for the two in turn.
+        window_size: number of tokens that a token sees in a local block, itself included.
         activation_function: one of `ACTIVATIONS`.
         resid_dropout, embed_dropout, attention_dropout: dropout probability after each layer, after the embeddings, on attention probabilities.
         layer_norm_epsilon: term added to the variance.
@@ -92,7 +92,7 @@ class GPTNeoConfig(KeyedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Older files have ``attention_types``, pairs of a list of kinds and how often it is repeated, and no list of all blocks."""
+        """Read the ``attention_types`` of older files, pairs of a list of kinds and its number of repeats, instead of the list of all blocks."""
         known, types = super().read(values, source), values.get("attention_types")
         if known.get("attention_layers") is None and types is not None:
             try:
@@ -106,7 +106,7 @@ class GPTNeoConfig(KeyedConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)
         feed_forward = FeedForwardShape(
             inner_size=self.inner_size, activation=ACTIVATIONS[self.activation_function], has_gate=False, has_bias=True, std=std, out_std=std
@@ -133,14 +133,14 @@ class GPTNeoConfig(KeyedConfig):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object, with the kinds of blocks in its older form, which both versions read."""
+        """Return the config as Hugging Face's JSON object, with the kinds of blocks in the older form, which every version reads."""
         values = super().to_dict()
         kinds = values.pop("attention_layers") or _in_turn(self.num_layers)
         return {**values, "attention_types": [[list(kinds), 1]]}
 
 
 def _in_turn(num_layers: Any) -> list[str]:
-    """The kinds of blocks of a config that does not say them."""
+    """Return the kinds of blocks of a config that does not list them."""
     return [(GLOBAL, LOCAL)[layer % 2] for layer in range(num_layers if type(num_layers) is int and num_layers <= LARGEST_DEPTH else 0)]
 
 

@@ -1,7 +1,7 @@
 """GPT-NeoX (Black et al., 2022) and Pythia (Biderman et al., 2023), with the semantics of transformers' ``GPTNeoXForCausalLM``.
 
-Both layers of a block read the same stream, and a part of each head turns with the position. Files have q, k and v of each head side by side in one
-``query_key_value``.
+Both layers of a block read the same stream, and a part of each head turns with the position. Files have q, k and v of each head next to each other in
+one ``query_key_value``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """No heads are shared, and together they are as wide as the model: files have them so."""
+        """Check that heads are not shared and are together as wide as the model, as in the files."""
         super().check_together(values, source)
         width, heads = values["hidden_size"], values["num_attention_heads"]
         for key, only in {"num_key_value_heads": heads, "head_dim": width // heads}.items():
@@ -79,7 +79,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
         attention = AttentionShape.of(
             self, has_bias=self.attention_bias, has_out_bias=self.attention_bias, dropout=self.attention_dropout, rotary=self.rotary
@@ -97,7 +97,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
 
 
 def _pythia(hidden: int, layers: int, heads: int) -> GPTNeoXConfig:
-    """The config of a Pythia, which differ in three numbers."""
+    """Return the config of a Pythia; their sizes differ in three numbers."""
     return GPTNeoXConfig(
         vocab_size=50304,
         hidden_size=hidden,

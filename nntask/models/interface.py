@@ -1,6 +1,6 @@
-"""The interfaces of model configs: what a run needs of any language model, and what tiling and planning need of one that is made of tiles besides.
+"""Interfaces of model configs: the properties that a run needs of any language model, and those that tiling and planning need of a model with tiles.
 
-`registry` lists the classes of the latter. Models without tiles come from other packages, with configs of their own.
+`registry` lists the families whose models have tiles. Models without tiles come from other packages, with configs of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LanguageConfig(Protocol):
-    """A language model as its data, its settings and its checkpoints see it."""
+    """Config of a language model: the properties that its data, its settings and its checkpoints need."""
 
     @property
     def model_type(self) -> str:
@@ -29,18 +29,18 @@ class LanguageConfig(Protocol):
 
     @property
     def n_positions(self) -> int:
-        """P: longest sequence, or where there is no limit the usual one."""
+        """P: longest sequence; the usual length for a model without a limit."""
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of a sequence; None for no limit."""
+        """Largest number of tokens of a sequence; None for no limit."""
 
     @property
     def num_parameters(self) -> int:
         """Number of weights; a tied head counts once."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object, with its model_type."""
+        """Return the config as Hugging Face's JSON object, with its model_type."""
 
 
 class ModelConfig(LanguageConfig, Protocol):
@@ -79,15 +79,15 @@ class ModelConfig(LanguageConfig, Protocol):
 
     @property
     def objective(self) -> str:
-        """What the model learns unless told: causal, masked, seq2seq or classify."""
+        """Default objective of training: causal, masked, seq2seq or classify."""
 
     @property
     def num_labels(self) -> int:
-        """Classes of a classifier; 0 of other models."""
+        """Number of classes of a classifier; 0 for other models."""
 
     @property
     def description(self) -> Description:
-        """The parts of the model."""
+        """Parts of the model."""
 
     @property
     def ties_head(self) -> bool:
@@ -95,10 +95,10 @@ class ModelConfig(LanguageConfig, Protocol):
 
     @property
     def names(self) -> Names:
-        """Names and layouts of its weights in files."""
+        """Names and layouts of the model's weights in files."""
 
     def with_dropout(self, p: float) -> Self:
-        """The same config with every dropout probability `p`."""
+        """Return the same config with every dropout probability `p`."""
 
     def with_layers(self, count: int) -> Self:
-        """The same config with `count` blocks."""
+        """Return the same config with `count` blocks."""

@@ -1,4 +1,4 @@
-"""The base class of language models: inputs, loss and scores. A subclass adds the layers between tokens and head.
+"""Base class of language models: inputs, loss and scores. A subclass adds the layers between tokens and head.
 
 Letters: B sequences of T tokens, C features of the residual stream, V vocabulary, S tokens of an encoder.
 """
@@ -32,13 +32,13 @@ _OF_DECODER: Final = ("decoder_tokens", "targets")
 
 @dataclass(frozen=True, slots=True)
 class ExtraInputs:
-    """What a forward pass is given besides tokens (B, T), all int32; None where it is not.
+    """Inputs of a forward pass in addition to tokens (B, T), all int32; None for absent ones.
 
     Args:
-        documents: (B, T), tokens of different numbers do not see each other: of packed texts, or 1 for text and 0 for padding.
+        documents: (B, T), numbers of documents, whose tokens do not see each other: of packed texts, or 1 for text and 0 for padding.
         token_types: (B, T), kinds of tokens.
-        decoder_tokens: (B, T) of the decoder; tokens (B, S) and documents are then those of the encoder.
-        positions: (B, T), positions of tokens in their texts, of models with a table of positions; None for 0 to T - 1.
+        decoder_tokens: (B, T) of the decoder; tokens (B, S) and documents then belong to the encoder.
+        positions: (B, T), positions of tokens in their texts, for models with a table of positions; None for 0 to T - 1.
     """
 
     documents: TileTensor | None = None
@@ -48,7 +48,7 @@ class ExtraInputs:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of what is given."""
+        """Names of the inputs that are present."""
         return tuple(name for name in ExtraInputs.__slots__ if getattr(self, name) is not None)
 
 
@@ -56,17 +56,17 @@ NO_EXTRAS: Final = ExtraInputs()
 
 
 class LanguageModel(Module):
-    """Base class of language models; a subclass makes its layers, sets `lm_head` (V, C), calls `allocate` and defines `trunk`.
+    """Base class of language models; a subclass creates its layers, sets `lm_head` (V, C), calls `allocate` and defines `trunk`.
 
     Args:
         config: the model's shape and hyperparameters.
         tiling: tile sizes.
-        runtime: the runtime that executes the tasks.
+        runtime: runtime that executes the tasks.
 
     Attributes:
         head_bias: (V,), added to the scores; None for none.
-        head_cap: scores are head_cap * tanh(scores / head_cap); None for as they are.
-        takes: names of `ExtraInputs` that the model has a use for.
+        head_cap: soft cap of the scores, head_cap * tanh(scores / head_cap); None for none.
+        takes: names of the `ExtraInputs` that the model uses.
     """
 
     lm_head: Parameter
@@ -80,26 +80,27 @@ class LanguageModel(Module):
         self.given_tiling = tiling
 
     def allocate(self, runtime: TaskRuntime, dtype: npt.DTypeLike, seed: int | None) -> None:
-        """Create the tiles of every parameter with their initial values, and the key of the dropout masks; see `Module.allocate`."""
+        """Create the tiles of every parameter with their initial values, as `Module.allocate` does, and the key of the dropout masks."""
         super().allocate(runtime, dtype, seed)
         self.dropout_key = TileTensor(runtime, (2,), (2,), np.uint64, kind="input", data_class="data", name="dropout key")
         self.dropout_key.write(np.array([seed or 0, 0], np.uint64))
 
     @property
     def tables(self) -> tuple[Parameter, ...]:
-        """The token embedding and the head, of models that have both; the head of others."""
+        """Token embedding and head, or the head alone if the model has no token embedding."""
         return (self.lm_head,)
 
     def hold_blocks(self, blocks: Mapping[str, Blocks]) -> None:
-        """Hold weights in blocks from now on, frozen, with tiles that nothing has written yet; for weights that are then attached to files.
+        """Store weights in blocks from now on, frozen, with tiles that are not written yet; for weights that are then attached to files.
 
-        A weight of 16 bits is held so where its numbers are fp32 and computed on the CPU, and its tiles are whole blocks; others become floats.
+        A weight in 16-bit blocks keeps this format if its tiles are whole blocks, the model computes in fp32, and no GPU is used. Otherwise it is
+        converted to floats.
 
         Args:
             blocks: name -> format. Only matrices of layers, the token embedding and the head may be quantised.
 
         Raises:
-            UsageError: another one is, or a tile is not whole blocks.
+            UsageError: another weight is quantised, or a tile is not a whole number of blocks.
         """
         layers = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Adaptable)}
         parameters = self.named_parameters()
@@ -115,38 +116,38 @@ class LanguageModel(Module):
                 raise UsageError(f"{error} (tile sizes are --embd-tile, --inner-tile and, times the size of a head, --head-tile)") from error
 
     def _holds_half(self, parameter: Parameter, blocks: Blocks) -> bool:
-        """Whether a matrix of 16-bit floats stays as it is in memory."""
+        """Return whether a matrix of 16-bit floats keeps this format in memory."""
         along = 0 if blocks.is_turned else 1
         whole = parameter.data.tiling.tile[along] % blocks.block_format.block_values == 0
         return whole and parameter.data.dtype == np.float32 and not self.runtime.has_gpus
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
-        """Features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.
+        """Return the features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier.
 
         Args:
-            tokens: (B, T) int32; (B, S) of a model with an encoder, whose decoder has the T tokens.
-            masks: the dropout masks of this forward pass; None without dropout.
-            past: cached keys and values of the preceding tokens, to which the keys and values of these tokens are added; None where the sequences
-                begin with these tokens.
-            given: what else is known of the tokens.
+            tokens: (B, T) int32; (B, S) for a model with an encoder, whose decoder has the T tokens.
+            masks: dropout masks of this forward pass; None without dropout.
+            past: cached keys and values of the preceding tokens, to which the keys and values of these tokens are added; None if the sequences begin
+                with these tokens.
+            given: further inputs.
         """
         raise NotImplementedError
 
     def input_tensors(self, batch: int, seq_len: int | None = None) -> tuple[TileTensor, TileTensor]:
-        """Tokens and targets, (B, T) int32 each, which the program writes before each step; see `inputs`."""
+        """Return tokens and targets, (B, T) int32 each, which the program writes before each step; `inputs` creates other inputs."""
         given = self.inputs(batch, seq_len)
         return given["tokens"], given["targets"]
 
     def inputs(
         self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("tokens", "targets"), target_len: int | None = None
     ) -> dict[str, TileTensor]:
-        """The tensors that a program writes before each step, by the names of a batch's arrays (`nntask.data.objectives`): factor (1,) fp32, the
-        others int32, (B, T) or (B, 1) of the targets of a classifier.
+        """Return the tensors that a program writes before each step, by the names of a batch's arrays (`nntask.data.objectives`): factor is (1,)
+        fp32, the others are int32, (B, T), or (B, 1) for the targets of a classifier.
 
         Args:
-            batch: B, sequences.
-            seq_len: T, tokens of a sequence, or S of an encoder, at most n_positions; None for n_positions.
-            names: which ones.
+            batch: B, number of sequences.
+            seq_len: T, number of tokens of a sequence, or S of an encoder, at most n_positions; None for n_positions.
+            names: names of the tensors.
             target_len: T of a decoder; None for S.
 
         Raises:
@@ -172,7 +173,7 @@ class LanguageModel(Module):
         return found
 
     def position_tensor(self, batch: int) -> TileTensor:
-        """A (B,) int32 input for `next_logits`, tiled like the batch axis of the tokens."""
+        """Return a (B,) int32 input for `next_logits`, tiled like the batch axis of the tokens."""
         tile = (self.given_tiling.minibatch_tile,)
         return TileTensor(self.runtime, (batch,), tile, np.int32, kind="input", data_class="data", name="positions")
 
@@ -187,12 +188,12 @@ class LanguageModel(Module):
         minibatch: int = 0,
         **given: TileTensor,
     ) -> Tensor:
-        """The loss of predicting `targets` from `tokens`.
+        """Return the loss of predicting `targets` from `tokens`.
 
         Args:
             tokens: (B, T) int32.
-            targets: (B, T) int32, usually the tokens shifted by one; (B, 1) of a classifier. A target -1 adds no loss, but counts in the mean.
-            factor: (1,) fp32 by which the sum of the losses is multiplied instead of the mean: 1 / number of targets that count.
+            targets: (B, T) int32, usually the tokens shifted by one; (B, 1) for a classifier. A target -1 adds no loss, but counts in the mean.
+            factor: (1,) fp32, factor of the sum of the losses instead of the mean's: 1 / number of targets that count.
             reduction: "mean" over the targets, or "sum".
             scale: factor of the loss; 1 / n for each of n equal minibatches makes their sum the mean over the batch.
             minibatch: index of this forward pass within the step; it selects the dropout masks.
@@ -202,14 +203,14 @@ class LanguageModel(Module):
             (1,), the loss, whose ``backward()`` computes the gradients.
 
         Raises:
-            UsageError: the reduction is unknown, or what is given does not fit the model.
+            UsageError: the reduction is unknown, or the inputs do not fit the model.
         """
         if reduction not in ("mean", "sum"):
             raise UsageError(f'reduction must be "mean" or "sum", got {reduction!r}; choose one of them')
         x = self.hidden(tokens, minibatch, self._given(given))  # (B, T, C)
         if targets.shape != x.shape[:2] or targets.tile[0] != tokens.tile[0]:
             raise UsageError(
-                f"targets must be {x.shape[:2]} with tiles of {tokens.tile[0]} sequences, one for each score, got {targets!r} beside {tokens!r}; "
+                f"targets must be {x.shape[:2]} with tiles of {tokens.tile[0]} sequences, one for each score, got {targets!r} with {tokens!r}; "
                 "make both with inputs"
             )
         if reduction == "mean" and factor is None:
@@ -219,10 +220,10 @@ class LanguageModel(Module):
         )
 
     def _given(self, arrays: dict[str, TileTensor]) -> ExtraInputs:
-        """What is given, if the model has a use for it.
+        """Return the further inputs, if the model uses all of them.
 
         Raises:
-            UsageError: it has none, or lacks something.
+            UsageError: the model does not use one of them, or lacks one.
         """
         kind = self.config.model_type
         if unknown := [name for name in arrays if name not in self.takes]:
@@ -235,7 +236,7 @@ class LanguageModel(Module):
         return ExtraInputs(**arrays)
 
     def hidden(self, tokens: TileTensor, minibatch: int = 0, given: ExtraInputs = NO_EXTRAS) -> Tensor:
-        """Features before the head, for sequences without a past: (B, T) int32 -> (B, T, C).
+        """Return the features before the head, for sequences without a past: (B, T) int32 -> (B, T, C).
 
         Raises:
             UsageError: the tokens have another rank, or sequences are too long.
@@ -246,20 +247,20 @@ class LanguageModel(Module):
         return self.trunk(tokens, Masks(self.dropout_key, minibatch) if self.training else None, given=given)
 
     def scores(self, x: Tensor) -> Tensor:
-        """What the head makes of features: (B, T, C) -> (B, T, V)."""
+        """Return the scores of features: (B, T, C) -> (B, T, V)."""
         y = functional.linear(x, self.lm_head, self.head_bias, transpose_w=True)  # (B, T, C) @ (V, C)^T -> (B, T, V)
         return y if self.head_cap is None else functional.capped(y, self.head_cap)
 
     def logits(self, tokens: TileTensor, **given: TileTensor) -> Tensor:
-        """Scores of the next token after every token: (B, T) int32 -> (B, T, V). The result is large; training calls the model itself."""
+        """Return the scores of the next token after every token: (B, T) int32 -> (B, T, V). The result is large; to train, call the model itself."""
         return self.scores(self.hidden(tokens, given=self._given(given)))
 
     def next_logits(self, tokens: TileTensor, positions: TileTensor, **given: TileTensor) -> Tensor:
-        """Scores of the token after one chosen token of each sequence, or of the token behind a mask.
+        """Return the scores of the token after one chosen token of each sequence, or of a masked token.
 
         Args:
             tokens: (B, T) int32; ids after the chosen token have no effect on a decoder.
-            positions: (B,) int32 input: index of the chosen token in its sequence, from 0; in that of the decoder where there are two.
+            positions: (B,) int32 input: index of the chosen token in its sequence, from 0; in the decoder's sequence if there is an encoder.
             given: fields of `ExtraInputs`.
 
         Returns:
@@ -270,19 +271,19 @@ class LanguageModel(Module):
 
     @property
     def start(self) -> int | None:
-        """Id that a decoder's text begins with where an encoder reads the prompt; None for a model without an encoder."""
+        """Id that a decoder's text begins with if an encoder reads the prompt; None for a model without an encoder."""
         if self.config.description.encoder is None:
             return None
         start: int | None = getattr(self.config, "decoder_start_token_id", None)
         return 0 if start is None else start
 
     def cache(self, batch: int, length: int, num_beams: int = 1) -> KVCache:
-        """An empty cache for `batch` texts of at most `length` tokens, with the windows of all layers; see `KVCache`."""
+        """Return an empty `KVCache` for `batch` texts of at most `length` tokens, with the windows of all layers."""
         windows = [block.attention.window for block in self.config.description.stack.blocks]
         return KVCache(self.config, self.given_tiling, self.runtime, batch, length, self.lm_head.dtype, num_beams=num_beams, windows=windows)
 
     def encode(self, tokens: TileTensor, documents: TileTensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values that each layer of the decoder sees of the sources, of a model with an encoder.
+        """Return the keys and values of the sources for each layer of the decoder, for a model with an encoder.
 
         Args:
             tokens: (B, S) int32.
@@ -294,5 +295,5 @@ class LanguageModel(Module):
         raise NotImplementedError
 
     def continued_logits(self, tokens: TileTensor, past: Past) -> Tensor:
-        """Scores of the next token after each of w tokens that continue cached sequences: (B, w) int32 -> (B, w, V)."""
+        """Return the scores of the next token after each of w tokens that continue cached sequences: (B, w) int32 -> (B, w, V)."""
         return self.scores(self.trunk(tokens, None, past))

@@ -1,7 +1,7 @@
-"""LLaMA (Touvron et al., 2023; Llama 3, 2024), with the semantics of transformers' ``LlamaForCausalLM``, and what its descendants share with it.
+"""LLaMA (Touvron et al., 2023; Llama 3, 2024), with the semantics of transformers' ``LlamaForCausalLM``, and the base of models derived from it.
 
 Matrices are (out, in), as Hugging Face stores them, so that tiles map onto files without transposition. Older checkpoints also hold the rotary
-frequencies, which follow from the config.
+frequencies, which are computed from the config.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAMES: Final = Names(
 
 @dataclass(frozen=True, kw_only=True)
 class GatedConfig(RotaryConfig):
-    """Base of LLaMA and of the models that follow it: RMS norms before the layers, rotary positions, a gate in the feed-forward layer.
+    """Base of LLaMA and of the models derived from it: RMS norms before the layers, rotary positions, a gate in the feed-forward layer.
 
     Args:
         hidden_act: "silu", or its synonym "swish".
@@ -57,7 +57,7 @@ class GatedConfig(RotaryConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         return Description(
             stack=StackShape(blocks=tuple(self.block(layer) for layer in range(self.n_layer)), std=self.initializer_range, norm=self.norm),
             head=HeadShape(is_tied=self.tie_word_embeddings, std=self.initializer_range),
@@ -65,15 +65,15 @@ class GatedConfig(RotaryConfig):
 
     @property
     def norm(self) -> NormShape:
-        """Of all norms."""
+        """Shape of all norms."""
         return NormShape(kind="rms", eps=self.rms_norm_eps)
 
     def block(self, layer: int) -> BlockShape:
-        """The parts of one block, layer from 0."""
+        """Return the parts of one block, layer from 0."""
         return BlockShape(attention=self.attention(layer), feed_forward=self.feed_forward(), norm=self.norm)
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block, layer from 0."""
+        """Return the attention of one block, layer from 0."""
         window = self.window(layer)
         return AttentionShape.of(
             self,
@@ -85,7 +85,7 @@ class GatedConfig(RotaryConfig):
         )
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token sees in a block, itself included; None for all."""
+        """Return the number of tokens that a token sees in a block, itself included; None for all."""
         return None
 
     @property
@@ -94,14 +94,14 @@ class GatedConfig(RotaryConfig):
         return ACTIVATIONS[self.hidden_act]
 
     def feed_forward(self) -> FeedForwardShape:
-        """The feed-forward layer of every block."""
+        """Return the feed-forward layer of every block."""
         std = self.initializer_range
         return FeedForwardShape(inner_size=self.inner_size, activation=self.activation, has_gate=True, has_bias=False, std=std, out_std=std)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(GatedConfig):
-    """Shape and hyperparameters of a LLaMA; field names and meaning as in ``transformers.LlamaConfig``, see the classes that it is based on.
+    """Shape and hyperparameters of a LLaMA; field names and meaning as in ``transformers.LlamaConfig``, with the fields of the base classes.
 
     Args:
         attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases.
@@ -118,20 +118,20 @@ class LlamaConfig(GatedConfig):
     architecture: ClassVar[str] = "LlamaForCausalLM"
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block, layer from 0."""
+        """Return the attention of one block, layer from 0."""
         return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias)
 
     def feed_forward(self) -> FeedForwardShape:
-        """The feed-forward layer of every block."""
+        """Return the feed-forward layer of every block."""
         return replace(super().feed_forward(), has_bias=self.mlp_bias)
 
 
 class Llama(Transformer):
-    """A LLaMA on a runtime; arguments as of `Transformer`."""
+    """A LLaMA on a runtime, with the arguments of `Transformer`."""
 
 
 def _llama_3_2(*, hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> LlamaConfig:
-    """The config of a text model of Meta's Llama 3.2, whose sizes differ in three numbers."""
+    """Return the config of a text model of Meta's Llama 3.2; their sizes differ in three numbers."""
     return LlamaConfig(
         vocab_size=128256,
         hidden_size=hidden_size,

@@ -14,8 +14,8 @@ class MistralConfig(GatedConfig):
     """Shape and hyperparameters of a Mistral; field names and meaning as in ``transformers.MistralConfig``.
 
     Args:
-        num_key_value_heads: G; 8 unless given, H where null.
-        sliding_window: tokens that a token sees, itself included; None for all.
+        num_key_value_heads: G; 8 by default, H if null.
+        sliding_window: number of tokens that a token sees, itself included; None for all.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -29,7 +29,7 @@ class MistralConfig(GatedConfig):
     architecture: ClassVar[str] = "MistralForCausalLM"
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token sees in a block."""
+        """Return the number of tokens that a token sees in a block; None for all."""
         return self.sliding_window
 
 

@@ -1,4 +1,4 @@
-"""MLP-Mixer (Tolstikhin et al., 2021): images as patches, whose features and whose positions are mixed by feed-forward layers in turn.
+"""MLP-Mixer (Tolstikhin et al., 2021): feed-forward layers that mix, in turn, the patches of an image and the features of each patch.
 
 Letters::
 
@@ -6,7 +6,7 @@ Letters::
     P  values of a patch        S  width between patches       I  width between features
 
 Weights have the names of timm's ``MlpMixer``. Its convolution of patches is the matrix `stem` here: (C, channels, p, p) with its axes in the order
-(0, 2, 3, 1) is (C, p * p * channels), since patches are rows of pixels with their channels side by side (`nntask.data.images`).
+(0, 2, 3, 1) is (C, p * p * channels), since patches are rows of pixels with adjacent channels (`nntask.data.images`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class MlpMixerConfig(KeyedConfig):
     """Shape and hyperparameters of an MLP-Mixer.
 
     Args:
-        image_size: pixels of a side.
-        patch_size: p, pixels of a side of a patch; divides image_size.
-        num_channels: values of a pixel.
+        image_size: number of pixels of a side.
+        patch_size: p, number of pixels of a side of a patch; divides image_size.
+        num_channels: number of values of a pixel.
         hidden_size: C.
         num_hidden_layers: number of blocks.
         tokens_mlp_dim: S.
         channels_mlp_dim: I.
-        num_labels: classes.
+        num_labels: number of classes.
         hidden_act: one of `ACTIVATIONS`.
         hidden_dropout_prob: dropout probability after each feed-forward layer.
         layer_norm_eps: term added to the variance.
@@ -85,22 +85,22 @@ class MlpMixerConfig(KeyedConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Patches fill the image."""
+        """Check that patches fill the image."""
         check_divisible("image_size", values["image_size"], "patch_size", values["patch_size"], source)
 
     @property
     def n_positions(self) -> int:
-        """N: patches of an image."""
+        """N: number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def patch_width(self) -> int:
-        """P: values of a patch."""
+        """P: number of values of a patch."""
         return self.patch_size**2 * self.num_channels
 
     @property
     def vocab_size(self) -> int:
-        """What the head scores: classes."""
+        """Number of classes, the size of the head."""
         return self.num_labels
 
     @property
@@ -114,7 +114,7 @@ class MlpMixerConfig(KeyedConfig):
 
     @property
     def products_per_sequence(self) -> int:
-        """Multiplications of a forward pass over one image."""
+        """Number of multiplications in a forward pass over one image."""
         block = 2 * self.n_positions * self.hidden_size * (self.tokens_mlp_dim + self.channels_mlp_dim)
         return self.num_hidden_layers * block + self.hidden_size * (self.n_positions * self.patch_width + self.num_labels)
 
@@ -132,7 +132,7 @@ class MixerMlp(Module):
 
 
 class MixerBlock(Module):
-    """x + what mixes positions, then x + what mixes features: (B, N, C) -> (B, N, C)."""
+    """x + mix of positions, then x + mix of features: (B, N, C) -> (B, N, C)."""
 
     def __init__(self, config: MlpMixerConfig, cut: ModelTiling, layer: int) -> None:
         width, patches, std, activation = config.hidden_size, config.n_positions, config.initializer_range, ACTIVATIONS[config.hidden_act]
@@ -151,7 +151,7 @@ class MixerBlock(Module):
 
 
 class MlpMixer(LanguageModel):
-    """An MLP-Mixer on a runtime; arguments as of `Transformer`. Its tokens are patches, and it has no ids."""
+    """An MLP-Mixer on a runtime, with the arguments of `Transformer`. Its tokens are patches, which have no ids."""
 
     takes = ()
 
@@ -180,7 +180,7 @@ class MlpMixer(LanguageModel):
     def inputs(
         self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("images", "targets"), target_len: int | None = None
     ) -> dict[str, TileTensor]:
-        """Images (B, N, P) fp32 and targets (B, 1) int32; see `LanguageModel.inputs`.
+        """Return images (B, N, P) fp32 and targets (B, 1) int32, with the arguments of `LanguageModel.inputs`.
 
         Raises:
             UsageError: the batch is empty, the images have another number of patches, or other arrays are asked for.
@@ -201,12 +201,12 @@ class MlpMixer(LanguageModel):
     def __call__(  # type: ignore[override]
         self, images: TileTensor, targets: TileTensor, *, reduction: str = "mean", scale: float = 1.0, minibatch: int = 0
     ) -> Tensor:
-        """The loss of predicting the classes of images.
+        """Return the loss of predicting the classes of images.
 
         Args:
             images: (B, N, P) fp32.
             targets: (B, 1) int32.
-            reduction, scale, minibatch: as of `LanguageModel`.
+            reduction, scale, minibatch: the same as for `LanguageModel`.
 
         Returns:
             (1,), the loss.
@@ -217,7 +217,7 @@ class MlpMixer(LanguageModel):
         return functional.linear_cross_entropy(self.features(images, masks), self.lm_head, targets, scale=scale, bias=self.head_bias)
 
     def features(self, images: TileTensor, masks: Masks | None = None) -> Tensor:
-        """What the head reads: (B, N, P) -> (B, 1, C)."""
+        """Return the features for the head: (B, N, P) -> (B, 1, C)."""
         x = self.stem(functional.cast(Tensor(images), self.stem.weight.dtype))  # (B, N, P) @ (C, P)^T -> (B, N, C)
         for block in self.blocks:
             with x.data.runtime.block():
@@ -225,11 +225,11 @@ class MlpMixer(LanguageModel):
         return functional.mean_tokens(self.norm(x))  # (B, N, C) -> (B, 1, C)
 
     def class_scores(self, images: TileTensor) -> Tensor:
-        """(B, N, P) -> (B, 1, classes)."""
+        """Return the scores of the classes: (B, N, P) -> (B, 1, classes)."""
         return self.scores(self.features(images))
 
     def hidden(self, *_: Any, **__: Any) -> NoReturn:
-        """No tokens to score or to continue.
+        """Refuse: an MLP-Mixer has no tokens to score or to continue.
 
         Raises:
             UsageError: always.

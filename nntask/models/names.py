@@ -1,8 +1,8 @@
-"""Names and layouts of a family's weights in its files: one table, from which both directions of the translation follow.
+"""Names and layouts of a family's weights in its files: one table for both directions of the translation.
 
 Our modules take their names from the files (`Names.modules`), so most weights differ by a prefix at most. Both directions are pure functions on
-arrays, for weights and gradients alike. `nntask.hf.layout` applies them to placeholders without memory too: they may rename, slice, split and
-reshape to views, `to_hf` may also concatenate, and neither reads values.
+arrays, for weights and gradients alike. `nntask.hf.layout` also applies them to placeholders without memory. They must not read values; they may
+rename, slice, split and reshape to views, and `to_hf` may concatenate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OF_HEAD: Final = (_HEAD, "head_bias", "head.")
 
 
 def is_of_head(name: str) -> bool:
-    """Whether our name of a parameter or module is of what stands between the last block and the scores."""
+    """Return whether our name of a parameter or module belongs to the layers between the last block and the scores."""
     return name.startswith(_OF_HEAD)
 
 
@@ -33,11 +33,11 @@ class Joined:
     """Layers whose weights are one matrix in the files.
 
     Args:
-        members: names of our layers, beside each other in one module.
+        members: names of our layers, all in one module.
         whole: name of the layer in the files, in the same module.
-        axis: along which the weights follow each other; biases always have one axis.
-        by_head: whether the rows of each head follow each other, and not those of each layer; of heads with as many of queries as of keys.
-        by_groups: whether the members are projections to queries, keys and values, of as many rows as these have features.
+        axis: axis along which the weights are concatenated; biases always have one axis.
+        by_head: whether rows are ordered by head first and by layer second; needs equal numbers of heads of queries and of keys.
+        by_groups: whether the members are projections to queries, keys and values, whose numbers of rows may differ.
     """
 
     members: tuple[str, ...]
@@ -47,7 +47,7 @@ class Joined:
     by_groups: bool = False
 
     def whole_of(self, pieces: list[npt.NDArray[Any]], config: Any) -> npt.NDArray[Any]:
-        """The array of the files from those of our layers, of equal shapes unless they are `by_groups`."""
+        """Return the array of the files from the arrays of our layers, of equal shapes unless they are `by_groups`."""
         shape = pieces[0].shape
         if not self.by_head:
             return np.concatenate(pieces, axis=self.axis if len(shape) > 1 else 0)
@@ -55,7 +55,7 @@ class Joined:
         return np.concatenate(rows, axis=1).reshape((len(pieces) * shape[0], *shape[1:]))
 
     def pieces_of(self, array: npt.NDArray[Any], name: str, config: Any) -> list[npt.NDArray[Any]]:
-        """Views of an array of the files, one for each of our layers; those by head have an axis more, (H, D, ..) instead of (H*D, ..).
+        """Return views of an array of the files, one for each of our layers; those by head have one more axis, (H, D, ..) instead of (H*D, ..).
 
         Raises:
             DataError: the array is not divisible.
@@ -76,20 +76,20 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names of a family.
+    """Names of a family's weights in its files.
 
     Args:
-        modules: attribute of a module of `transformer` -> name in the files; see there for the attributes.
-        encoder_modules: those that have another name in an encoder.
-        prefix: before the names of everything but what `outside` has.
-        outside: our name of a parameter or module -> name in the files, which stands without the prefix.
-        joined: layers that are one in the files.
-        aliases: name in the files -> name of the same array; written, and left out when read.
-        spare: those of them that other files have with values of their own, which nothing reads.
-        older: end of a name in older files -> the same today.
-        dropped: ends of names that older files have, and that follow from the config.
-        unused: beginnings of names that belong to other uses of the model, and are left out.
-        head: name of the head in the files; it is an alias of `embedding` where it is tied.
+        modules: attribute of a module in `transformer` or `blocks` -> name in the files.
+        encoder_modules: attributes with another name in an encoder.
+        prefix: prefix of all names in the files except those in `outside`.
+        outside: our name of a parameter or module -> name in the files, without the prefix.
+        joined: layers that are one matrix in the files.
+        aliases: name in the files -> another name of the same array in the files; written, and ignored when read.
+        spare: aliases that other files have with values of their own, which nothing reads.
+        older: end of a name in older files -> end of the name today.
+        dropped: ends of names in older files whose values are computed from the config.
+        unused: beginnings of names that belong to other uses of the model; ignored.
+        head: name of the head in the files; an alias of `embedding` if the head is tied.
         embedding: name of the token embedding in the files.
     """
 
@@ -107,7 +107,7 @@ class Names:
     unused: tuple[str, ...] = ()
 
     def to_hf(self, arrays: Mapping[str, npt.NDArray[Any]], config: Any) -> Arrays:
-        """Arrays under our names -> the state dict of transformers' model.
+        """Translate arrays under our names to the state dict of transformers' model.
 
         Args:
             arrays: name of `Module.named_parameters` -> array, without a tied head.
@@ -129,10 +129,10 @@ class Names:
         return state
 
     def from_hf(self, state: Mapping[str, npt.NDArray[Any]], config: Any, *, has_head: bool = True) -> Arrays:
-        """A state dict of transformers' model, or of its part under the prefix alone -> arrays under our names.
+        """Translate a state dict of transformers' model, or of its part under the prefix alone, to arrays under our names.
 
         Args:
-            has_head: False for a state dict of a model with another head, which may lack this one's.
+            has_head: False for the state dict of a model with another head, which may lack ours.
 
         Raises:
             DataError: a joined weight is not divisible, or an untied head is missing.
@@ -158,7 +158,7 @@ class Names:
         return arrays
 
     def today(self, name: str) -> str:
-        """A name in files as transformers writes it today: with the prefix, which files of the part under it lack, and without older ends."""
+        """Return a name in files as transformers writes it today: with the prefix, which files of the part under it lack, and without older ends."""
         for old, new in self.older.items():
             if name.endswith(old):
                 name = name.removesuffix(old) + new
@@ -167,7 +167,7 @@ class Names:
         return name if name.startswith((self.prefix, *outside)) else self.prefix + name
 
     def rows_out(self, module: str, pieces: list[npt.NDArray[Any]], config: Any) -> npt.NDArray[Any]:
-        """Arrays (N, ..) of our layers that are one module in the files -> one array, its rows in the order of the module's output features."""
+        """Join arrays (N, ..) of our layers that are one module in the files, with rows in the order of the module's output features."""
         join = next((join for join in self.joined if module.endswith(f".{join.whole}")), None)
         return join.whole_of(pieces, config) if join is not None and join.by_head else np.concatenate(pieces)
 

@@ -19,7 +19,7 @@ from .foreign_keys import Only, Rules, Used, ignored
 from .names import Names
 
 FIRST_POSITION: Final = 2
-"""The row of the table of positions that belongs to the first token."""
+"""Row of the first token in the table of positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class OPTConfig(KeyedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """What only OPT-350m has is refused: embeddings of another width; for norms after the layers see `foreign`."""
+        """Read a config, and refuse embeddings of another width, which only OPT-350m has; `foreign` refuses its norms after the layers."""
         width = values.get("word_embed_proj_dim")
         if width is not None and width != values.get("hidden_size"):
             raise UsageError(
@@ -110,7 +110,7 @@ class OPTConfig(KeyedConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         std, norm = self.init_std, NormShape(kind="layer", eps=1e-5)
         attention = AttentionShape.of(self, has_bias=self.enable_bias, has_out_bias=self.enable_bias, dropout=self.attention_dropout)
         activation = ACTIVATIONS[self.activation_function]
@@ -123,12 +123,12 @@ class OPTConfig(KeyedConfig):
         return Description(stack=stack, head=HeadShape(is_tied=self.tie_word_embeddings, std=std))
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object."""
+        """Return the config as Hugging Face's JSON object."""
         return {**super().to_dict(), "word_embed_proj_dim": self.hidden_size, "do_layer_norm_before": True}
 
 
 def _opt(hidden: int, layers: int, heads: int) -> OPTConfig:
-    """The config of an OPT, which differ in three numbers."""
+    """Return the config of an OPT; their sizes differ in three numbers."""
     return OPTConfig(
         vocab_size=50272,
         hidden_size=hidden,

@@ -64,7 +64,7 @@ class PhiConfig(PartialRotaryConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
         attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, dropout=self.attention_dropout, rotary=self.rotary)
         feed_forward = FeedForwardShape(
@@ -78,7 +78,7 @@ class PhiConfig(PartialRotaryConfig):
 
 
 def _phi(hidden: int, layers: int, factor: float) -> PhiConfig:
-    """The config of a Phi, which differ in three numbers."""
+    """Return the config of a Phi; their sizes differ in three numbers."""
     return PhiConfig(
         vocab_size=51200,
         hidden_size=hidden,

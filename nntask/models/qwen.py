@@ -20,11 +20,11 @@ class Qwen2Config(GatedConfig):
     """Shape and hyperparameters of a Qwen2; field names and meaning as in ``transformers.Qwen2Config``.
 
     Args:
-        num_key_value_heads: G; 32 unless given, H where null.
+        num_key_value_heads: G; 32 by default, H if null.
         use_sliding_window: whether later blocks see a window only.
-        sliding_window: tokens that a token sees there, itself included.
-        max_window_layers: the first of those blocks.
-        layer_types: for each block "full_attention" or "sliding_attention"; None for as the three before say.
+        sliding_window: number of tokens that a token sees in those blocks, itself included.
+        max_window_layers: number of the first of those blocks.
+        layer_types: for each block "full_attention" or "sliding_attention"; None if the three fields above decide.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -42,16 +42,16 @@ class Qwen2Config(GatedConfig):
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token sees in a block."""
+        """Return the number of tokens that a token sees in a block; None for all."""
         is_windowed = layer >= self.max_window_layers if self.layer_types is None else self.layer_types[layer] == SLIDING
         return self.sliding_window if self.use_sliding_window and is_windowed else None
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block."""
+        """Return the attention of one block."""
         return replace(super().attention(layer), has_bias=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object; a head size of its own is a key that a Qwen2 does not have."""
+        """Return the config as Hugging Face's JSON object; a Qwen2 has the key of the head size only if its heads have a size of their own."""
         values = super().to_dict()
         return {key: value for key, value in values.items() if key != "head_dim" or value is not None}
 
@@ -61,7 +61,7 @@ class Qwen3Config(Qwen2Config):
     """Shape and hyperparameters of a Qwen3; field names and meaning as in ``transformers.Qwen3Config``.
 
     Args:
-        head_dim: D; 128 unless given.
+        head_dim: D; 128 by default.
         attention_bias: whether the projections of attention have biases.
 
     Raises:
@@ -76,12 +76,12 @@ class Qwen3Config(Qwen2Config):
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block."""
+        """Return the attention of one block."""
         return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias, head_norm=self.norm)
 
 
 def _qwen(kind: type[Qwen2Config], hidden: int, inner: int, layers: int, heads: int, shared: int, theta: float = 1e6, **more: Any) -> Any:
-    """A config of the small models, which differ in these numbers."""
+    """Return a config of the small models; their sizes differ in these numbers."""
     return kind(
         vocab_size=151936,
         hidden_size=hidden,

@@ -1,4 +1,4 @@
-"""Configs of families with rotary positions: grouped queries, scaling of the frequencies, and heads of which a part turns."""
+"""Configs of families with rotary positions: grouped queries, scaled frequencies, and heads that turn in part."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class RotaryConfig(HiddenConfig):
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """As of `FamilyConfig.unread`, with keys within the rotary scaling."""
+        """Return the keys that `FamilyConfig.unread` does, and those within the rotary scaling."""
         return super().unread(values) + unread_of_rope(values)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Rotary scaling is read from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (transformers 5)."""
+        """Read rotary scaling from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (transformers 5)."""
         known = {**super().read(values, source), **rope_of(values, source)}
         if known.get("attention_dropout", 0.0) is None:
             known["attention_dropout"] = 0.0
@@ -68,13 +68,13 @@ class RotaryConfig(HiddenConfig):
 
     @classmethod
     def turned_size(cls, values: Mapping[str, Any]) -> int:
-        """Number of features of a head that turn, from checked values of all fields."""
+        """Return the number of features of a head that turn, from checked values of all fields."""
         size: int = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
         return size
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Heads of keys divide heads of queries, and rotary embeddings turn pairs."""
+        """Check that heads of keys divide heads of queries, and that an even number of features turns."""
         heads, shared, size = (values[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         if shared is not None:
             check_divisible("num_attention_heads", heads, "num_key_value_heads", shared, source)
@@ -97,7 +97,7 @@ class RotaryConfig(HiddenConfig):
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object; rotary scaling in the format of transformers 4, which both versions read."""
+        """Return the config as Hugging Face's JSON object; rotary scaling in the format of transformers 4, which both versions read."""
         return {**super().to_dict(), "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_dict()}
 
 
@@ -106,7 +106,7 @@ class PartialRotaryConfig(RotaryConfig):
     """Base of the configs in which a part of each head turns.
 
     Args:
-        partial_rotary_factor: that part; the features that turn are rounded down.
+        partial_rotary_factor: fraction of each head's features that turns, rounded down.
 
     Attributes:
         factor_keys, theta_keys: older keys of partial_rotary_factor and rope_theta.
@@ -119,7 +119,7 @@ class PartialRotaryConfig(RotaryConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """The part is beside the rotary parameters or among them, or has an older key."""
+        """Read the fraction next to the rotary parameters, within them, or under an older key."""
         taken, found = dict(values), [values[key] for key in ("partial_rotary_factor", *cls.factor_keys) if key in values]
         taken.pop("partial_rotary_factor", None)
         for key in ("rope_parameters", "rope_scaling"):
@@ -136,10 +136,10 @@ class PartialRotaryConfig(RotaryConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """The part holds pairs of features."""
+        """Check that an even number of features turns."""
         super().check_together(values, source)
         size = super().turned_size(values)
-        turned = int(size * min(values["partial_rotary_factor"], 2))  # a number whatever the factor is
+        turned = int(size * min(values["partial_rotary_factor"], 2))  # the limit keeps the product finite
         if not 0 < turned <= size or turned % 2:
             raise UsageError(
                 f"partial_rotary_factor in {source} must make an even number of the {size} features of a head turn, from 2 on, "
@@ -148,20 +148,20 @@ class PartialRotaryConfig(RotaryConfig):
 
     @classmethod
     def turned_size(cls, values: Mapping[str, Any]) -> int:
-        """As of `RotaryConfig.turned_size`."""
+        """Return the number of features of a head that turn, from checked values of all fields."""
         return int(super().turned_size(values) * values["partial_rotary_factor"])
 
     @property
     def rotary(self) -> Rotary:
-        """How queries and keys turn."""
+        """Rotation of queries and keys."""
         return Rotary(size=int(self.head_size * self.partial_rotary_factor), theta=self.rope_theta, scaling=self.rope_scaling)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object, with older keys beside today's, so that versions 4 and 5 read it."""
+        """Return the config as Hugging Face's JSON object, with older keys in addition to today's, so that versions 4 and 5 read it."""
         values = super().to_dict()
         scaling = values["rope_scaling"] or {"rope_type": "default"}
         values["rope_parameters"] = {**scaling, "rope_theta": self.rope_theta, "partial_rotary_factor": self.partial_rotary_factor}
-        if self.head_dim is None:  # which transformers would take for a size
+        if self.head_dim is None:  # transformers would take null for a size
             del values["head_dim"]
         values |= dict.fromkeys(self.factor_keys, self.partial_rotary_factor) | dict.fromkeys(self.theta_keys, self.rope_theta)
         return values

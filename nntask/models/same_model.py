@@ -1,7 +1,7 @@
 """Comparison of two configs by the models that they describe, as files with 32-bit floats keep them.
 
-A value that is said and one that follows from others are equal (a head size, rotary frequencies), and so are floats that round to the same fp32.
-Deviations of initial weights and dropout do not count.
+An explicit value equals a derived one (a head size, rotary frequencies), and floats are equal if they round to the same fp32. Deviations of initial
+weights and dropout do not count.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .rotary import Rotary
 
 
 def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two configs describe the same model."""
+    """Return whether two configs describe the same model."""
     return _model_shape(one) == _model_shape(other)
 
 
 def differing_keys(ours: Any, theirs: Any) -> list[str]:
-    """Fields of a config that make it another model than `theirs`, of the same family; all fields that differ where none does by itself."""
+    """Return the fields of a config that make it another model than `theirs`, of the same family; all differing fields if no single one does."""
     names = [field.name for field in fields(ours) if field.name not in ours.dropouts and getattr(ours, field.name) != getattr(theirs, field.name)]
     expected = _model_shape(theirs)
     alone = []
@@ -38,7 +38,7 @@ def _model_shape(config: ModelConfig) -> Hashable:
 
 
 def _comparable(shape: Any) -> Hashable:
-    """A shape of a description with floats as fp32, without deviations, and of rotary positions what is computed with."""
+    """Return a shape of a description with floats as fp32, without deviations, and with the computed values of rotary positions."""
     if isinstance(shape, float):
         return float(np.float32(shape))
     if isinstance(shape, Rotary):

@@ -1,6 +1,6 @@
 """T5 (Raffel et al., 2020) and T5 1.1, with the semantics of transformers' ``T5ForConditionalGeneration``.
 
-An encoder and a decoder with RMS norms before the layers, biases of scores by distance, and no biases of layers.
+An encoder and a decoder with RMS norms before the layers, biases of scores by distance, and layers without biases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROJECTIONS: Final = {"relu": ("relu", False), "gated-gelu": ("gelu_new", True),
 """Value of feed_forward_proj -> (name of the activation's kernel, whether there is a gate)."""
 
 LARGEST_DISTANCE: Final = 1 << 20
-"""Buckets are looked up for every distance up to the one from which on all share the last."""
+"""Largest `relative_attention_max_distance`: a table has an entry for every distance up to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +34,17 @@ class T5Config(KeyedConfig):
         d_model: C, width of the residual stream.
         d_kv: D, width of a head.
         d_ff: I, width inside the feed-forward layer.
-        num_layers: blocks of the encoder.
-        num_decoder_layers: blocks of the decoder; None for as many.
+        num_layers: number of blocks of the encoder.
+        num_decoder_layers: number of blocks of the decoder; None for num_layers.
         num_heads: H.
-        n_positions: the usual length of sequences; a T5 has no limit, since biases depend on distances alone.
-        relative_attention_num_buckets, relative_attention_max_distance: of the biases by distance.
+        n_positions: usual length of sequences; a T5 has no limit, since biases depend on distances alone.
+        relative_attention_num_buckets, relative_attention_max_distance: number of buckets of distances, and first distance of the last.
         dropout_rate: dropout probability everywhere.
         layer_norm_epsilon: term added to the mean of squares.
         initializer_factor: scale of initial weights.
         feed_forward_proj: one of `PROJECTIONS`.
         tie_word_embeddings: whether the head is the token embedding.
-        scale_decoder_outputs: whether what the head reads is scaled by d_model^-0.5; None for where it is tied.
+        scale_decoder_outputs: whether the head's input is scaled by d_model^-0.5; None for only if the head is tied.
         pad_token_id: id of padding.
         decoder_start_token_id: id before the first token of an output.
 
@@ -94,7 +94,7 @@ class T5Config(KeyedConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Distances have buckets: half of them exact, and of an encoder's again half for each direction."""
+        """Check that buckets can be divided: half of them are for single distances, and an encoder's are halved again for the two directions."""
         buckets, most = values["relative_attention_num_buckets"], values["relative_attention_max_distance"]
         if buckets < 4 or buckets % 4 or most <= buckets // 2:
             raise UsageError(
@@ -104,15 +104,15 @@ class T5Config(KeyedConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """The start of an output is the id of padding where a file does not say it; ``feed_forward_proj`` is written in two keys besides."""
+        """Read a config. The start of an output is the id of padding by default; two further keys repeat ``feed_forward_proj``."""
         known = super().read(values, source)
         activation, has_gate = PROJECTIONS.get(str(known.get("feed_forward_proj", "relu")), (None, None))
         for key, said in {"dense_act_fn": activation, "is_gated_act": has_gate}.items():
             found = values.get(key)
             if said is not None and found is not None and (ACTIVATIONS.get(str(found)) if key == "dense_act_fn" else found) != said:
                 raise UsageError(
-                    f"{key} in {source} must be as feed_forward_proj {known.get('feed_forward_proj', 'relu')} says, {said}, got {shown(found)}; "
-                    "remove it"
+                    f"{key} in {source} must be {said}, which feed_forward_proj {known.get('feed_forward_proj', 'relu')} implies, "
+                    f"got {shown(found)}; remove it"
                 )
         if known.get("decoder_start_token_id") is None:
             known["decoder_start_token_id"] = known.get("pad_token_id") or 0
@@ -134,7 +134,7 @@ class T5Config(KeyedConfig):
         return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
     def with_layers(self, count: int) -> Self:
-        """The same config with `count` blocks in all, as many in the encoder as in the decoder or one less, and at least one in each."""
+        """Return the same config with `count` blocks in all, half of them (rounded down) in the encoder, and at least one in each stack."""
         return replace(self, num_layers=max(1, count // 2), num_decoder_layers=max(1, count - count // 2))
 
     @property
@@ -144,17 +144,17 @@ class T5Config(KeyedConfig):
 
     @property
     def num_inner_matrices(self) -> int:  # type: ignore[override]
-        """Matrices of a feed-forward layer."""
+        """Number of matrices of a feed-forward layer."""
         return 3 if PROJECTIONS[self.feed_forward_proj][1] else 2
 
     @property
     def initializer_range(self) -> float:
-        """Standard deviation of most initial weights: they keep the scale of what they read."""
+        """Standard deviation of most initial weights, which keeps the scale of their inputs."""
         return float(self.initializer_factor * self.d_model**-0.5)
 
     @property
     def names(self) -> Names:
-        """Names and layouts of its weights in files."""
+        """Names and layouts of the model's weights in files."""
         has_gate = PROJECTIONS[self.feed_forward_proj][1]
         return Names(
             modules={
@@ -183,7 +183,7 @@ class T5Config(KeyedConfig):
 
     @cached_property
     def description(self) -> Description:
-        """The model's parts."""
+        """Parts of the model."""
         is_scaled = self.tie_word_embeddings if self.scale_decoder_outputs is None else self.scale_decoder_outputs
         return Description(
             encoder=self._stack(self.num_layers, is_decoder=False),
@@ -217,13 +217,13 @@ class T5Config(KeyedConfig):
         return StackShape(blocks=(block,) * num_blocks, std=self.initializer_factor, dropout=p, drops_last=True, norm=norm)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object."""
+        """Return the config as Hugging Face's JSON object."""
         values = super().to_dict()
         return {key: value for key, value in values.items() if key != "scale_decoder_outputs" or value is not None}
 
 
 def _t5(width: int, heads: int, layers: int, inner: int, **more: Any) -> T5Config:
-    """A config of the usual sizes."""
+    """Return a config of the usual sizes."""
     return T5Config(vocab_size=32128, d_model=width, d_kv=64, d_ff=inner, num_layers=layers, num_heads=heads, **more)
 
 

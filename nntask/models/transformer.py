@@ -1,6 +1,6 @@
-"""A transformer as its description says: embeddings, stacks of `blocks`, a head. Letters as there.
+"""Transformers built from their descriptions: embeddings, stacks of `blocks`, a head. The letters are those of `blocks`.
 
-Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here and there.
+Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here and in `blocks`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Stack(Module):
         return self.last_dropout(x if self.norm is None else self.norm(x), given.masks)
 
     def _embedded(self, x: Tensor, given: ForwardPass, past: Past | None) -> Tensor:
-        """Token embeddings with those of positions and kinds of tokens: (B, T, C) -> (B, T, C)."""
+        """Return token embeddings plus those of positions and kinds of tokens: (B, T, C) -> (B, T, C)."""
         if self.shape.embedding_scale != 1:
             x = functional.scaled(x, self.shape.embedding_scale)
         if self.positions is not None:  # + (P, C)[positions] -> (B, T, C)
@@ -70,7 +70,7 @@ class Stack(Module):
 
 
 class HeadLayers(Module):
-    """What stands between the last block and the scores: (B, T, C) -> (B, T, C), or (B, 1, C) of a classifier."""
+    """Layers between the last block and the scores: (B, T, C) -> (B, T, C), or (B, 1, C) for a classifier."""
 
     def __init__(self, shape: HeadShape, made: Construction) -> None:
         self.names, self.shape = made.names, shape
@@ -92,16 +92,16 @@ class HeadLayers(Module):
 
 
 class Transformer(LanguageModel):
-    """The model that a config describes, on a runtime.
+    """Model of a config on a runtime.
 
     Args:
         config: the model's shape and hyperparameters, of a family here.
         tiling: tile sizes.
-        runtime: the runtime that executes the tasks.
+        runtime: runtime that executes the tasks.
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
         flash: whether attention avoids the full matrix of scores.
-        library: whether cuDNN may compute it on GPUs.
+        library: whether cuDNN may compute attention on GPUs.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Transformer(LanguageModel):
 
     @property
     def tables(self) -> tuple[Parameter, ...]:
-        """As of `LanguageModel.tables`."""
+        """Token embedding and head."""
         return (self.embed.weight, self.lm_head)
 
     def _frequencies_of(self, rotary: Rotary, dtype: npt.DTypeLike, *, is_long: bool) -> TileTensor:
@@ -155,13 +155,13 @@ class Transformer(LanguageModel):
     def inputs(
         self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("tokens", "targets"), target_len: int | None = None
     ) -> dict[str, TileTensor]:
-        """As of `LanguageModel.inputs`; what is the same in every batch of this shape is written here, once."""
+        """Return the tensors that `LanguageModel.inputs` does; constants for batches of this shape are written here, once."""
         found = super().inputs(batch, seq_len, names, target_len)
         self._constants_of(found["tokens"], ExtraInputs(**{name: found[name] for name in found if name in self.takes}))
         return found
 
     def trunk(self, tokens: TileTensor, masks: Masks | None, past: Past | None = None, given: ExtraInputs = NO_EXTRAS) -> Tensor:
-        """Features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier."""
+        """Return the features before the head: (B, T) int32 -> (B, T, C), or (B, 1, C) of a classifier."""
         shared = self._pass(tokens, masks, past, given)
         if self.encoder is not None and past is None:
             assert given.decoder_tokens is not None  # has been checked
@@ -171,13 +171,13 @@ class Transformer(LanguageModel):
         return self.head(self.stack(self.embed(tokens), shared, past), masks)
 
     def encode(self, tokens: TileTensor, documents: TileTensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values that each block of the decoder sees of the sources: (B, S) int32 -> 2 x (B, S, G*D) each."""
+        """Return the keys and values of the sources for each block of the decoder: (B, S) int32 -> 2 x (B, S, G*D) each."""
         assert self.encoder is not None  # has been checked
         x = self.encoder(self.embed(tokens), self._pass(tokens, None, None, ExtraInputs(documents)), None)  # (B, S, C)
         return [block.cross.of_source(x, None) for block in self.stack.blocks]
 
     def _pass(self, tokens: TileTensor, masks: Masks | None, past: Past | None, given: ExtraInputs) -> ForwardPass:
-        """What blocks share in a forward pass."""
+        """Return the inputs that blocks share in a forward pass."""
         length, tile = tokens.shape[1], tokens.tile[1]
         frequencies = {r: self._frequencies[r, r.is_long(past.length if past else length)] for r in self.described.stack.rotaries}
         if past is not None:  # 2 x (B, T, R / 2)
@@ -186,7 +186,7 @@ class Transformer(LanguageModel):
         return ForwardPass(masks, angles, given.documents, **self._constants_of(tokens, given))
 
     def _constants_of(self, tokens: TileTensor, given: ExtraInputs) -> dict[str, Any]:
-        """Fields of `ForwardPass` that are the same for all batches of a shape, or have been given."""
+        """Return the fields of `ForwardPass` that are inputs or the same for all batches of a shape."""
         stack, found = self.described.stack, dict[str, Any]()
         if given.decoder_tokens is not None and given.documents is not None:
             found["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
@@ -199,7 +199,7 @@ class Transformer(LanguageModel):
         return found
 
     def _constant(self, name: str, like: TileTensor, values: npt.ArrayLike) -> TileTensor:
-        """An int32 tensor of the shape and tiles of another one, which is written when it is asked for first."""
+        """Return an int32 tensor of the shape and tiles of another one; the first call writes it."""
         key = (name, like.shape, like.tile)
         if key not in self._constants:
             found = TileTensor(self.runtime, like.shape, like.tile, np.int32, kind="input", data_class="data", name=name)
@@ -209,6 +209,6 @@ class Transformer(LanguageModel):
 
 
 def _scaled(rotary: Rotary, angles: Angles) -> Angles:
-    """Cosines and sines multiplied by the factor of their scaling, if that is not 1."""
+    """Multiply cosines and sines by the factor of their scaling, if that is not 1."""
     factor = 1.0 if rotary.scaling is None else rotary.scaling.angle_factor
     return angles if factor == 1 else (elementwise.scale(angles[0], factor), elementwise.scale(angles[1], factor))
