@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: LoRA, and the frozen base weights of a run."""
+"""Adapters of frozen weights: LoRA, and the frozen base weights of a run."""
 
 import lazy_loader
 

@@ -2,8 +2,8 @@
 
 A checkpoint of such a run holds the adapters alone. Its state.json names the source of the frozen weights: a model directory, a file of weights, or
 the seed from which they are drawn again. It also keeps a fingerprint of each file (`safetensors_file.fingerprint_of`), which is compared before the
-weights are used. A fingerprint is computed from samples: it differs after training or replacement of the weights, but a single value that was edited
-by hand may escape it.
+weights are used. A fingerprint is computed from samples: it detects training or replacement of the weights, but may miss a single value edited by
+hand.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FrozenBase:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any], source: str) -> FrozenBase | None:
-        """The frozen base weights that a state.json names; None if its run has no adapters.
+        """Return the frozen base weights that a state.json names; None if its run has no adapters.
 
         Args:
             state: content of the state.json.
@@ -69,10 +69,10 @@ class FrozenBase:
         return cls(values["kind"], values["path"], files)
 
     def with_fingerprints(self) -> FrozenBase:
-        """The record with the present state of the files.
+        """Return the record with the present state of the files.
 
         Raises:
-            DataError: the directory is no model directory, or a file no safetensors file.
+            DataError: the directory is not a model directory, or a file is not a safetensors file.
         """
         path = Path(self.path)
         if self.kind == "seed":
@@ -84,7 +84,7 @@ class FrozenBase:
         return fingerprint(file) if self.kind == "gguf" else fingerprint_of(file)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object under "base" in state.json."""
+        """Return the JSON object under "base" in state.json."""
         return asdict(self)
 
     def check(self, owner: Path) -> None:
@@ -108,16 +108,16 @@ class FrozenBase:
             if (found := self._fingerprint(file)) != written:
                 raise DataError(
                     f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {found} now; "
-                    "adapters mean nothing beside other weights, so put the old file back"
+                    "adapters mean nothing with other weights, so put the old file back"
                 )
 
     def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Stored]] | None:
-        """Our name of each weight -> (its name in the files, its byte range); None for weights that are drawn from the seed.
+        """Return (name in the files, byte range) by our name of each weight; None for weights that are drawn from the seed.
 
         Args:
-            shapes: name -> (shape, element type) of the model's weights but its adapters. Names and shapes must be those of the files, which may lack
-                those of a new head; element types may differ.
-            config: of the model.
+            shapes: name -> (shape, element type) of the model's weights without its adapters. Names and shapes must be those of the files, which may
+                lack those of a new head; element types may differ.
+            config: config of the model.
 
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
@@ -133,11 +133,12 @@ class FrozenBase:
         return directory.weights()
 
     def attach(self, model: LanguageModel) -> list[str]:
-        """Attach the weights of a model, but for its adapters, to their byte ranges in the files, and let it hold those quantised that are so there;
-        no value is read yet.
+        """Attach a model's weights, except its adapters, to their byte ranges in the files; no value is read yet.
+
+        Weights that are quantised in the files stay quantised in the model.
 
         Returns:
-            Our names of those that the files lack, of a new head.
+            Our names of the weights of a new head, which the files lack.
 
         Raises:
             DataError: a file is missing or broken, or holds the weights of another model.
@@ -156,7 +157,7 @@ class FrozenBase:
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
-    """The frozen base weights of a checkpoint with adapters, after a check of their files; None for a checkpoint of a whole model.
+    """Return the frozen base weights of a checkpoint with adapters, after a check of their files; None for a checkpoint of a whole model.
 
     Raises:
         DataError: the weights are missing, or differ from the weights that the adapters were trained with.
@@ -168,23 +169,22 @@ def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:
 
 
 def _recorded(checkpoint: Checkpoint) -> FrozenBase | None:
-    """The frozen base weights that a checkpoint names, unchecked; None for a checkpoint of a whole model."""
+    """Return the frozen base weights that a checkpoint names, unchecked; None for a checkpoint of a whole model."""
     file = checkpoint.path / STATE
     if rank_of(from_dict(checkpoint.state["settings"], str(file))) is None:
         return None
     base = FrozenBase.of_state(checkpoint.state, str(file))
     if base is None:
-        raise DataError(f"{file} does not say where the weights are that its adapters stand beside; use another checkpoint")
+        raise DataError(f"{file} does not name the frozen weights that its adapters belong to; use another checkpoint")
     return base
 
 
 def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | None) -> FrozenBase | None:
-    """The source of the frozen base weights of a run with adapters that is about to start, whose files are not read; None where all weights are
-    trained.
+    """Return the source of the frozen base weights for a run with adapters that is about to start; None if all weights are trained. No file is read.
 
     Args:
-        settings: the run's settings.
-        resumed: the checkpoint that the run goes on from; None for a new run.
+        settings: settings of the run.
+        resumed: checkpoint that the run continues; None for a new run.
 
     Raises:
         DataError: the checkpoint does not name the source.

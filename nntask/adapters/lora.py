@@ -1,18 +1,15 @@
-"""LoRA (Hu et al., 2021, arXiv 2106.09685): the model is frozen, and each of its matrices gets a trained low-rank product beside it.
+"""LoRA (Hu et al., 2021, arXiv 2106.09685): the model is frozen, and a trained low-rank product is added to each of its matrices.
 
     y = x W + b + alpha / r * dropout(x) A^T B^T        (their equation 3, scaled as in section 4.1)
 
-with W (K, N) in the orientation that multiplies x, A (r, K) and B (N, r). A is initialised uniformly in [-1 / sqrt(K), 1 / sqrt(K)] (Kaiming's bound
-with a = sqrt(5), as in the authors' code and in PEFT), drawn by element position like all initial weights. B is initialised to zero, so training
-begins with the frozen model itself.
+W is (K, N) in the orientation that multiplies x, A is (r, K), B is (N, r). A begins uniform in [-1 / sqrt(K), 1 / sqrt(K)] (Kaiming's bound with
+a = sqrt(5), as in the authors' code and in PEFT), B at zero, so training begins with the frozen model itself. Rules:
 
-Rules.
-
-- Every parameter of the original model but the head of a classifier is frozen: it has no gradient and no optimizer state, and no task writes it.
-  Every `Adaptable` layer, which means the matrices of attention and of the feed-forward layers, gets an adapter.
-- The head of a classifier is trained whole, as in PEFT, and so is the layer before it: there is nothing in it that was learnt before.
+- Every parameter of the original model but a classifier's head is frozen: no gradient, no optimizer state, and no task writes it. Every `Adaptable`
+  layer, that is each matrix of attention and of the feed-forward layers, gets an adapter. The head of a classifier has not been trained before, so it
+  is trained whole, as in PEFT, and so is the layer before it.
 - Weights that are one matrix in the family's files, such as GPT-2's q, k and v, count as one matrix: their layers share A and the dropout mask of x,
-  and their B are row blocks of one B. So the adapters equal those of PEFT, which sees the matrices of the files.
+  and their B are row blocks of one B. So the adapters equal those of PEFT, which adapts the matrices of the files.
 """
 
 from __future__ import annotations
@@ -72,31 +69,31 @@ class LoRA:
 
 
 def is_factor(name: str) -> bool:
-    """Whether our name of a parameter is of an adapter."""
+    """Return whether our name of a parameter belongs to an adapter."""
     return name.endswith((".lora.A", ".lora.B"))
 
 
 def base_tensors(model: LanguageModel) -> dict[str, TileTensor]:
-    """Those of a model but for its adapters, by name."""
+    """Return the tensors of a model without its adapters, by name."""
     return {name: tensor for name, tensor in model.tensors().items() if not is_factor(name)}
 
 
 def _is_trained_whole(model: LanguageModel, name: str) -> bool:
-    """Whether a parameter or module is learnt itself, beside adapters of others."""
+    """Return whether a parameter or module is trained itself while others have adapters."""
     return model.config.num_labels > 0 and is_of_head(name)
 
 
 def largest_rank(config: ModelConfig) -> int:
-    """The largest rank that a model admits: the smallest dimension of its adapted matrices, beyond which a product has no lower rank."""
+    """Return the largest rank for a model: the smallest dimension of its adapted matrices, beyond which the product has no lower rank."""
     return min(config.n_embd, config.inner_size, config.n_head * config.head_size, config.n_kv_head * config.head_size)
 
 
 def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
-    """Freeze a model and add adapters of its element type to its matrices; to be called once, before the optimizer is made.
+    """Freeze a model and add adapters of its element type to its matrices. Call it once, before the optimizer is created.
 
     Args:
-        model: a model without adapters.
-        lora: the adapters' hyperparameters.
+        model: model without adapters.
+        lora: hyperparameters of the adapters.
         seed: seed of the initial values of A.
 
     Raises:
@@ -122,7 +119,7 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
 
 
 def adapted(model: LanguageModel) -> dict[str, dict[str, Adaptable]]:
-    """Name of a module in the family's files -> {name: our layer} of the layers whose weights the module joins, in the order of its columns."""
+    """Return module name in the family's files -> {name: our layer}, for the layers whose weights the module joins, in the order of its columns."""
     layers = _adaptable(model)
     factors = _factors(layers)
     base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}
@@ -134,10 +131,10 @@ def adapted(model: LanguageModel) -> dict[str, dict[str, Adaptable]]:
 
 
 def adapter_factors(layer: Adaptable, down: Array, up: Array) -> tuple[Array, Array]:
-    """The two factors of an adapter's update, in the layout of the layer's weight.
+    """Return the two factors of an adapter's update, in the layout of the layer's weight.
 
     Args:
-        layer: a layer with an adapter.
+        layer: layer with an adapter.
         down: (r, K), A.
         up: (N, r), B.
 
@@ -150,18 +147,18 @@ def adapter_factors(layer: Adaptable, down: Array, up: Array) -> tuple[Array, Ar
 
 
 def merge_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The element type in which adapters are merged into a weight of type `dtype`: fp64 for fp64, fp32 for all others."""
+    """Return the element type in which adapters are merged into a weight of type `dtype`: fp64 for fp64, fp32 for all others."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 def merged(weight: Array, left: Array, right: Array) -> Array:
-    """weight + left @ right in the merge type of the weight; `left` and `right` are the factors of `adapter_factors` in that type."""
+    """Return weight + left @ right in the merge type of the weight; `left` and `right` are the factors of `adapter_factors` in that type."""
     found: Array = weight.astype(merge_dtype(weight.dtype)) + left @ right
     return found
 
 
 def merged_arrays(model: LanguageModel) -> dict[str, Array]:
-    """Name -> weight of a model with its adapters merged in; each weight is rounded to its element type once."""
+    """Return the weights of a model by name, with its adapters merged in; each weight is rounded to its element type once."""
     layers, found = _adaptable(model), {name: tensor.read() for name, tensor in model.tensors().items()}
     for name, layer in layers.items():
         if layer.lora is not None:
@@ -173,12 +170,12 @@ def merged_arrays(model: LanguageModel) -> dict[str, Array]:
 
 
 def _factors(layers: dict[str, Adaptable]) -> set[int]:
-    """The ids of A and B of every adapter."""
+    """Return the ids of A and B of every adapter."""
     return {id(p) for layer in layers.values() if layer.lora is not None for p in layer.lora.parameters()}
 
 
 def _adaptable(model: LanguageModel) -> dict[str, Adaptable]:
-    """Name -> layer, for the layers that take an adapter."""
+    """Return the layers that take an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adaptable) and not _is_trained_whole(model, name)}
 
 
@@ -192,7 +189,7 @@ def _adapt(layers: list[Adaptable], lora: LoRA, site: int) -> None:
 
 
 def _ways(layer: Adaptable) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(input features, output features) of a layer, and the same of a tile of its weight."""
+    """Return (input features, output features) of a layer, and the same of a tile of its weight."""
     shape, tile = layer.weight.extents, layer.weight.tile
     first, second = (0, 1) if layer.has_rows_in else (1, 0)
     return (shape[first], shape[second]), (tile[first], tile[second])

@@ -1,4 +1,4 @@
-"""The training engine: what the training loop asks of a model on a runtime, and the engine of recorded steps."""
+"""The training engine: the interface between the training loop and a model on a runtime, and the engine of recorded steps."""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
-"""What the training loop needs of a model on a runtime, and no more.
+"""Interface between the training loop and a model on a runtime.
 
-The loop, evaluation and sampling know this interface only; `recorded.RecordedEngine` is the one that trains on this machine, the nodes of a `Cluster`
-train behind another one, and tests bring a small one of their own.
+The loop, evaluation and sampling use only this interface. `recorded.RecordedEngine` implements it for training on this machine, the nodes of a
+`Cluster` implement it for several machines, and tests have a small implementation of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished step tells: the mean loss per token, and the norm of the whole gradient before clipping."""
+    """Result of a finished step: the mean loss per token, and the norm of the whole gradient before clipping."""
 
     loss: float
     grad_norm: float
@@ -37,7 +37,7 @@ class Pending(Protocol):
         """Wait until the step is over.
 
         Raises:
-            TaskError: a task of it failed.
+            TaskError: a task of the step failed.
         """
 
 
@@ -45,7 +45,7 @@ class Scorer(Protocol):
     """A model that scores batches."""
 
     def evaluate(self, batch: Batch) -> float:
-        """Sum of the losses of a batch's targets, those of -1 ignored; changes nothing."""
+        """Return the sum of the losses of a batch's targets, except those of -1; changes nothing."""
 
 
 class Engine(Scorer, Protocol):
@@ -53,42 +53,42 @@ class Engine(Scorer, Protocol):
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of one optimizer step."""
+        """Number of tasks of one optimizer step."""
 
     def start(self, step: int, lr: float, batch: Batch) -> Pending:
         """Begin optimizer step `step` (from 1) on a whole batch; returns at once while fewer than two are in flight."""
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
-        """Parameters that are learnt, by name."""
+        """Return the parameters that are learnt, by name."""
 
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
-        """State of the optimizer by name."""
+        """Return the state of the optimizer by name."""
 
 
 class Trained(Engine, Protocol):
-    """An engine whose model a run loads, samples and sums up."""
+    """An engine with a model that a run can load, sample and summarise."""
 
     @property
     def num_trained(self) -> int:
         """Number of weights that are learnt."""
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on the workers or GPUs, measured once in a process: no step can beat it."""
+        """Return the flop/s of matrix products on the workers or GPUs, measured once in a process: an upper bound of any step."""
 
     def reset_optimizer(self) -> None:
-        """Begin anew with the weights as they are now."""
+        """Reset the optimizer to the present weights."""
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
-        """The text that a run ends with.
+        """Return the text that a run prints at its end.
 
         Args:
-            length: tokens of a sequence.
-            stopped: asked after each token.
+            length: number of tokens of a sequence.
+            stopped: function that is called after each token; True ends the text.
         """
 
 
 class StepEngine(Trained, Protocol):
-    """An engine of this process, whose step can be looked at."""
+    """An engine of this process, with access to its step."""
 
     @property
     def step(self) -> Step:
@@ -96,40 +96,40 @@ class StepEngine(Trained, Protocol):
 
 
 class Counters(Protocol):
-    """The part of a runtime that a run looks at."""
+    """The part of a runtime that a run reads."""
 
     @property
     def gpus(self) -> Sequence[Any]:
         """GPUs of this machine that compute."""
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
-        """Counters so far."""
+        """Return the counters so far."""
 
     def check_stop(self) -> None:
-        """Raise what has stopped the run, if anything has."""
+        """Raise the error that has stopped the run, if any."""
 
     def wait(self) -> None:
-        """Wait until everything asked for is done."""
+        """Wait until all submitted work is done."""
 
 
 class NodesChanged(Exception):
-    """A cluster lost nodes, or found more: the run goes on from its last checkpoint with those that there are. The message is for the user."""
+    """A cluster lost or gained nodes: the run continues from its last checkpoint with the present nodes. The message is for the user."""
 
 
 class Cluster(Protocol):
     """Machines that train together."""
 
     def open(self, run: RunConfig, dataset: Dataset, say: Callable[[str], None]) -> AbstractContextManager[tuple[Counters, Trained]]:
-        """Make the nodes ready for a run.
+        """Prepare the nodes for a run.
 
         Raises:
-            ClusterError: there are too few, or they cannot be used.
-            NntaskError: what a node found wrong.
+            ClusterError: there are too few nodes, or they cannot be used.
+            NntaskError: a node reported an error.
         """
 
     def check_members(self) -> None:
-        """A checkpoint has just been saved: a good moment to change which nodes take part.
+        """Check for new nodes. The loop calls it after saving a checkpoint, when nodes may join.
 
         Raises:
-            NodesChanged: there are more nodes now.
+            NodesChanged: the cluster has more nodes now.
         """

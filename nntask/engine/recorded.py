@@ -1,6 +1,6 @@
-"""A language model behind the interface of the training loop: recorded steps for training, validation and timing.
+"""Implementation of the training loop's interface by a language model with recorded steps for training, validation and timing.
 
-A training step is the whole batch: every minibatch forward and backward, and the optimizer. Steps are recorded when they are first needed.
+A training step is the whole batch: forward and backward passes of every minibatch, and the optimizer. Steps are recorded at their first use.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {
 Inputs = Mapping[str, Any]
 """A `TileTensor` for each array of a batch, by its name."""
 FREED_SECONDS: Final = 5.0
-"""Where memory is short, what is freed goes back to the system so often: it takes up to 25 ms, and without it GPT-2 small within an eighth of what it
-needs had 140 MB of holes between pieces in use after three steps, and 110 MB within one that took half a minute."""
+"""Interval at which freed memory is returned to the system if memory is short. Returning it takes up to 25 ms. Without it, GPT-2 small in an eighth
+of the memory it needs had 140 MB of holes between allocations in use after three steps, and 110 MB after one step of half a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class _InferenceStep:
 
 
 def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> LanguageModel:
-    """A model, with adapters if it has some.
+    """Build a model, with adapters if the spec has some.
 
     Args:
-        fill: whether its first weights are on the way; unwritten otherwise, for weights that are loaded. Adapters have theirs in any case.
+        fill: whether to emit the tasks that write the first weights; False for weights that are loaded. Adapters are always written.
     """
     model = build(
         spec.config,
@@ -92,11 +92,11 @@ def build_model(spec: ModelSpec, runtime: TaskRuntime, *, fill: bool = True) -> 
 
 
 def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles | None = None, *, on_cpu: bool = False) -> Optimizer:
-    """The optimizer of a model.
+    """Build the optimizer of a model.
 
     Args:
-        on_cpu: whether CPU workers alone update, beside devices.
-        tiles_of: numbers of the tiles of each parameter whose state is here; None for all.
+        on_cpu: whether only CPU workers update, while devices compute the rest.
+        tiles_of: numbers of the tiles whose state is held here, by name of the parameter; None for all.
     """
     groups = decay_groups(model, spec.weight_decay)
     if spec.kind == "sgd":
@@ -108,17 +108,17 @@ def build_optimizer(model: LanguageModel, spec: OptimizerSpec, tiles_of: Tiles |
 def emit_training_step(
     model: LanguageModel, optimizer: Optimizer, inputs: Sequence[Inputs], exchange: Exchange | None = None
 ) -> tuple[list[TileTensor], TileTensor | None]:
-    """Emit forward and backward of every minibatch and the update.
+    """Emit forward and backward passes of every minibatch and the update.
 
-    A minibatch is one contribution to the sums over minibatches; where there is but one, its tiles are. Where the inputs have a factor, it is that of
-    the mean over the whole batch; otherwise each of n minibatches counts 1 / n.
+    A minibatch is one contribution to the sums over minibatches; if there is only one, each of its tiles is a contribution. If the inputs have a factor, it is the
+    factor of the mean over the whole batch; otherwise each of n minibatches counts 1 / n.
 
     Args:
-        exchange: with the other nodes of a cluster; `inputs` are then this node's.
+        exchange: exchange with the other nodes of a cluster; `inputs` are then those of this node.
 
     Returns:
-        The losses (1,), whose sum over all nodes is the mean over the batch, and the sum of squares of the gradient (1,); None on nodes that do not
-        have it.
+        The losses (1,), whose sum over all nodes is the mean over the batch, and the sum of squares of the gradient (1,), which is None on nodes that
+        do not have it.
     """
     model.train()
     numbers = range(len(inputs)) if exchange is None else exchange.shard.minibatches
@@ -142,8 +142,8 @@ class Inference:
     """A model that scores text.
 
     Args:
-        context: tokens of a sequence.
-        objective: what it has learnt; None for the next token.
+        context: number of tokens of a sequence.
+        objective: training objective of the model; None for the next token.
     """
 
     def __init__(self, model: LanguageModel, runtime: Runtime, context: int, objective: Objective | None = None) -> None:
@@ -151,16 +151,16 @@ class Inference:
         self._steps: dict[tuple[str, int], _InferenceStep] = {}
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
-        """Parameters that are learnt, by name."""
+        """Return the parameters that are learnt, by name."""
         return self.model.trained_tensors()
 
     def evaluate(self, batch: Batch) -> float:
-        """Sum of the losses of a batch's targets, those of -1 ignored; changes nothing."""
+        """Return the sum of the losses of a batch's targets, except those of -1; changes nothing."""
         recorded = self._recorded("evaluate", len(batch), lambda: self._emit_loss(len(batch), training=False))
         return float(recorded.run(batch)[0])
 
     def _recorded(self, name: str, size: int, emit: Callable[[], tuple[Inputs, Callable[[], TileTensor]]]) -> _InferenceStep:
-        """The recorded step `name` for a size, captured on its first use."""
+        """Return the recorded step `name` for a size, captured at its first use."""
         found = self._steps.get((name, size))
         if found is None:
             inputs, body = emit()
@@ -185,10 +185,10 @@ class Inference:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A training step under way.
+    """A training step in flight.
 
     Attributes:
-        meanwhile: called now and then while the program waits for it.
+        meanwhile: function that is called now and then while the program waits for the step.
     """
 
     ticket: Ticket
@@ -197,7 +197,7 @@ class InFlight:
     meanwhile: Callable[[], None]
 
     def shard_outcome(self) -> tuple[list[float], float | None]:
-        """Wait until this node's shard of the step is over: the losses of its minibatches, and the gradient's sum of squares if this node has it."""
+        """Wait until this node's shard of the step is over. Return the losses of its minibatches, and the gradient's sum of squares or None."""
         self.ticket.wait(self.meanwhile)
         losses = [float(self.ticket.read(loss)[0]) for loss in self.losses]
         return losses, None if self.squares is None else float(self.ticket.read(self.squares)[0])
@@ -210,7 +210,7 @@ class InFlight:
 
 
 def outcome_of(losses: Sequence[float], squares: float) -> Outcome:
-    """The outcome of a step, from the losses of all its minibatches in their order and the sum of squares of the gradient."""
+    """Return the outcome of a step, from the losses of all its minibatches in their order and the sum of squares of the gradient."""
     return Outcome(sum(losses), norm_of(squares))
 
 
@@ -218,10 +218,10 @@ class RecordedEngine(Inference):
     """A language model, its optimizer and their recorded step.
 
     Args:
-        run: its step executes in the order of that name; other steps choose their own.
-        model: None for a new one.
-        shard: what this node does of a step; None for all of it.
-        transport: to the other nodes, if there are any.
+        run: configuration of the run; its order of execution applies to training steps, while other steps choose their own.
+        model: model to train; None to build a new one.
+        shard: shard of a step that this node computes; None for the whole step.
+        transport: connection to the other nodes, if there are any.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class RecordedEngine(Inference):
         self._step: Step | None = None
         self._losses: list[TileTensor] = []
         self._squares: TileTensor | None = None
-        self._freed_at = -inf  # when freed memory last went back
+        self._freed_at = -inf  # time at which freed memory was last returned to the system
 
     @property
     def num_trained(self) -> int:
@@ -254,12 +254,12 @@ class RecordedEngine(Inference):
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of one optimizer step."""
+        """Number of tasks of one optimizer step."""
         return self._training_step().num_tasks
 
     @property
     def order(self) -> PlannedOrder:
-        """The order in which an optimizer step executes, and what it is expected to move."""
+        """Order in which an optimizer step executes, with its expected traffic."""
         order = self._training_step().order
         assert order is not None  # recording has ended
         return order
@@ -270,23 +270,23 @@ class RecordedEngine(Inference):
         return self._training_step()
 
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
-        """State of the optimizer by name."""
+        """Return the state of the optimizer by name."""
         return self.optimizer.tensors()
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on the GPUs, else on the CPU workers, in the element type of the model."""
+        """Return the flop/s of matrix products on the GPUs, else on the CPU workers, in the element type of the model."""
         return gpu_peak(self.runtime.gpus) or known_gemm_peak(max(len(self.runtime.stats()["busy_seconds"]), 1), self.run.model.dtype)
 
     def reset_optimizer(self) -> None:
-        """Begin anew with the weights as they are now."""
+        """Reset the optimizer to the present weights."""
         self.optimizer.reset()
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
-        """The text that a run ends with, see `sample_text`."""
+        """Return the text that a run prints at its end, from `sample_text`."""
         return sample_text(self.run, self.model, self.runtime, dataset.tokenizer, length, stopped)
 
     def start(self, step: int, lr: float, batch: Batch) -> InFlight:
-        """Begin optimizer step `step` (from 1) on a whole batch, or on this node's sequences of it; returns at once while fewer than two are in
+        """Begin optimizer step `step` (from 1) on a whole batch, or on this node's sequences of it. Return at once while fewer than two steps are in
         flight."""
         recorded = self._training_step()
         self._give_back()
@@ -299,11 +299,11 @@ class RecordedEngine(Inference):
         return InFlight(recorded.replay(), self._losses, self._squares, self._give_back)
 
     def forward(self, minibatch: Batch) -> None:
-        """One forward pass over a minibatch; returns when it is over."""
+        """Run one forward pass over a minibatch; returns when it is over."""
         self._recorded("forward", len(minibatch), lambda: self._emit_loss(len(minibatch), training=True)).run(minibatch)
 
     def forward_backward(self, minibatch: Batch) -> None:
-        """One forward and backward pass; parameters stay as they are."""
+        """Run one forward and backward pass; parameters stay as they are."""
         self._recorded("backward", len(minibatch), lambda: self._emit_backward(len(minibatch))).run(minibatch)
 
     def _emit_backward(self, batch: int) -> tuple[Inputs, Callable[[], TileTensor]]:
@@ -319,15 +319,15 @@ class RecordedEngine(Inference):
         return given, body
 
     def _give_back(self) -> None:
-        """Let freed memory go back to the system, where not everything fits and it is time."""
+        """Return freed memory to the system if not everything fits and the last time was long enough ago."""
         if self.order.forecasts and monotonic() - self._freed_at >= FREED_SECONDS:
             give_back_freed()
             self._freed_at = monotonic()
 
     def _training_step(self) -> Step:
         if self._step is None:
-            # A node waits for others in the sequence that all of them have, that of submission. In another one, each may wait for what the other
-            # executes later, behind its window or in memory that what has not arrived takes.
+            # Nodes wait for each other in the order of submission, which is the same on all of them. In another order, two nodes could each wait for
+            # a task that the other has not admitted yet, because it is beyond the window or has no memory.
             order = self.run.step.order if self.exchange is None else SUBMISSION
             with self.runtime.record(order, self.run.step.recompute) as step:
                 self._losses, self._squares = emit_training_step(self.model, self.optimizer, self._inputs, self.exchange)

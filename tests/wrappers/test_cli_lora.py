@@ -224,7 +224,7 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: state.pop("base"), "does not say where the weights are"),
+        (lambda state: state.pop("base"), "does not name the frozen weights that its adapters belong to"),
         (lambda state: state.update(base=3), "must say a kind"),
         (lambda state: state["base"].update(kind="cloud"), "must say a kind"),
         (lambda state: state["base"].update(files=None), "must have the fingerprint of each file"),
