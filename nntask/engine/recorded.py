@@ -110,8 +110,8 @@ def emit_training_step(
 ) -> tuple[list[TileTensor], TileTensor | None]:
     """Emit forward and backward passes of every minibatch and the update.
 
-    A minibatch is one contribution to the sums over minibatches; if there is only one, each of its tiles is a contribution. If the inputs have a factor, it is the
-    factor of the mean over the whole batch; otherwise each of n minibatches counts 1 / n.
+    A minibatch is one contribution to the sums over minibatches; if there is only one, each of its tiles is one. If the inputs have a factor, it
+    is that of the mean over the whole batch; otherwise each of n minibatches counts 1 / n.
 
     Args:
         exchange: exchange with the other nodes of a cluster; `inputs` are then those of this node.

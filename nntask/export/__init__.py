@@ -1,4 +1,4 @@
-"""Checkpoints as model directories and adapters of other software, written without torch or transformers."""
+"""Export of checkpoints as model directories and adapters for other software, written without torch or transformers."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
-"""Models in other element types and files: from a run, a checkpoint, a model directory or a GGUF file to a GGUF file or a directory, tile by tile.
+"""Conversion of models to other element types and files: from a run, a checkpoint, a model directory or a GGUF file to a GGUF file or a directory.
 
-The file is made with its header and its final size first. Targets are ranges of it with the names and layouts of transformers' files
-(`nntask.gguf`, `nntask.io.translated_files`), so every weight is copied window by window from where it lies to where it belongs, and blocks are
-encoded on their way. A window is all that is in memory. The result appears complete or not at all (`nntask.io.atomic_write`).
+The file is created with its header and its final size first. Targets are ranges of it with the names and layouts of transformers' files
+(`nntask.gguf`, `nntask.io.translated_files`). Every weight is copied window by window from its source to its range, and blocks are encoded on the
+way; only a window is in memory. The result appears complete or not at all (`nntask.io.atomic_write`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .merged_weights import Weight, weights_of
 TYPES: Final = ("q8_0", "q4_0", "f16", "bf16", "f32")
 _LARGEST_WINDOW: Final = 8 << 20
 _COPIES: Final = 4
-"""Arrays of a window's size that exist at once: values read, values converted, and temporaries of both."""
+"""Number of arrays of a window's size that exist at once: values read, values converted, and temporaries of both."""
 _LARGEST_SCALED: Final = {"q8_0": 65504.0 * 127, "q4_0": 65504.0 * 8}
 """Magnitude of the largest value whose block has a finite scale."""
 
@@ -48,11 +48,11 @@ class Convertible:
     """A model on disk that can be read weight by weight.
 
     Args:
-        path: the checkpoint, the model directory or the GGUF file.
-        config: of the model.
+        path: path of the checkpoint, the model directory or the GGUF file.
+        config: config of the model.
         weights: our name -> weight.
         matrices: names in the family's files of the matrices of layers.
-        tokenizer: None where there is none.
+        tokenizer: tokenizer of the model; None without one.
         special: ids around texts.
     """
 
@@ -65,12 +65,12 @@ class Convertible:
 
     @classmethod
     def of(cls, path: Path, config: Any, checkpoint: Checkpoint | None, tokenizer: Tokenizer | None) -> Convertible:
-        """The model of a checkpoint, adapters merged in, or that of a model directory or a GGUF file; reads headers only.
+        """Return the model of a checkpoint, with adapters merged in, or of a model directory or a GGUF file; only headers are read.
 
         Raises:
-            DataError: it is broken.
+            DataError: the model is broken.
         """
-        stored = ModelDirectory.open(path) if checkpoint is None else weights_of(checkpoint)  # before the model, whose sizes they check
+        stored = ModelDirectory.open(path) if checkpoint is None else weights_of(checkpoint)  # first, because it checks the sizes of the model
         model = build(config, ModelTiling(), CapturingRuntime(1), seed=None)
         matrices = frozenset(f"{name}.weight" for name in adapted(model))
         special = Special() if tokenizer is None else tokenizer.special
@@ -82,11 +82,11 @@ class Convertible:
         return cls(path, config, {name: where for name, (_, where) in stored.weights().items()}, matrices, tokenizer, special)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name in the family's files -> shape there, without the names that a tied head has besides."""
+        """Return name in the family's files -> shape there, without the second name of a tied head."""
         return shapes_of(self.config.names.to_hf(blanks({name: each.shape for name, each in self.weights.items()}), self.config))
 
     def dtypes(self) -> dict[str, np.dtype[Any]]:
-        """Name in the family's files -> widest element type of what is stored for it; fp32 for blocks."""
+        """Return name in the family's files -> widest element type of its stored parts; fp32 for blocks."""
         found: dict[str, np.dtype[Any]] = {}
         for ours, name in self._names().items():
             dtype = self.weights[ours].dtype
@@ -94,7 +94,7 @@ class Convertible:
         return found
 
     def formats(self) -> dict[str, str]:
-        """Name in the family's files -> format, of the matrices that are quantised already."""
+        """Return name in the family's files -> format, for the matrices that are quantised already."""
         found = {name: getattr(self.weights[ours], "block_format", None) for ours, name in self._names().items()}
         return {name: each.name for name, each in found.items() if each is not None and each.is_quantised}
 
@@ -103,12 +103,12 @@ class Convertible:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as they are stored now."""
+        """Number of bytes of the weights as they are stored now."""
         return sum(_stored_nbytes(each) for each in self.weights.values())
 
 
 def _declared(values: Mapping[str, Any], vocab_size: int) -> Special:
-    """The ids around texts that a config has, of a model without a tokenizer."""
+    """Return the ids around texts in the config of a model without a tokenizer."""
     begin, ends = values.get("bos_token_id"), values.get("eos_token_id")
     ends = [each for each in (ends if isinstance(ends, list) else [ends]) if type(each) is int and 0 <= each < vocab_size]
     return Special(begin if type(begin) is int and 0 <= begin < vocab_size else None, tuple(ends))
@@ -121,13 +121,13 @@ def _stored_nbytes(weight: Weight) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is asked for.
+    """Options of a conversion.
 
     Args:
         type: one of `TYPES`.
-        embeddings, head: whether these are quantised too; an untied head apart from the embedding.
+        embeddings, head: whether to quantise the embedding, and an untied head, too.
         keep: patterns of names, in the family's files, of further tensors that stay as they are.
-        nbytes: memory that windows may take; None for as much as is useful.
+        nbytes: memory for windows; None for no limit.
     """
 
     type: str
@@ -142,10 +142,10 @@ class Converted:
     """Summary of a conversion.
 
     Args:
-        before, nbytes: bytes of the weights before and now.
+        before, nbytes: bytes of the weights before and after.
         num_weights: number of their elements.
-        stayed: names of matrices that were not quantised, with the reason, in groups of equal reasons.
-        notes: sentences about what other readers of the file make of it.
+        stayed: reason -> names of the matrices that were not quantised for this reason.
+        notes: sentences about differences that other readers of the file have.
     """
 
     before: int
@@ -156,10 +156,10 @@ class Converted:
 
 
 def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Name in the family's files -> type that it gets, "" for as it is; and why matrices stay, reason -> names.
+    """Return name in the family's files -> new type, "" for no change; and reason -> names, for the matrices that stay.
 
     Raises:
-        UsageError: a pattern of what stays fits no tensor, or a matrix has fewer bits already.
+        UsageError: a pattern of tensors to keep fits none, or a matrix has fewer bits already.
     """
     shapes, stayed = source.shapes(), dict[str, list[str]]()
     for pattern in asked.keep:
@@ -180,16 +180,16 @@ def kinds_of(source: Convertible, asked: Conversion) -> tuple[dict[str, str], di
 
 
 def staying(source: Convertible, kinds: Mapping[str, str]) -> list[str]:
-    """Names, in the family's files, of the matrices whose blocks are copied as they are."""
+    """Return names, in the family's files, of the matrices whose blocks are copied as they are."""
     formats = source.formats()
     return [name for name, kind in kinds.items() if kind and kind == formats.get(name)]
 
 
 def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]) -> None:
-    """Check that no matrix in blocks gets blocks of more bits, which only store the rounded values in more bytes.
+    """Check that no matrix in blocks gets blocks of more bits, which would only store the rounded values in more bytes.
 
     Raises:
-        UsageError: one would.
+        UsageError: a matrix would.
     """
 
     def nbytes(kind: str) -> float:
@@ -204,7 +204,7 @@ def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]
 
 
 def _reason_to_stay(source: Convertible, asked: Conversion, name: str, shape: tuple[int, ...]) -> str:
-    """Why a matrix is not quantised; "" where it is."""
+    """Return why a matrix is not quantised; "" if it is."""
     names = source.config.names
     if name == names.embedding and not asked.embeddings:
         return "--embeddings quantises it"
@@ -219,7 +219,7 @@ def _reason_to_stay(source: Convertible, asked: Conversion, name: str, shape: tu
 
 
 def is_turned(config: Any, name: str) -> bool:
-    """Whether a matrix is (in, out) in the family's files, and so quantised as its transpose."""
+    """Return whether a matrix is (in, out) in the family's files, so that its transpose is quantised."""
     return bool(config.description.has_rows_in) and name not in (config.names.embedding, config.names.head)
 
 
@@ -229,13 +229,11 @@ def copy_weights(
     """Copy all weights to their ranges.
 
     Args:
-        source: the model.
+        source: model to copy.
         targets: name in the family's files -> range of the numbers.
-        blocks: the same name -> range of the bytes (out, bytes of a row), of the matrices that stay in the blocks that they have.
-        kinds: the same name -> type that it gets, for messages and bounds.
-        asked: memory that may be taken.
-
-    Raises:
+        blocks: the same name -> range of the bytes (out, bytes of a row), for the matrices that keep their blocks.
+        kinds: the same name -> new type, for messages and bounds.
+        asked: options, with the memory for windows.
         DoesNotFit: a row of the widest weight needs more memory.
         Diverged: a weight is not finite.
         UsageError: a weight is too large for its new type.
@@ -254,7 +252,7 @@ def copy_weights(
 
 
 def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iterator[tuple[slice, ...]]:
-    """Windows of whole rows as they follow each other in the file, so that blocks are whole.
+    """Yield windows of whole rows in the order of the file, so that blocks are whole.
 
     Raises:
         DoesNotFit: a row needs more than the budget.
@@ -266,7 +264,7 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
     if most < row and budget is not None:
         least = format_size(row * _COPIES)
         raise DoesNotFit(
-            f"--ram {format_size(budget)} is too little for a row of {name}, which is worked on in {least}; the least that will do is {least}"
+            f"--ram {format_size(budget)} is too little for a row of {name}, which needs {least}; the least that will do is {least}"
         )
     step = max(1, most // row)
     for first in range(0, shape[axis], step):
@@ -276,11 +274,11 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
 
 
 def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Values of a weight, in the element type of their range.
+    """Return values of a weight in the element type of their range.
 
     Raises:
-        Diverged: one is not finite.
-        UsageError: one is too large for the type.
+        Diverged: a value is not finite.
+        UsageError: a value is too large for the type.
     """
     with np.errstate(over="ignore"):
         values: np.ndarray[Any, Any] = piece.astype(dtype, copy=False)
@@ -294,11 +292,11 @@ def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[
 
 
 def check_apart(path: Path, source: Path) -> None:
-    """Check that a target is not what is read, nor lies in it or around it.
+    """Check that a target is not the source, nor in it or around it.
 
     Raises:
-        UsageError: it is or does.
+        UsageError: the target is one of these.
     """
     ours, theirs = path.resolve(), source.resolve()
     if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
-        raise UsageError(f"{path} is, holds or lies in {source}, which is read; name another place")
+        raise UsageError(f"{path} is, holds or lies in {source}, which is the source; name another place")

@@ -1,4 +1,4 @@
-"""Models as GGUF files: header and metadata of a config and a tokenizer, and the weights in their types."""
+"""Export of models as GGUF files: header and metadata of a config and a tokenizer, and the weights in their types."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
     """Check that a GGUF file may be written to `path`.
 
     Raises:
-        UsageError: it exists and `force` is false or it is no GGUF file; or it is what is read, or cannot be written.
+        UsageError: `path` exists, and `force` is false or it is not a GGUF file; or it is the source; or it cannot be written.
     """
     for shard in shard_paths(source):
         check_apart(path, shard)
@@ -46,7 +46,7 @@ def check_gguf_target(path: Path, source: Path, *, force: bool) -> None:
         if not force:
             raise UsageError(f"{path} exists; name another file, or replace it with --force")
         if not is_gguf(path) or path.is_symlink():
-            raise UsageError(f"{path} is no GGUF file, and --force replaces those only; name another file")
+            raise UsageError(f"{path} is not a GGUF file, and --force replaces only these; name another file")
     check_writable(path, "")
 
 
@@ -54,9 +54,9 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     """Write a model as a GGUF file.
 
     Raises:
-        UsageError: the file may not be written, the family has no architecture there, or its config cannot be said.
+        UsageError: the file may not be written, the family has no GGUF architecture, or GGUF cannot express its config.
         DataError: the gguf package is not installed, or the model is broken.
-        StorageError: the disk is full or failed; a file that existed is kept.
+        StorageError: the disk is full or failed; an existing file is kept.
     """
     check_writer()
     check_gguf_target(path, source.path, force=force)
@@ -87,10 +87,10 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
 
 
 def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
-    """The architecture and the metadata of a model's config.
+    """Return the architecture and the metadata of a model's config.
 
     Raises:
-        UsageError: the family has no architecture, or the config says what its keys cannot.
+        UsageError: the family has no architecture, or its keys cannot express the config.
     """
     config = source.config
     architecture = architecture_for(config.model_type)
@@ -115,7 +115,7 @@ def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
 
 
 def _placed(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The name and the shape of a tensor in a GGUF file."""
+    """Return the name and the shape of a tensor in a GGUF file."""
     short = architecture.name_here(name)
     if short is None:
         raise UsageError(f"{name} has no name in GGUF files of the architecture {architecture.name}; write a directory instead")
@@ -123,20 +123,20 @@ def _placed(architecture: Architecture, name: str, shape: tuple[int, ...]) -> tu
 
 
 def _kind(name: str, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> str:
-    """The type of a tensor: vectors and positions are F32, as llama.cpp wants them."""
+    """Return the type of a tensor: llama.cpp needs F32 for vectors and positions."""
     if len(shape) == 1 or name == POSITIONS:
         return "F32"
     return kind.upper() if kind in BLOCK_FORMATS or kind.upper() in FLOATS else _STORED.get(dtype, "F32").replace("F64", "F32")
 
 
 def _factors(config: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Name -> what rotary frequencies are divided by, if factors of their own scale them."""
+    """Return name -> divisors of the rotary frequencies, if the scaling has divisors of its own."""
     scaling = getattr(config, "rope_scaling", None)
     return {} if scaling is None else factors_of(scaling.to_dict(), config.rope_theta, config.head_size)
 
 
 def _window_notes(architecture: Architecture, config: Any) -> list[str]:
-    """A sentence about windows that llama.cpp's code does not have."""
+    """Return a sentence if the model has windows that llama.cpp does not have for this architecture."""
     window = getattr(config, "sliding_window", None)
     if architecture.name not in NO_WINDOWS or not window or window >= config.n_positions:
         return []
@@ -144,11 +144,11 @@ def _window_notes(architecture: Architecture, config: Any) -> list[str]:
 
 
 def _vocabulary(source: Convertible, name: str) -> tuple[dict[str, Any], list[str]]:
-    """The metadata of a tokenizer, and sentences about what llama.cpp makes of it; llama.cpp is told if there is none."""
+    """Return the metadata of a tokenizer, and sentences about llama.cpp's differences; without a tokenizer, metadata that says so."""
     special = source.special
     if source.tokenizer is None:
         return {NAME: name, "tokenizer.ggml.model": "none", **id_keys(special.bos, special.eos, ())}, []
     files = tokenizer_files(source.tokenizer, source.config.n_positions)
-    if template := templates_of(files).get("default"):  # of several by name
+    if template := templates_of(files).get("default"):  # of several templates by name
         files[CHAT_TEMPLATE] = template
     return keys_of(files, source.config.vocab_size, begin=special.bos, ends=special.eos, name=name)

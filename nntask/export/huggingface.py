@@ -64,13 +64,13 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     """Check that a model directory may be written to `path`, without creating it.
 
     Args:
-        path: the directory to write.
-        source: the checkpoint to export.
+        path: directory to write.
+        source: checkpoint to export.
         force: whether an existing model directory may be replaced.
 
     Raises:
-        UsageError: `path` exists and `force` is false; it exists and holds files that are not of an exported model; or it overlaps the checkpoint or
-            the frozen base weights of its adapters; or it cannot be written.
+        UsageError: `path` exists and `force` is false, it holds files that are not of an exported model, it overlaps the checkpoint or the frozen
+            base weights of its adapters, or it cannot be written.
     """
     ours, target = source.path.resolve(), path.resolve()
     if target == ours or target in ours.parents or ours in target.parents:
@@ -79,7 +79,7 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
     if base is not None and base.path:
         needed = Path(base.path).resolve()
         if target == needed or target in needed.parents or needed in target.parents:
-            raise UsageError(f"{path} holds, or lies in, the weights {base.path} that the adapters stand beside; name another directory")
+            raise UsageError(f"{path} holds, or lies in, the frozen weights {base.path} of the adapters; name another directory")
     check_replaceable(path, force=force)
 
 
@@ -87,7 +87,7 @@ def check_replaceable(path: Path, *, force: bool) -> None:
     """Check that a directory is new, or with `force` a model directory, and that it can be written.
 
     Raises:
-        UsageError: it is not, or cannot.
+        UsageError: the directory is neither, or cannot be written.
     """
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if path.is_symlink() or not there.is_dir():
@@ -113,12 +113,12 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
     """Write a checkpoint as a model directory.
 
     Args:
-        source: the checkpoint.
-        path: the directory to write.
+        source: checkpoint to export.
+        path: directory to write.
         dtype: "fp32", "fp16", "bf16", or "auto" for the element type of the checkpoint (fp32 for fp64).
         shard_nbytes: largest number of bytes of weights in a file; a larger tensor gets a file of its own.
-        tokenizer: the tokenizer whose files are written too; None for no such files.
-        force: whether an existing model directory is replaced.
+        tokenizer: tokenizer whose files are written too; None for none.
+        force: whether to replace an existing model directory.
 
     Raises:
         UsageError: `check_target` refuses `path`, or a weight is too large for `dtype`.
@@ -144,7 +144,7 @@ def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
     """Let `write` fill a new directory, which gets the name `path` when it is complete (`nntask.io.atomic_write`).
 
     Raises:
-        StorageError: the disk is full or failed; a directory that existed at `path` is kept, or the message names the path to which it was moved.
+        StorageError: the disk is full or failed; an existing directory at `path` is kept, or the message names the path to which it was moved.
     """
     try:
         with written_aside(path) as new:
@@ -155,10 +155,10 @@ def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
 
 
 def kind_of(kinds: set[np.dtype[Any]], dtype: str) -> np.dtype[Any]:
-    """The element type of the exported weights.
+    """Return the element type of the exported weights.
 
     Args:
-        kinds: the element types of the checkpoint's weights.
+        kinds: element types of the checkpoint's weights.
         dtype: "fp32", "fp16", "bf16", or "auto" for the one element type in `kinds` (fp32 for fp64 and for several types).
     """
     if dtype != "auto":
@@ -188,7 +188,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any], limit: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """File name -> {tensor name: shape}, in order; a tensor goes into the current file unless the file would exceed `limit` bytes."""
+    """Return file name -> {tensor name: shape}, in order; a tensor goes into the current file unless the file would exceed `limit` bytes."""
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     taken = 0
     for name, shape in shapes.items():
@@ -209,7 +209,7 @@ def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[
 
 
 def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
-    """Create a safetensors file with its header and its final size; returns the byte range of each tensor, to be written by the caller.
+    """Create a safetensors file with its header and its final size, and return the byte range of each tensor, to be written by the caller.
 
     Raises:
         OSError: the file exists, or the disk is full or failed.
@@ -226,7 +226,7 @@ def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[A
 
 
 def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
-    """(window, values) for windows that cover a weight; values of another type than `kind` come in the merge type, so that they are rounded once."""
+    """Yield (window, values) for windows that cover a weight; values of another type than `kind` come in the merge type, to be rounded only once."""
     held = kind if source.dtype == kind else merge_dtype(source.dtype)
     for window in windows(source.shape, held.itemsize):
         values = source[window]
@@ -236,10 +236,10 @@ def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, 
 
 
 def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Values of the weight `name`, converted to the element type `kind`.
+    """Return values of the weight `name`, converted to the element type `kind`.
 
     Raises:
-        Diverged: a weight is not finite.
+        Diverged: a value is not finite.
         UsageError: a weight is too large for the new type.
     """
     with np.errstate(over="ignore"):
@@ -255,8 +255,8 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: i
     """Write the files of a tokenizer into a directory, unless the tokenizer is None.
 
     Args:
-        directory: the directory.
-        tokenizer: the tokenizer or None.
+        directory: directory to write into.
+        tokenizer: tokenizer or None.
         n_positions: context length of the model, in tokens.
     """
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""The whole weights of a checkpoint, read piece by piece, with adapters merged in.
+"""Whole weights of a checkpoint, read piece by piece, with adapters merged in.
 
 A weight W (K, N) with adapters A (r, K) and B (N, r) becomes W + alpha / r * A^T B^T. W is rounded to the element type of the run first, as in
 training, unless it is quantised: products decode it to fp32. The sum is computed in fp32 (fp64 for fp64) and rounded once, to the element type of the
@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 
 class Weight(Protocol):
-    """A weight or a window of a weight that can be read; `FileRange` conforms."""
+    """A readable weight, or a window of one; `FileRange` conforms."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Weight(Protocol):
         """Element type."""
 
     def __getitem__(self, slices: Sequence[slice], /) -> Weight:
-        """The window of one slice per axis."""
+        """Return the window of one slice per axis."""
 
     def read(self, out: Array, /) -> None:
         """Fill `out`, a C-contiguous array of this shape, with conversion to its element type."""
@@ -54,7 +54,7 @@ class Weight(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A window of a weight that is drawn from the seed again; `make` returns the whole weight."""
+    """A window of a weight that is drawn from the seed when it is read; `make` returns the whole weight."""
 
     make: Callable[[], Array]
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """A frozen weight in the element type of its run, plus left @ right where the weight has an adapter."""
+    """A frozen weight in the element type of its run, plus left @ right if the weight has an adapter."""
 
     base: Weight
     dtype: np.dtype[Any]
@@ -98,7 +98,7 @@ class _Merged:
 
 
 def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
-    """Our name -> weight, for a checkpoint's model with its adapters merged in; only headers and the adapters are read at this point.
+    """Return our name -> weight, for a checkpoint's model with its adapters merged in; only headers and the adapters are read now.
 
     Raises:
         DataError: the checkpoint is broken, or its frozen base weights are missing or have changed.
@@ -127,12 +127,12 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
 
 
 def _frozen(base: Weight, parameter: Parameter) -> _Merged:
-    """A frozen weight as products of the run take it."""
+    """Return a frozen weight in the element type in which products of the run read it."""
     return _Merged(base, np.dtype(np.float32) if isinstance(base, BlockRange) else parameter.dtype)
 
 
 def capture_of(checkpoint: Checkpoint) -> LanguageModel:
-    """The model of a checkpoint on a capturing runtime: one tile per tensor, and no data."""
+    """Return the model of a checkpoint on a capturing runtime: one tile per tensor, and no data."""
     return build_model(model_spec(_settings(checkpoint), checkpoint.config, ModelTiling()), CapturingRuntime(1), fill=False)
 
 
@@ -141,11 +141,11 @@ def _settings(checkpoint: Checkpoint) -> TrainSettings:
 
 
 def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Array]:
-    """The trained adapters of a checkpoint, in fp32 (fp64 for fp64).
+    """Return the trained adapters of a checkpoint, in fp32 (fp64 for fp64).
 
     Args:
-        checkpoint: a checkpoint with adapters.
-        model: its model, as `capture_of` builds it.
+        checkpoint: checkpoint with adapters.
+        model: its model, from `capture_of`.
 
     Returns:
         id of a trainable parameter of `model` -> its values.
@@ -166,7 +166,7 @@ def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Ar
 
 
 def _made(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> dict[str, Weight]:
-    """Name -> initial weight, drawn from the run's seed when it is read; one weight at a time is in memory."""
+    """Return name -> initial weight, drawn from the run's seed when it is read; one weight at a time is in memory."""
     seed = _settings(checkpoint).data.seed
 
     @lru_cache(maxsize=1)

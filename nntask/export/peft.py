@@ -1,8 +1,8 @@
 """Export of adapters as a directory that ``peft.PeftModel.from_pretrained(base, directory)`` loads, written without torch or peft.
 
-PEFT adapts the matrices of the family's files. Where such a matrix joins several of our layers (q, k and v of GPT-2), the layers share A, and their B
-are rows of one B, in the order of the matrix's output features. Both factors are stored as (output features, input features) of a linear layer,
-whichever orientation the weight has. The head of a classifier, which is trained whole, is among PEFT's modules_to_save.
+PEFT adapts the matrices of the family's files. If such a matrix joins several of our layers (q, k and v of GPT-2), the layers share A, and their B
+are rows of one B, in the order of the matrix's output features. Both factors are stored as (output features, input features) of a linear layer, for
+either orientation of the weight. The head of a classifier, which is trained whole, is in PEFT's modules_to_save.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _TASKS: Final = {"causal": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classify": "SEQ_CLS"}
 _CLASSIFIER: Final = "classifier"
-"""The module that PEFT saves whole in every model for the classification of sequences."""
+"""Module that PEFT saves whole in every model for the classification of sequences."""
 
 
 def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: Tokenizer | None, force: bool = False) -> Exported:
     """Write a checkpoint's adapters as a directory of PEFT.
 
     Args:
-        source: the checkpoint.
-        path: the directory to write.
+        source: checkpoint to export.
+        path: directory to write.
         dtype: "fp32", "fp16", "bf16", or "auto" for the element type of the adapters in the checkpoint (fp32 for fp64).
-        tokenizer: the tokenizer whose files are written too; None for no such files.
-        force: whether an existing model directory is replaced.
+        tokenizer: tokenizer whose files are written too; None for none.
+        force: whether to replace an existing model directory.
 
     Raises:
         UsageError: the checkpoint holds a whole model, `check_target` refuses `path`, or a weight is too large for `dtype`.
@@ -81,20 +81,20 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
 
 
 def _targets(groups: Collection[str], names: Collection[str]) -> list[str]:
-    """PEFT's target_modules: the last parts of the adapted modules' names, or whole names where other modules end like them."""
+    """Return PEFT's target_modules: the last parts of the adapted modules' names, or whole names if other modules have the same last part."""
     short = sorted({module.rpartition(".")[2] for module in groups})
     others = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} - set(groups)
     return sorted(groups) if any(module.rpartition(".")[2] in short for module in others) else short
 
 
 def _saved_module(name: str) -> str:
-    """The module of a weight that is trained whole: the classifier, which may have modules of its own, or a layer."""
+    """Return the module of a weight that is trained whole: the classifier, which may have modules of its own, or a layer."""
     module = name.rpartition(".")[0]
     return _CLASSIFIER if module.split(".")[0] == _CLASSIFIER else module
 
 
 def _config(lora: LoRA, groups: Mapping[str, Mapping[str, Adaptable]], base: str | None) -> dict[str, Any]:
-    """The content of PEFT's adapter_config.json; `base` is the path of the frozen base weights, if they are a model directory."""
+    """Return the content of PEFT's adapter_config.json; `base` is the path of the frozen base weights, if they are a model directory."""
     layers = [layer for members in groups.values() for layer in members.values()]
     return {
         "peft_type": "LORA",

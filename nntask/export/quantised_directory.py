@@ -1,4 +1,4 @@
-"""Model directories with quantised weights, in safetensors of our own layout (`nntask.io.block_ranges`): transformers does not read them."""
+"""Export as model directories with quantised weights, in safetensors of our own layout (`nntask.io.block_ranges`), which transformers cannot read."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FP32: Final = np.dtype(np.float32)
 
 
 def write_quantised(source: Convertible, path: Path, asked: Conversion, *, force: bool = False) -> Converted:
-    """Write a model as a directory.
+    """Write a model as a directory with quantised weights.
 
     Raises:
         UsageError: the directory may not be written.
         DataError: the model is broken.
-        StorageError: the disk is full or failed; a directory that existed is kept.
+        StorageError: the disk is full or failed; an existing directory is kept.
     """
     check_apart(path, source.path)
     check_replaceable(path, force=force)
@@ -55,7 +55,7 @@ def _new_file(path: Path, source: Convertible, kinds: Mapping[str, str]) -> tupl
     """Create a file with its final size.
 
     Returns:
-        Ranges of values with the shapes of the family's files, ranges of tensors as they are stored, and the bytes of all tensors.
+        Ranges of values with the shapes of the family's files, ranges of tensors as they are stored, and the total number of bytes.
     """
     dtypes, stored = source.dtypes(), dict[str, tuple[tuple[int, ...], np.dtype[Any]]]()
     formats = {name: kind for name, kind in kinds.items() if kind in BLOCK_FORMATS and kind not in _TYPES}
@@ -77,7 +77,7 @@ def _new_file(path: Path, source: Convertible, kinds: Mapping[str, str]) -> tupl
 
 
 def _range(file: OpenFile, offset: int, source: Convertible, name: str, shape: tuple[int, ...], kind: str, dtype: np.dtype[Any]) -> FileRange:
-    """The range of a tensor's values with the shape of the family's files, of a format of blocks or "" for floats."""
+    """Return the range of a tensor's values with the shape of the family's files; `kind` is a format of blocks or "" for floats."""
     if not kind:
         return FileRange(file, dtype, offset, shape, strides_of(shape, dtype))
     known = BLOCK_FORMATS[kind]

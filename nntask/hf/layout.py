@@ -1,8 +1,8 @@
-"""Byte ranges of our weights in files with Hugging Face's names and layouts, derived from the `from_hf` of its `names.Names`.
+"""Byte ranges of our weights in files with Hugging Face's names and layouts, derived from the `from_hf` of `names.Names`.
 
 `from_hf` is applied to placeholder arrays: views of reserved address space without memory, one address for each byte of the files. It renames, splits
-and transposes them, and the address and strides of each view that it returns give the offset and strides of our weight in the files. So names and
-layouts are written once, in the family's table.
+and transposes them. The address and strides of each view that it returns are the offset and strides of our weight in the files. So names and layouts
+are written once, in the family's table.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class FileLayout:
         self._origin = _address(np.frombuffer(self._space, np.uint8))
 
     def arrays(self) -> Arrays:
-        """Name -> placeholder with the shape and the element size of its range; its values must not be read."""
+        """Return name -> placeholder with the shape and the element size of its range; its values must not be read."""
         return {
             name: np.ndarray(each.shape, f"V{each.dtype.itemsize}", buffer=self._space, offset=start, strides=each.strides)
             for start, (name, each) in zip(self._starts, self.ranges.items(), strict=True)
         }
 
     def name_of(self, array: npt.NDArray[Any]) -> str:
-        """The name of the range that a view of a placeholder belongs to."""
+        """Return the name of the range that a view of a placeholder belongs to."""
         return self._names[bisect_right(self._starts, _address(array) - self._origin) - 1]
 
     def range_of(self, array: npt.NDArray[Any]) -> Rows:
-        """The byte range of a view of a placeholder, with the view's shape and strides; rows by head (H, D, ..) are rows (H*D, ..)."""
+        """Return the byte range of a view of a placeholder, with the view's shape and strides; rows by head (H, D, ..) become rows (H*D, ..)."""
         offset = _address(array) - self._origin
         assert 0 <= offset < len(self._space), "from_hf made a copy of a weight; it must return views"
         number = bisect_right(self._starts, offset) - 1
@@ -62,7 +62,7 @@ class FileLayout:
 
 
 def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape; of several names of one array, only the first is present."""
+    """Return name -> shape; of several names of one array, only the first is present."""
     seen: set[int] = set()
     found = {}
     for name, array in arrays.items():
@@ -73,16 +73,16 @@ def shapes_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ..
 
 
 def ties_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
-    """Name -> earlier name of the same array, for every name that is not the first of its array."""
+    """Return name -> earlier name of the same array, for every name that is not the first of its array."""
     first: dict[int, str] = {}
     return {name: first[id(array)] for name, array in arrays.items() if first.setdefault(id(array), name) != name}
 
 
 def names_of(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Our name of each weight of a model -> the name of the tensor in the family's files that contains it.
+    """Return our name of each weight of a model -> name of the tensor in the family's files that contains it.
 
     Args:
-        config: the model's configuration.
+        config: configuration of the model.
         shapes: our name -> shape, for all weights of the model.
     """
     nowhere, bytewise = OpenFile(Path(os.devnull), fd=os.open(os.devnull, os.O_RDONLY)), np.dtype(np.uint8)
@@ -114,7 +114,7 @@ class _Blank:
 
 
 def blanks(shapes: Mapping[str, Sequence[int]]) -> Arrays:
-    """Name -> shape without elements, as arguments of `to_hf`, which may rename, join and transpose them."""
+    """Return name -> shape without elements, as arguments of `to_hf`, which may rename, join and transpose them."""
     found: dict[str, Any] = {name: _Blank(shape) for name, shape in shapes.items()}
     return found
 

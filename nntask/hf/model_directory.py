@@ -1,9 +1,9 @@
-"""Model directories as transformers writes them: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is one too.
+"""Model directories of transformers: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is read the same way.
 
-Opening a directory reads headers only, and compares their sizes with the config's before anything is made of the latter. A tile is read from its byte
-range in the file at its first use, and again at a use after an eviction; no tensor is whole in memory. A value that is not finite is refused at that
-read, with the names of the tensor and the file. Matrices may be quantised (`io.block_ranges`); a model that holds blocks takes them as they are, and
-others as floats.
+Opening a directory reads headers only, and compares their sizes with the config's before memory is taken for these. A tile is read from its byte
+range in the file at its first use, and again at its next use after an eviction; no tensor is whole in memory. A value that is not finite raises an error at
+that read, with the names of the tensor and the file. Matrices may be quantised (`io.block_ranges`); a model with blocks takes them as they are, and
+other models as floats.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FLOATS: Final = (np.dtype(np.float64), *STORAGE.values())
 
 
 def read_config(directory: Path) -> Any:
-    """The config of a model directory, an instance of its family's class.
+    """Return the config of a model directory, an instance of its family's class.
 
     Raises:
         DataError: the directory does not exist, has no config.json, or its config.json is not JSON.
@@ -57,10 +57,10 @@ def read_config(directory: Path) -> Any:
 
 
 def read_values(directory: Path) -> tuple[Any, str]:
-    """The decoded config.json of a model directory or the config of a GGUF file, of any family, and the file's name for error messages.
+    """Return the decoded config.json of a model directory or the config of a GGUF file, of any family, and the file's name for error messages.
 
     Raises:
-        DataError: as of `read_config`.
+        DataError: the path does not exist, has no config.json, or its config.json is not JSON.
     """
     if is_gguf(directory):
         return open_gguf(directory).values, str(directory)
@@ -77,7 +77,7 @@ def _check_directory(directory: Path) -> None:
         raise DataError(f"{directory} does not exist; give a directory with {CONFIG} and {SINGLE}, as transformers' save_pretrained writes it")
     if (directory / ADAPTER_CONFIG).is_file() and (directory / CONFIG).exists():
         raise DataError(
-            f"{directory} has a model and adapters of PEFT beside it, which transformers would apply; merge them into the model, or move "
+            f"{directory} has both a model and adapters of PEFT, which transformers would apply; merge them into the model, or move "
             f"{ADAPTER_CONFIG} to a directory of its own to use the model without them"
         )
     if (directory / ADAPTER_CONFIG).is_file():
@@ -85,7 +85,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _conversion(directory: Path, suffix: str = ".bin") -> str:
-    """The end of an error message about pickles: the command that converts them to safetensors; "" for other suffixes."""
+    """Return the end of an error message about pickles: the command that converts them to safetensors; "" for other suffixes."""
     if suffix not in _SUFFIXES:
         return ""
     target = f"{directory if directory.name else 'model'}-safetensors"
@@ -98,7 +98,7 @@ def _conversion(directory: Path, suffix: str = ".bin") -> str:
 
 
 def _class_in(directory: Path) -> str:
-    """transformers' class that the config of a directory names, if it has a head; that of causal language models otherwise."""
+    """Return transformers' class that the config of a directory names, if it has a head; the class of causal language models otherwise."""
     try:
         named = json.loads(read_text(directory / CONFIG))["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -111,10 +111,10 @@ class ModelDirectory:
     """An open model directory.
 
     Args:
-        path: the directory.
-        config: of the model that takes the weights, an instance of the family's class.
-        ranges: name in the files -> byte range of the tensor; of a quantised matrix, its blocks (features out, bytes of a row).
-        stored: the directory's own config; it differs where a model takes other dropout, or has another head.
+        path: path of the directory.
+        config: config of the model that takes the weights, an instance of the family's class.
+        ranges: name in the files -> byte range of the tensor; for a quantised matrix, of its blocks (features out, bytes of a row).
+        stored: config of the directory itself; it differs from `config` if the model has other dropout or another head.
         formats: name in the files -> format of each quantised matrix.
     """
 
@@ -126,14 +126,14 @@ class ModelDirectory:
 
     @classmethod
     def open(cls, path: Path, config: ModelConfig | None = None) -> ModelDirectory:
-        """Open a directory; its config and the headers of its files are read.
+        """Open a directory, and read its config and the headers of its files.
 
         Args:
-            config: of the model that takes the weights; None for the directory's own. Where it is of another objective, the files may lack weights
-                of its head, see `new`.
+            config: config of the model that takes the weights; None for the directory's own. If it has another objective, the files may lack weights
+                of its head, which `new` returns.
 
         Raises:
-            DataError: a file is missing, broken or a pickle, index and files disagree, or the config asks for far more weights than there are.
+            DataError: a file is missing, broken or a pickle; index and files disagree; or the config needs far more weights than the files have.
             UsageError: the model family is unknown, or the config breaks a rule.
         """
         stored = read_config(path)
@@ -148,7 +148,7 @@ class ModelDirectory:
         return bool(self.config.objective == self.stored.objective)
 
     def new(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Our name -> name in files, of the weights of a head that the files lack because their model has another one.
+        """Return our name -> name in files, for the weights of a head that the files lack because their model has another one.
 
         Args:
             shapes: our name -> shape, for all weights of the model.
@@ -159,7 +159,7 @@ class ModelDirectory:
         return {ours: name for ours, name in names_of(self.config, shapes).items() if is_of_head(ours) and name not in present}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the files hold exactly the weights of a model but those that are `new`, and that a stored head equals the embedding where the
+        """Check that the files hold exactly the weights of a model, except those that are `new`, and that a stored head equals the embedding if the
         config ties them. Spare names may have any values.
 
         Args:
@@ -197,7 +197,7 @@ class ModelDirectory:
                 )
 
     def _lacking(self, missing: Sequence[str], expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """The message for files that lack tensors: the whole head of a model that was saved without one, or something else.
+        """Return the message for files that lack tensors: the whole head of a model that was saved without one, or other tensors.
 
         Args:
             missing: names in files.
@@ -214,7 +214,7 @@ class ModelDirectory:
         return f"{self.path} has no head: it ends where a {kind} would have {missing[0]}{more}; use the directory of a {kind}{other}"
 
     def _check_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every tensor belongs to the model, has elements, and has a floating-point type.
+        """Check that every tensor belongs to the model, is not empty, and has a floating-point type.
 
         Raises:
             DataError: a tensor breaks one of these rules.
@@ -235,7 +235,7 @@ class ModelDirectory:
                 )
 
     def weights(self) -> dict[str, tuple[str, Stored]]:
-        """Our name of each weight in the files -> (name of the tensor that contains it, its byte range). Requires a successful `check`."""
+        """Return our name of each weight in the files -> (name of the tensor that contains it, its byte range). Call `check` first."""
         layout, found = FileLayout(self.ranges), dict[str, tuple[str, Stored]]()
         placeholders = {name: array.T if self._is_turned(name) else array for name, array in layout.arrays().items()}
         for ours, array in self.config.names.from_hf(placeholders, self.config, has_head=self.has_head).items():
@@ -248,13 +248,13 @@ class ModelDirectory:
         return found
 
     def _is_turned(self, name: str) -> bool:
-        """Whether a tensor is quantised, and the family's files have it as (in, out) where it is not."""
+        """Return whether a tensor is quantised as the transpose of the family's (in, out) matrix."""
         if name not in self.formats or not self.config.description.has_rows_in:
             return False
         return self.config.names.today(name) not in (self.config.names.embedding, self.config.names.head)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor as the family's files have it."""
+        """Return the shape of a tensor in the family's files."""
         shape, kind = self.ranges[name].shape, self.formats.get(name)
         if kind is None:
             return shape
@@ -262,13 +262,13 @@ class ModelDirectory:
         return (columns, rows) if self._is_turned(name) else (rows, columns)
 
     def blocks(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Blocks]:
-        """Our name of each matrix that is quantised in the files -> how, as `LanguageModel.hold_blocks` takes it.
+        """Return our name of each matrix that is quantised in the files -> its storage, for `LanguageModel.hold_blocks`.
 
         Args:
             shapes: our name -> shape, for all weights of the model.
 
         Raises:
-            DataError: the files do not hold the weights of this model; see `check`.
+            DataError: the files do not hold the weights of this model.
         """
         if not self.formats:
             return {}
@@ -276,13 +276,13 @@ class ModelDirectory:
         return {ours: Blocks(each.block_format, each.is_turned) for ours, (_, each) in self.weights().items() if isinstance(each, BlockRange)}
 
     def attach(self, tensors: Mapping[str, TileTensor]) -> None:
-        """Attach the tensors of a model to their byte ranges in the files; no value is read yet, except to compare a stored tied head.
+        """Attach the tensors of a model to their byte ranges in the files; no value is read now, except to compare a stored tied head.
 
         Args:
             tensors: our name -> tensor, for all weights of the model.
 
         Raises:
-            DataError: the files do not hold the weights of this model; see `check`.
+            DataError: the files do not hold the weights of this model.
         """
         self.check({name: tensor.shape for name, tensor in tensors.items()})
         attach_weights(tensors, self.weights())
@@ -292,7 +292,7 @@ class ModelDirectory:
 
 
 def weight_ranges(path: Path) -> dict[str, FileRange]:
-    """Name -> byte range of the numbers of each tensor of a model directory or a GGUF file; only headers are read.
+    """Return name -> byte range of the numbers of each tensor of a model directory or a GGUF file; only headers are read.
 
     Raises:
         DataError: the directory has no safetensors files, one of them is broken, or index and files disagree; or a tensor is quantised in our layout.
@@ -307,7 +307,7 @@ def weight_ranges(path: Path) -> dict[str, FileRange]:
 
 
 def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
-    """Name -> byte range of each tensor of a model directory, and name -> format of the quantised ones; only headers are read.
+    """Return name -> byte range of each tensor of a model directory, and name -> format of the quantised ones; only headers are read.
 
     Raises:
         DataError: the directory has no safetensors files, one of them is broken, or index and files disagree.
@@ -329,16 +329,16 @@ def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockForm
 
 
 def block_sizes(path: Path) -> tuple[int, ...]:
-    """Numbers of weights of the blocks in a model directory or a GGUF file, without duplicates; only headers are read.
+    """Return the block sizes, in weights, of a model directory or a GGUF file, without duplicates; only headers are read.
 
     Raises:
-        DataError: see `stored_ranges`.
+        DataError: the files are missing, broken, or disagree with their index.
     """
     return tuple(sorted({each.block_values for each in stored_ranges(path)[1].values()}))
 
 
 def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tuple[str, Stored]]) -> None:
-    """Attach tensors to byte ranges of files; no value is read yet.
+    """Attach tensors to byte ranges of files; no value is read now.
 
     Args:
         tensors: our name -> tensor.
@@ -351,7 +351,7 @@ def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tupl
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:
-    """File name -> names of the tensors that the index assigns to the file; None where there is no index.
+    """Return file name -> names of the tensors that the index assigns to the file; None without an index.
 
     Raises:
         DataError: the directory has no safetensors files, or index and files disagree.
@@ -376,7 +376,7 @@ def _files(path: Path) -> dict[str, set[str] | None]:
 
 
 def _is_equal(one: FileRange, other: FileRange) -> bool:
-    """Whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
+    """Return whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
     for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
         left, right = one[window], other[window]
         ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)

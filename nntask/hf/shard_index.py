@@ -1,4 +1,4 @@
-"""The index of a model directory whose weights lie in several safetensors files."""
+"""The index of a model directory whose weights are in several safetensors files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def indexed_files(path: Path) -> dict[str, set[str] | None]:
     """Return the files that the index of a directory names, each with the names of its tensors.
 
     Raises:
-        DataError: the index is broken, or other files are there than it names.
+        DataError: the index is broken, or names other files than the directory has.
     """
     index = path / INDEX
     file_names = read_object(index, "the index").get("weight_map")
@@ -28,12 +28,12 @@ def indexed_files(path: Path) -> dict[str, set[str] | None]:
         if not isinstance(name, str) or Path(name).name != name or len(name) > _LONGEST_NAME:
             raise DataError(f"{index} is not an index of safetensors files: {tensor} is in {str(name)[:80]!r}, which is no file name; copy it again")
         tensors = found.setdefault(name, set())
-        assert tensors is not None  # a set from the start
+        assert tensors is not None  # every value is a set here
         tensors.add(tensor)
     for name in found:
-        if not os.path.exists(path / name):  # of a name that no file system takes, too
+        if not os.path.exists(path / name):  # also for names that no file system accepts
             raise DataError(f"{path} has no {name}, which {INDEX} names; copy the missing file")
     shards = {each.name for each in path.glob("model-*-of-*.safetensors")}
     if surplus := sorted(shards - set(found)):
-        raise DataError(f"{index} does not name {surplus[0]}, which lies beside it; copy the directory again as a whole")
+        raise DataError(f"{index} does not name {surplus[0]}, which is in the same directory; copy the directory again as a whole")
     return found

@@ -1,6 +1,6 @@
-"""Tokenizers as the files that ``AutoTokenizer`` loads: tokenizer.json, and a tokenizer_config.json unless the tokenizer came with one.
+"""Tokenizers as the files that ``AutoTokenizer`` loads: tokenizer.json and, unless the tokenizer came with one, a tokenizer_config.json.
 
-Plain bytes become a BPE without merges over the byte alphabet of GPT-2 (`data.byte_letters`), whose ids are the bytes.
+Plain bytes are written as a BPE without merges over the byte alphabet of GPT-2 (`data.byte_letters`), whose ids are the bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..data.tokenizer import ByteTokenizer, Tokenizer
 
 
 def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
-    """File name -> content, for the files of a tokenizer; companion files that it was loaded with are returned unchanged.
+    """Return file name -> content, for the files of a tokenizer; companion files that it was loaded with are returned unchanged.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: tokenizer to write.
         longest: context length of the model, in tokens.
     """
     content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _saved(tokenizer)
@@ -29,14 +29,14 @@ def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
     special = tokenizer.special
     named = {"bos_token": words.get(special.bos), "eos_token": words.get(special.eos[0]) if special.eos else None}
     if named["eos_token"] == END_OF_TEXT:
-        named["unk_token"] = END_OF_TEXT  # as in the tokenizer of GPT-2
+        named["unk_token"] = END_OF_TEXT  # the same as in GPT-2's tokenizer
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest, "clean_up_tokenization_spaces": False}
     about |= {key: word for key, word in named.items() if word is not None}
     return {TOKENIZER_FILE: as_text(content), TOKENIZER_CONFIG: as_text(about), **special.files}
 
 
 def as_text(values: Mapping[str, Any]) -> str:
-    """Indented JSON text with a newline at its end."""
+    """Return indented JSON text with a newline at its end."""
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -48,7 +48,7 @@ def _saved(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _bytes(tokenizer: ByteTokenizer) -> dict[str, Any]:
-    """The content of a tokenizer.json for plain bytes."""
+    """Return the content of a tokenizer.json for plain bytes."""
     vocab = {letter: byte for byte, letter in sorted(byte_letters().items())}
     added = []
     if tokenizer.vocab_size > len(vocab):

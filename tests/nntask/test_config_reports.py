@@ -172,7 +172,7 @@ def test_a_model_with_adapters_beside_it_is_refused(tmp_path: Path) -> None:
     """transformers applies them without being asked (transformers 43781), so the model alone is another one."""
     hf_model(CONFIGS["llama"]).save_pretrained(tmp_path / "m")
     (tmp_path / "m" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
-    with pytest.raises(DataError, match="has a model and adapters of PEFT beside it, which transformers would apply"):
+    with pytest.raises(DataError, match="has both a model and adapters of PEFT, which transformers would apply"):
         read_config(tmp_path / "m")
 
 
