@@ -263,9 +263,7 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
     most = _LARGEST_WINDOW if budget is None else min(_LARGEST_WINDOW, budget // _COPIES)
     if most < row and budget is not None:
         least = format_size(row * _COPIES)
-        raise DoesNotFit(
-            f"--ram {format_size(budget)} is too little for a row of {name}, which needs {least}; the least that will do is {least}"
-        )
+        raise DoesNotFit(f"--ram {format_size(budget)} is too little for a row of {name}, which needs {least}; the least that will do is {least}")
     step = max(1, most // row)
     for first in range(0, shape[axis], step):
         window = [slice(0, extent) for extent in shape]
