@@ -1,4 +1,4 @@
-"""What a run records of itself: metrics, TensorBoard events, traces, traffic, explanations of placement, timed loops."""
+"""Records of a run: metrics, TensorBoard events, traces, traffic, explanations of placement, timed loops."""
 
 import lazy_loader
 

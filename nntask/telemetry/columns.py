@@ -1,4 +1,4 @@
-"""Tables as lines of text: the first column to the left, numbers in the others to the right."""
+"""Tables as lines of text: the first column is aligned left, the numbers in the others right."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of equally many cells each, indented by two blanks."""
+    """Return rows with equal numbers of cells as aligned lines, indented by two blanks."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *cells in rows:

@@ -1,5 +1,5 @@
-"""``--explain TASK``: why the first tasks of a name went where they went, as a table of what each worker would have cost; and why values of the step
-are kept, moved or made again, as one of what each of these would have cost."""
+"""Tables for ``--explain TASK``: the cost of each worker for the first placements of a task, and the cost of keeping, moving or recomputing each
+value of the step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _HEAD: Final = ("worker", "execution", "transfer", "queueing", "eviction", "tota
 
 
 class Explainer:
-    """Prints what becomes of the step's values, and the placements that --explain asks for as they happen.
+    """Prints the decisions about the step's values, and the placements of chosen tasks as they happen.
 
     Args:
-        wanted: names of tasks, see `matching`; nothing is printed without any.
-        planned: see `order_figures`.
-        say: prints a text.
+        wanted: names of tasks from `matching`; nothing is printed if it is empty.
+        planned: figures of the plan from `order_figures`.
+        say: function that prints a text.
     """
 
     def __init__(self, runtime: Runtime, wanted: Collection[str], planned: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -37,22 +37,22 @@ class Explainer:
         self._num_told = 0
 
     def tell(self) -> None:
-        """Begin at the first call; then print what has happened since the last one."""
+        """Print the placements since the last call; the first call begins the record and prints the decisions about values."""
         if not self._wanted:
             return
         if self._placements is None:
             self._placements = self._runtime.explain(self._wanted, PLACEMENTS)
-            self._say("\n".join([f"made again instead of kept: {headline(self._planned)}", *value_lines(self._planned)]))
+            self._say("\n".join([f"recomputed instead of kept: {headline(self._planned)}", *value_lines(self._planned)]))
         for placement in self._placements[self._num_told :]:
             self._num_told += 1
             self._say(table(placement, self._num_told, self._runtime.policy_name, self._runtime.worker_names))
 
 
 def matching(word: str, names: Collection[str]) -> frozenset[str]:
-    """The task that is called `word`, else all whose names contain it; none for an empty word.
+    """Return the task named `word`, else all tasks whose names contain it; none for an empty word.
 
     Raises:
-        UsageError: there is none; the message lists the names.
+        UsageError: no name matches; the message lists the names.
     """
     if not word:
         return frozenset()
@@ -65,7 +65,7 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
 
 
 def table(placement: Placement, number: int, policy: str, workers: Mapping[WorkerId, str]) -> str:
-    """A placement as lines: seconds of each candidate, cheapest first, the worker that took the task, and whether that was planned."""
+    """Return a placement as lines: seconds of each candidate, cheapest first, the worker that took the task, and whether the plan chose it."""
     how = "goes by these seconds" if placement.weighs_costs else "weighs no costs; these are for comparison"
     if placement.planned_node is not None:
         planned = ", ".join(workers[each.worker] for each in placement.candidates if each.node == placement.planned_node)

@@ -1,8 +1,8 @@
-"""What a run leaves behind about itself: step lines, metrics.jsonl and summary.json.
+"""Metrics of a run: step lines, metrics.jsonl and summary.json.
 
-One `StepRecord` per optimizer step, made when its replay is over. Counters of the runtime are cumulative; a `Meter` turns them into numbers of one
-step. With two steps in flight a few tasks of the next one fall into the window of this one; sums over a run are exact. What checkpoints and
-validation do between steps is in no record; `around` says how much it was.
+Each optimizer step has one `StepRecord`, written when its replay is over. Counters of the runtime are cumulative; a `Meter` turns them into numbers
+of one step. With two steps in flight, a few tasks of the next step are counted in this one; sums over a run are exact. Work of checkpoints and
+validation between steps is in no record; `around` reports its amount.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .tensorboard import EventFile
 
 
 class Meter:
-    """Differences of the runtime's cumulative counters between one reading and the next.
+    """Differences of the runtime's cumulative counters between two readings.
 
     Args:
-        stats: the runtime's counters now.
+        stats: counters of the runtime now.
     """
 
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._last = stats
 
     def skip(self, stats: Mapping[str, Any]) -> None:
-        """What happened since the last reading belongs to no step."""
+        """Leave out the work since the last reading, which belongs to no step."""
         self._last = stats
 
     def lap(self, stats: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """What happened since the last reading: the fields of `StepRecord` that come from the runtime."""
+        """Return the fields of `StepRecord` that come from the runtime, for the time since the last reading."""
         last, self._last = self._last, stats
         before = last["moved_bytes"]
         moved = {link: n - before.get(link, 0) for link, n in stats["moved_bytes"].items()}
@@ -64,7 +64,7 @@ class Meter:
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over steps, of constant size however many they are; losses that were not finite are None."""
+    """Sums over steps, of constant size; losses that were not finite are None."""
 
     steps: int = 0
     tokens: int = 0
@@ -87,16 +87,16 @@ class Totals:
 
     @property
     def idle_seconds(self) -> float:
-        """Of all workers together, in no kernel and not stalled: in the runtime, or waiting for the result of a task or for the program."""
+        """Seconds of all workers together that are neither in a kernel nor stalled: in the runtime, or waiting for a task's result or the program."""
         return max(self.wait_seconds - self.stall_seconds, 0.0)
 
     @property
     def hit_rate(self) -> float:
-        """Mean over the steps, which all have the same inputs."""
+        """Mean hit rate over the steps, which all have the same inputs."""
         return self.hit_rates / self.steps if self.steps else 1.0
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Count a line of metrics.jsonl."""
+        """Add a line of metrics.jsonl."""
         seconds = line.get("seconds") or 0.0
         if not self.steps:
             self.loss_first = line.get("loss")
@@ -117,7 +117,7 @@ class Totals:
         self.add_validation(line)
 
     def add_validation(self, line: Mapping[str, Any]) -> None:
-        """Count the validation of a line of metrics.jsonl, if it has one that is finite."""
+        """Add the validation in a line of metrics.jsonl, if there is one and it is finite."""
         loss = line.get("validation_loss")
         if loss is None:
             return
@@ -128,7 +128,7 @@ class Totals:
 
 
 def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process did outside its steps: first weights, timing loops, validation, checkpoints.
+    """Return counters for the work of a process outside its steps: first weights, timing loops, validation, checkpoints.
 
     Args:
         own: sums over its steps.
@@ -143,7 +143,7 @@ def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LONGEST_LINE: Final = 1 << 20
-"""Characters of a line of metrics.jsonl; one of a step on many nodes has some thousands."""
+"""Largest length of a line of metrics.jsonl in characters; the line of a step on many nodes has some thousands."""
 _PER_LETTER: Final = 16
 """Bytes of memory for each letter of a line; a line of a step takes about five."""
 
@@ -152,16 +152,17 @@ class Journal:
     """metrics.jsonl of a run, one line per step, on disk as soon as written; only sums and the last line stay in memory.
 
     Args:
-        path: the file; lines beyond `keep_steps` (of a run that is resumed from an earlier checkpoint) are dropped.
-        timed_after: the last step that does not count in `timed` (warm-up).
-        events: takes the steps that are added, besides.
-        run: the run directory; None for where the file is.
+        path: path of the file; lines beyond `keep_steps` (of a run that is resumed from an earlier checkpoint) are dropped.
+        keep_steps: number of steps whose lines are kept.
+        timed_after: last step that does not count in `timed` (warm-up).
+        events: event file that receives the same steps.
+        run: run directory; None for the directory of the file.
 
     Attributes:
         whole: sums over all steps of the run, resumed ones included.
-        own: over those that this process has added.
-        warm: over those of `own` but its first one, which compiles kernels and finds nothing where the steps before leave it.
-        timed: over those of `own` after `timed_after`.
+        own: sums over the steps that this process has added.
+        warm: sums over `own` without its first step, which compiles kernels and does not find data in place.
+        timed: sums over the steps of `own` after `timed_after`.
 
     Raises:
         StorageError: the disk is full or failed; so do `add` and `close`.
@@ -184,14 +185,14 @@ class Journal:
             self._file.seek(0, os.SEEK_END)
 
     def add(self, record: StepRecord) -> None:
-        """Append a step; what is not finite is written as null, which every JSON reader takes."""
+        """Append a step; numbers that are not finite are written as null, which every JSON reader accepts."""
         self.add_line(asdict(record))
         if self._events is not None:
             with self._storage_errors():
                 self._events.add(record)
 
     def add_line(self, fields: Mapping[str, Any]) -> None:
-        """Append what is known of a step, under names of `StepRecord`; at least `step`."""
+        """Append the known figures of a step, under names of `StepRecord`; at least `step`."""
         line = finite(fields)
         self.whole.add(line)
         if self.own.steps:
@@ -206,11 +207,11 @@ class Journal:
     def add_validation(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Add the result of a validation to the line of the last step.
 
-        The line is written again in its place and only grows, in one write: a process that is killed leaves a whole line.
+        The line is written in its place again and only grows, in one write, so a process that is killed leaves a whole line.
 
         Args:
             step: number of the last step.
-            figures: names that begin with "validation_" -> values; None for one that is not known.
+            figures: names that begin with "validation_" -> values; None for an unknown one.
         """
         assert self._last.get("step") == step  # nothing is in flight while a run validates
         line = self._last = finite({**self._last, **{name: value for name, value in figures.items() if value is not None}})
@@ -222,7 +223,7 @@ class Journal:
                 self._events.add_validation(step, figures)
 
     def sync(self) -> None:
-        """Force the lines to disk, so that a checkpoint that survives a loss of power has those of its steps.
+        """Force the lines to disk, so that after a loss of power each surviving checkpoint has the lines of its steps.
 
         Raises:
             StorageError: the disk is full or failed.
@@ -247,7 +248,7 @@ class Journal:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for every number in it that JSON cannot say."""
+    """Return `value` with None for every number that JSON cannot express."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -256,12 +257,12 @@ def finite(value: Any) -> Any:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: no NaN, no infinity."""
+    """Return JSON that every reader accepts: no NaN, no infinity."""
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl one by one; a last one that a kill cut short, and what is no line of a step, are left out."""
+    """Yield the lines of a metrics.jsonl; a truncated last line and lines that are not of a step are left out."""
     with open_text(path, errors="replace") as file:
         while text := file.readline(_LONGEST_LINE):
             try:
@@ -274,12 +275,12 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics.jsonl, see `iter_metrics`."""
+    """Return all lines of a metrics.jsonl, as `iter_metrics` yields them."""
     return list(iter_metrics(path))
 
 
 def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mapping[str, int]) -> str:
-    """The line of a step on stdout.
+    """Return the line of a step on stdout.
 
     Args:
         budgets: bytes of each node.
@@ -307,11 +308,11 @@ def step_line(record: StepRecord, steps: int, eta_seconds: float, budgets: Mappi
 
 
 class StepPrinter:
-    """Prints step lines: plain ones, and on a terminal a line that is overwritten until the next one that must stay.
+    """Prints step lines; on a terminal, a line is overwritten unless it must stay.
 
     Args:
-        stream: where to.
-        live: whether the last line may be overwritten; default: the stream is a terminal.
+        stream: destination of the lines; default: standard output.
+        live: whether the last line may be overwritten; default: only if the stream is a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
@@ -339,4 +340,4 @@ class StepPrinter:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise StorageError(f"cannot write to standard output: {error.strerror or error}; what was saved is whole") from error
+            raise StorageError(f"cannot write to standard output: {error.strerror or error}; files saved so far are complete") from error

@@ -1,4 +1,4 @@
-"""The figures of one training step, as metrics.jsonl keeps them."""
+"""The figures of one training step in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ class StepRecord:
     """One line of metrics.jsonl.
 
     Args:
-        step: from 1.
-        loss: as printed, mean or sum over the step's tokens.
+        step: number of the step, from 1.
+        loss: printed loss, mean or sum over the step's tokens.
         lr: learning rate of the step.
         grad_norm: norm of the whole gradient before clipping.
-        tokens: of this step.
-        seconds: since the step before ended.
+        tokens: number of tokens of the step.
+        seconds: seconds since the end of the step before.
         tokens_per_second: tokens / seconds.
         tflops: 10^12 model flops (6N + 12Ldn per token) per second.
         mfu: tflops over the gemm peak of the workers, the best measured rate of products in the run's element type.
         resident_peak_bytes: most bytes held on each node during the step.
-        moved_bytes: over each link during the step.
-        evictions: replicas evicted during the step.
-        wait_seconds: of all workers together, not in a kernel.
-        stall_seconds: the part of these in which a task was ready for the worker and its data was on the way or had no free bytes to go to.
+        moved_bytes: bytes moved over each link during the step.
+        evictions: number of replicas evicted during the step.
+        wait_seconds: seconds outside of kernels, of all workers together.
+        stall_seconds: part of wait_seconds in which a task was ready for the worker, but its data was on the way or had no memory to go to.
         hit_rate: share of the inputs of the step's tasks that were in place, or on their way, when the task was admitted.
-        busy_seconds: of each worker, in kernels that ended during the step.
-        worker_stall_seconds: of each worker that had any, its part of stall_seconds.
-        recomputed_tasks: tasks that made values again during the step, instead of their being kept.
-        recompute_seconds: of all workers together, in their kernels.
+        busy_seconds: seconds of each worker in kernels that ended during the step.
+        worker_stall_seconds: part of stall_seconds of each worker that has any.
+        recomputed_tasks: number of tasks that recomputed values during the step.
+        recompute_seconds: seconds in the kernels of these tasks, of all workers together.
     """
 
     step: int

@@ -1,7 +1,7 @@
-"""Steps as TensorBoard reads them: ``--report-to tensorboard`` writes an event file into the run's directory ``tensorboard``.
+"""TensorBoard files: ``--report-to tensorboard`` writes an event file with every step into the directory ``tensorboard`` of the run.
 
-The format is written by the package ``tensorboard`` itself, the viewer's, with nothing of torch or TensorFlow, and in the thread that asks, so a full
-disk is heard of at once. A run that is continued writes a file of its own, which begins by taking back the steps that are done again.
+The package ``tensorboard`` of the viewer writes the format, without torch or TensorFlow. It writes in the calling thread, so a full disk is reported
+at once. A resumed run writes a new file, which begins by removing the steps that are repeated.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def check_installed() -> None:
 
 
 class EventFile:
-    """One scalar per step and figure, and per validation; the file is made with the first step.
+    """Event file with one scalar per figure for each step and each validation; the first step creates it.
 
     Args:
-        directory: of the run.
-        first: steps done before, by the run that is continued.
+        directory: directory of the run.
+        first: number of steps that the resumed run had done before.
     """
 
     def __init__(self, directory: Path, first: int) -> None:
@@ -90,7 +90,7 @@ class EventFile:
 
 
 def scalars_of(record: StepRecord) -> dict[str, float]:
-    """What is drawn of a step: tag -> value; a tag's first part is the group it is shown in. Bytes are in GB."""
+    """Return tag -> value, the scalars of a step; the first part of a tag is its group in TensorBoard. Bytes are in GB."""
     return {
         "train/loss": record.loss,
         "train/learning_rate": record.lr,

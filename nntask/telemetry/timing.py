@@ -1,4 +1,4 @@
-"""NNTile's timed loops: forward passes, and forward with backward passes, over one minibatch of random tokens, before any training."""
+"""Timed loops of NNTile's command line: forward passes, and forward with backward passes, over one minibatch of random tokens, before training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Timed(Protocol):
     """A model whose passes can be run alone."""
 
     def forward(self, minibatch: Batch) -> None:
-        """One forward pass over a minibatch; returns when it is over."""
+        """Run one forward pass over a minibatch; returns when it is over."""
 
     def forward_backward(self, minibatch: Batch) -> None:
-        """One forward and backward pass; parameters stay as they are."""
+        """Run one forward and backward pass; parameters stay as they are."""
 
 
 def print_timing(engine: Timed, run: RunConfig, counts: FlopCounts, printer: StepPrinter, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Run the loops that --nforward and --nbackward ask for and print NNTile's lines.
+    """Run the loops of --nforward and --nbackward and print NNTile's lines.
 
     Args:
-        stopped: asked before each pass; once it says yes, no pass begins and no further line is printed.
+        stopped: function that is called before each pass; once it returns True, no pass begins and no further line is printed.
     """
     try:
         _time_loops(engine, run, counts, printer, stopped)
@@ -36,7 +36,7 @@ def print_timing(engine: Timed, run: RunConfig, counts: FlopCounts, printer: Ste
 
 
 class _TimingStopped(Exception):
-    """A loop was asked to end."""
+    """The program asked a loop to end."""
 
 
 def _time_loops(engine: Timed, run: RunConfig, counts: FlopCounts, printer: StepPrinter, stopped: Callable[[], bool]) -> None:
@@ -60,7 +60,7 @@ def _time_loops(engine: Timed, run: RunConfig, counts: FlopCounts, printer: Step
 
 
 def _seconds(action: Callable[[], None], warmup: int, count: int, stopped: Callable[[], bool]) -> float:
-    """Wall seconds of `count` calls after `warmup` untimed ones."""
+    """Return the wall seconds of `count` calls after `warmup` untimed ones."""
     begin = perf_counter()
     for number in range(warmup + count):
         if stopped():
@@ -72,10 +72,10 @@ def _seconds(action: Callable[[], None], warmup: int, count: int, stopped: Calla
 
 
 def _print_lines(name: str, seconds: float, count: int, minibatch: int, length: int, flops: float, printer: StepPrinter) -> None:
-    """NNTile's three lines.
+    """Print NNTile's three lines.
 
     Args:
-        flops: per sequence, by NNTile's formula.
+        flops: number of operations per sequence, by NNTile's formula.
     """
     printer.say(f"nntask {name} time: {seconds} seconds")
     printer.say(f"nntask {name} throughput (tokens/sec):  {count * minibatch * length / seconds}")

@@ -1,15 +1,15 @@
-"""The trace of a run: which steps are in it, where it is written, and what is said in it besides events.
+"""The trace of a run: its range of steps, its file, and its facts in addition to events.
 
-A trace is a file for a viewer and for ``nntask report``. What only the run knows is written beside its events, under ``otherData.nntask``:
+A trace is a file for a viewer and for ``nntask report``. Facts that only the run knows are written under ``otherData.nntask``:
 
-    format            of the file, `scheduler.execution.trace.TRACE_FORMAT`
-    unix_ns           what to add to its times, in nanoseconds, for the time since 1970
-    seconds_per_step  of the traced steps, from the first task of the first to the last task of the last
-    steps             their numbers, of those that are whole
-    codelets          name -> tasks, flops, and bytes read and written, of one step, where the codelet says
-    bounds_seconds    see `scheduler.planning.bounds`; of the median durations of each task in the trace
+    format            format of the file, `scheduler.execution.trace.TRACE_FORMAT`
+    unix_ns           nanoseconds to add to the trace's times for the time since 1970
+    seconds_per_step  seconds of a traced step, from the first task of the first to the last task of the last
+    steps             numbers of the steps that are whole
+    codelets          name -> tasks, flops, and bytes read and written in one step, if the codelet has them
+    bounds_seconds    lower bounds from `scheduler.planning.bounds`, with the median durations of each task in the trace
 
-The last four stand there only where at least one whole step was traced.
+The last four are present only if at least one whole step was traced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Tracer:
     """Switches the runtime's trace on and off with the steps of --trace-steps, and writes it at the end.
 
-    A range holds the tasks of its steps and nothing else: at its edges only one step is in flight, and what happens between steps is left out.
+    A range holds only the tasks of its steps: at its edges, one step is in flight, and work between steps is left out.
     """
 
     def __init__(self, runtime: Runtime, run: LanguageRun) -> None:
@@ -46,22 +46,22 @@ class Tracer:
         self._range = run.traced
 
     def is_edge(self, step: int) -> bool:
-        """Whether the step before `step` must be over when it starts."""
+        """Return whether the step before `step` must be over when it starts."""
         return self._range is not None and step in (self._range[0], self._range[1] + 1)
 
     def on_step(self, step: int | None) -> None:
-        """Step `step` is about to start; None: no step is in flight, and something else is about to happen."""
+        """Note that step `step` is about to start; None if no step is in flight and other work is about to begin."""
         if self._range is not None and self._runtime.trace is not None:
             active = step is not None and self._range[0] <= step <= self._range[1]
             if active != self._runtime.trace.active:
-                self._runtime.wait()  # on a GPU the times of a step's last tasks come later than its loss
+                self._runtime.wait()  # on a GPU, the times of a step's last tasks come later than its loss
             self._runtime.trace.active = active
 
     def write(self, step: Step) -> None:
         """Write the file, if one was asked for.
 
         Args:
-            step: that the run has replayed.
+            step: step that the run has replayed.
 
         Raises:
             StorageError: the disk is full or failed.
@@ -69,7 +69,7 @@ class Tracer:
         trace = self._runtime.trace
         if trace is None:
             return
-        with suppress(SchedulerError):  # on a GPU the times of the last tasks come later than what they computed; a run that failed is traced too
+        with suppress(SchedulerError):  # on a GPU, times of the last tasks come later than their results; a run that failed is traced too
             self._runtime.wait()
         trace.active = False
         ran = list(trace.tasks())
@@ -81,7 +81,7 @@ class Tracer:
         try:
             names, nodes = dict(enumerate(self._runtime.stats()["busy_seconds"])), self._runtime.node_names
             with written_aside(self.path) as new:
-                written = new.with_suffix(self.path.suffix)  # which says whether it is compressed
+                written = new.with_suffix(self.path.suffix)  # the suffix determines compression
                 trace.write(written, names, nodes, steps=[at and at[0] for at in placed], about=about)
                 written.rename(new)
         except OSError as error:
@@ -93,14 +93,14 @@ StepPosition = tuple[int, int]
 
 
 def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: int, begin: int, since: int) -> list[StepPosition | None]:
-    """Which step each task that ran belongs to, None for none.
+    """Return the step of each task that ran; None for tasks of no step.
 
-    Replay k of a recorded step runs instance k mod 2, whose tasks have numbers of their own that come again every second replay.
+    Replay k of a recorded step runs instance k mod 2, which has task numbers of its own; they recur every second replay.
 
     Args:
-        first_tasks: see `Step.first_tasks`.
-        begin: the step of the first replay.
-        since: the first step that was traced.
+        first_tasks: number of the first task of each instance (`Step.first_tasks`).
+        begin: number of the step of the first replay.
+        since: number of the first traced step.
     """
     found: list[StepPosition | None] = []
     times: Counter[int] = Counter()
@@ -116,7 +116,7 @@ def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: in
 
 
 def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: StepPlan, runtime: Runtime) -> dict[str, Any]:
-    """What the traced steps that are whole say together; nothing if there is none."""
+    """Return the facts of all whole traced steps; empty if there is none."""
     tasks = [(at, start, end) for (_, _, _, start, end, *_), at in zip(ran, placed, strict=True) if at is not None]
     counts = Counter(step for (step, _), _, _ in tasks)
     whole = sorted(step for step, count in counts.items() if count == len(plan.tasks))
@@ -136,7 +136,7 @@ def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: St
 
 
 def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
-    """What the tasks of each codelet do in a step: their number, floating-point operations, and bytes read and written, by its cost function."""
+    """Return the totals of each codelet in a step: number of tasks, floating-point operations, and bytes read and written, by its cost function."""
     found: dict[str, dict[str, float]] = {}
     for task in plan.tasks:
         row = found.setdefault(task.name, {"tasks": 0, "flops": 0.0, "bytes": 0.0})

@@ -1,4 +1,4 @@
-"""How a model is cut into tiles: the sizes of its dimensions, and tables of them."""
+"""Division of a model into tiles: the sizes of its dimensions, and tables of them."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
-"""How a model is cut: the tile sizes of its six dimensions, and the committed table they come from when none were chosen.
+"""Tile sizes of a model's six dimensions, and the built-in table that provides them by default.
 
-Tile sizes are part of the numerics (they fix the order of sums), so the table looks only at the model and the shape of a minibatch, never at
-workers, budgets or measurements. Its limits (tokens, features and vocabulary rows per tile) become sizes in `cut`, which is also the grid that
-``--auto-tile measured`` searches; `tile_table` keeps what that finds.
+Tile sizes are part of the numerics (they fix the order of sums), so the table depends only on the model and the shape of a minibatch, never on
+workers, budgets or measurements. Its limits (tokens, features and vocabulary rows per tile) become sizes in `cut`. ``--auto-tile measured`` searches
+the same grid of sizes; `tile_table` keeps its results.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelTiling:
-    """Tile sizes; -1 is the whole dimension, a size larger than the dimension too.
+    """Tile sizes; -1, or a size larger than the dimension, is the whole dimension.
 
     Args:
         minibatch_tile: sequences per tile.
         seq_tile: tokens per tile.
         embd_tile: features of the residual stream per tile.
         inner_tile: features of the feed-forward layer per tile.
-        head_tile: heads of queries per tile, with the heads of keys and values that they share: whole groups of them.
+        head_tile: heads of queries per tile, in whole groups of heads that share a head of keys and values, which is in the same tile.
         vocab_tile: rows of the embedding and of the head per tile.
 
     Raises:
@@ -50,10 +50,10 @@ class ModelTiling:
                 )
 
     def resolve(self, config: ModelConfig, minibatch: int, seq_len: int) -> ModelTiling:
-        """The same tiling with every size between 1 and its dimension.
+        """Return the same tiling with every size between 1 and its dimension.
 
         Raises:
-            UsageError: a tile of heads of queries would hold a part of the heads that share a head of keys and values.
+            UsageError: a tile of heads of queries would hold only some of the heads that share a head of keys and values.
         """
         whole = (minibatch, seq_len, config.n_embd, config.inner_size, config.n_head, config.vocab_size)
         sizes = (getattr(self, f.name) for f in fields(self))
@@ -68,10 +68,10 @@ class ModelTiling:
         return tiling
 
     def in_blocks(self, config: ModelConfig, sizes: Iterable[int]) -> ModelTiling:
-        """Return the tiling with features and heads rounded up to whole blocks of each size, in dimensions that are whole blocks of it.
+        """Return the tiling with features and heads rounded up to whole blocks of each size, in dimensions that are divisible by it.
 
         Args:
-            sizes: features of a block; larger ones are multiples of smaller ones.
+            sizes: numbers of features in a block; larger sizes are multiples of smaller ones.
         """
         found = self
         for size in sorted(sizes):
@@ -93,12 +93,12 @@ class ModelTiling:
 
 
 class Limits(NamedTuple):
-    """How large a tile may be; everything about a tiling that the user chooses.
+    """Largest tiles; a tiling is determined by them.
 
     Args:
-        tokens: tokens per tile.
-        features: features per tile, of the residual stream, the heads and the feed-forward layer.
-        vocab: rows of the embedding per tile.
+        tokens: largest number of tokens per tile.
+        features: largest number of features per tile, of the residual stream, the heads and the feed-forward layer.
+        vocab: largest number of rows of the embedding per tile.
     """
 
     tokens: int
@@ -114,14 +114,14 @@ _TABLE: Final = {
     ),
     "cuda": ((1 << 31, Limits(tokens=4096, features=8192, vocab=16384)),),
 }
-"""Device class -> (largest n_embd, limits for models up to that width). Those of GPUs follow from the cost of a launch, some microseconds, beside
-products at hundreds of Tflop/s; they have not been tuned on a card yet."""
+"""Device class -> (largest n_embd, limits for models up to that width). Limits for GPUs are not tuned on a card yet: they follow from a launch of
+some microseconds and products at hundreds of Tflop/s."""
 _FEW_ROWS: Final = 512
 _MULTIPLE: Final = 64
 
 
 def table_limits(config: ModelConfig, minibatch: int, seq_len: int, *, device: str = "cpu") -> Limits:
-    """The table's limits for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens whenever there are two tokens.
+    """Return the table's limits for `minibatch` sequences of `seq_len` tokens: at least two tiles of tokens if there are at least two tokens.
 
     Args:
         device: device class, a key of the table.
@@ -141,7 +141,7 @@ def table_limits(config: ModelConfig, minibatch: int, seq_len: int, *, device: s
 
 
 def default_tiling(config: ModelConfig, minibatch: int, seq_len: int, *, device: str = "cpu") -> ModelTiling:
-    """The committed table's tiling; see `table_limits`."""
+    """Return the tiling that results from `table_limits`."""
     return cut(config, minibatch, seq_len, table_limits(config, minibatch, seq_len, device=device))
 
 
@@ -150,20 +150,22 @@ _GENERATION: Final = Limits(tokens=_CACHE_TILE, features=4096, vocab=8192)
 
 
 _FEW_WEIGHTS: Final = 4 << 20
-"""Quantised weights of one attention layer up to which its heads are one tile: one worker reads them in 0.1 to 0.2 ms, the time that a second tile's
-tasks and another worker's help cost. A token of GPT-2 medium took 16.7 ms instead of 18.6 as q4_0, and 20.1 instead of 21.2 as q8_0."""
+"""Number of quantised weights of one attention layer up to which its heads are one tile. One worker reads them in 0.1 to 0.2 ms, as long as the tasks
+of a second tile and help by another worker. A token of GPT-2 medium took 16.7 ms instead of 18.6 as q4_0, and 20.1 instead of 21.2 as q8_0."""
 
 
 def generation_tiling(config: ModelConfig, *, is_quantised: bool = False) -> ModelTiling:
-    """Tiles for generating text, where each step reads every weight once for a few tokens: all texts of a batch in one tile, and two tiles at least
-    along everything but the residual stream, so that two workers share the reading; keys and values in tiles of `_CACHE_TILE` positions.
+    """Return tiles for generating text, where each step reads every weight once for a few tokens.
+
+    All texts of a batch are in one tile. Every dimension except the residual stream has at least two tiles, so that two workers share the reading.
+    Keys and values have tiles of `_CACHE_TILE` positions.
 
     Args:
-        is_quantised: whether matrices are, so that those of a narrow model's attention are not worth sharing.
+        is_quantised: whether matrices are quantised; two workers then gain nothing from sharing the attention of a narrow model.
     """
 
     def halved(extent: int, limit: int) -> int:
-        pieces = 2 * -(-extent // (2 * limit))  # as many for one worker as for the other
+        pieces = 2 * -(-extent // (2 * limit))  # an even number, half for each of two workers
         return even(extent, -(-extent // pieces))
 
     of_attention = 2 * config.n_embd * (config.n_head + config.n_kv_head) * config.head_size
@@ -178,7 +180,7 @@ def generation_tiling(config: ModelConfig, *, is_quantised: bool = False) -> Mod
 
 
 def cut(config: ModelConfig, minibatch: int, seq_len: int, limits: Limits) -> ModelTiling:
-    """As few tiles within `limits` as possible, of nearly equal size."""
+    """Return the tiling with the fewest tiles within `limits`, of nearly equal size."""
     if seq_len > limits.tokens:
         sequences, seq_tile = 1, even(seq_len, limits.tokens)
     else:
@@ -194,13 +196,13 @@ def cut(config: ModelConfig, minibatch: int, seq_len: int, limits: Limits) -> Mo
 
 
 def whole_groups(config: ModelConfig, limit: int) -> int:
-    """Heads of queries per tile, at most `limit` where that is possible: all that share a head of keys and values lie in one tile."""
+    """Return the number of heads of queries per tile, at most `limit` if a group fits: heads that share a head of keys and values are in one tile."""
     group = config.n_head // config.n_kv_head
     return group * even(config.n_kv_head, max(1, limit // group))
 
 
 def even(extent: int, limit: int) -> int:
-    """Tile size that cuts `extent` into as few tiles of at most `limit` as possible, of nearly equal size; multiples of 64 where they are large."""
+    """Return the tile size that cuts `extent` into the fewest, nearly equal tiles of at most `limit`; large sizes are multiples of 64."""
     if extent <= limit:
         return extent
     size = -(-extent // -(-extent // limit))
@@ -209,6 +211,6 @@ def even(extent: int, limit: int) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    """Divisors of n, ascending."""
+    """Return the divisors of n, ascending."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]

@@ -1,4 +1,4 @@
-"""A tile table of one's own: a TOML file of tilings that ``--auto-tile measured`` found, each for exactly one shape of model and minibatch.
+"""Users' tile tables: TOML files of tilings that ``--auto-tile measured`` found, each for exactly one shape of model and minibatch.
 
 ::
 
@@ -17,7 +17,7 @@
     head_tile = 12
     vocab_tile = 8384
 
-The number of layers is no part of a shape: tiles do not depend on it. A shape that has no row is cut by the committed table (`tiling`).
+The number of layers is not part of a shape, because tiles do not depend on it. The built-in table (`model_tiling`) cuts shapes without a row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROWS: Final = "tiling"
 
 
 class Shape(NamedTuple):
-    """What a row is for."""
+    """Key of a row: the shape of a model and a minibatch."""
 
     n_embd: int
     n_inner: int
@@ -51,15 +51,15 @@ class Shape(NamedTuple):
 
 
 def shape_of(config: ModelConfig, minibatch: int, seq_len: int) -> Shape:
-    """The shape under which a model and a minibatch of it stand in a table."""
+    """Return the key of a model and a minibatch in a table."""
     return Shape(config.n_embd, config.inner_size, config.n_head, config.n_kv_head, config.vocab_size, minibatch, seq_len)
 
 
 def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
-    """The rows of a file, the last of equal shapes.
+    """Return the rows of a file, the last of equal shapes.
 
     Raises:
-        DataError: it cannot be read or is no tile table.
+        DataError: the file cannot be read or is not a tile table.
     """
     try:
         content = tomllib.loads(read_text(path))
@@ -67,7 +67,7 @@ def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{FLAG} {path} cannot be read: {why}; give an existing file, or make one with --auto-tile measured") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise DataError(f"{FLAG} {path} is not a TOML file: {error}; mend it, or give another file") from None
+        raise DataError(f"{FLAG} {path} is not a TOML file: {error}; correct it, or give another file") from None
     rows = content.pop(_ROWS, [])
     if content or not isinstance(rows, list):
         raise DataError(f"{FLAG} {path} must hold [[{_ROWS}]] rows and nothing else, got {', '.join(content) or _ROWS}; give another file")
@@ -75,30 +75,30 @@ def read_table(path: str | Path) -> dict[Shape, ModelTiling]:
 
 
 def _row(row: Any, source: str) -> tuple[Shape, ModelTiling]:
-    """One row, checked.
+    """Check and return one row.
 
     Raises:
-        DataError: a key is missing or unknown, or a size is no whole number of at least 1.
+        DataError: a key is missing or unknown, or a size is not a whole number of at least 1.
     """
     sizes = [f.name for f in fields(ModelTiling)]
     wanted = [*Shape._fields, *sizes]
     if not isinstance(row, Mapping) or set(row) != set(wanted):
         found = ", ".join(sorted(row)) if isinstance(row, Mapping) else repr(row)
-        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {found}; mend or remove the row")
+        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {found}; correct or remove the row")
     for name in wanted:
         if type(row[name]) is not int or row[name] < 1:
-            raise DataError(f"{source}: {name} must be a whole number of at least 1, got {row[name]!r}; mend or remove the row")
+            raise DataError(f"{source}: {name} must be a whole number of at least 1, got {row[name]!r}; correct or remove the row")
     if row["minibatch"] % row["minibatch_tile"]:
-        raise DataError(f"{source}: minibatch_tile must divide minibatch = {row['minibatch']}, got {row['minibatch_tile']}; mend or remove the row")
+        raise DataError(f"{source}: minibatch_tile must divide minibatch = {row['minibatch']}, got {row['minibatch_tile']}; correct or drop the row")
     return Shape(*(row[name] for name in Shape._fields)), ModelTiling(*(row[name] for name in sizes))
 
 
 def add_row(path: str | Path, shape: Shape, tiling: ModelTiling) -> None:
-    """Enter a tiling into a file, in place of an earlier one of that shape; makes the file where there is none.
+    """Write a tiling to a file, in place of an earlier one of that shape; creates a missing file.
 
     Raises:
-        DataError: the file is there and is no tile table.
-        StorageError: it cannot be written.
+        DataError: the file exists and is not a tile table.
+        StorageError: the file cannot be written.
     """
     path = Path(path)
     rows = read_table(path) if path.exists() else {}

@@ -152,7 +152,7 @@ def test_explained_placements(sched: str, tmp_path: Path) -> None:
         run(tmp_path, runtime)
     assert [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")] == losses
     lines = text.splitlines()
-    assert lines[0] == "made again instead of kept: none: everything fits"
+    assert lines[0] == "recomputed instead of kept: none: everything fits"
     heads = [at for at, line in enumerate(lines) if line.startswith("placement ")]
     assert len(heads) == PLACEMENTS
     for number, at in enumerate(heads, 1):

@@ -74,7 +74,7 @@ def test_what_is_made_again_is_said_everywhere(here: Path, capsys: pytest.Captur
     assert timeless == [{key: value for key, value in each.items() if not key.startswith("seconds")} for each in plan["values"]]
     assert main(["plan", *flags]) == 0
     lines = out.splitlines()
-    at = lines.index(f"made again instead of kept: {headline(written)}")
+    at = lines.index(f"recomputed instead of kept: {headline(written)}")
     assert "s a step; without any it would not fit)" in lines[at]
     assert lines[at + 1 : at + 2 + len(written["values"])] == value_lines(written)
     assert [line.split()[0] for line in value_lines(written)] == [
@@ -84,7 +84,7 @@ def test_what_is_made_again_is_said_everywhere(here: Path, capsys: pytest.Captur
     summary = json.loads((here / "run" / "summary.json").read_text())
     assert sum(step["recomputed_tasks"] for step in steps) == summary["recomputed_tasks"] > 0
     assert all(0 < step["recompute_seconds"] < sum(step["busy_seconds"].values()) for step in steps)
-    assert "made again: " in out
+    assert "recomputed: " in out
     assert main(["report", "run"]) == 0
     page = html.unescape((here / "run" / "report.html").read_text())
     for row in cells(written):

@@ -14,7 +14,7 @@ from wrappers.cli.output import complain
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("", "--help", "plan --help", "devices --json", "models")
-SENTENCE = "nntask: cannot write to standard output: No space left on device; what was saved is whole\n"
+SENTENCE = "nntask: cannot write to standard output: No space left on device; files saved so far are complete\n"
 
 
 def shell(command: str, streams: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -71,7 +71,7 @@ def _failures() -> Iterator[None]:
     except OSError as error:
         from nntask import StorageError
 
-        raise StorageError(f"cannot write to standard output: {error.strerror or error}; what was saved is whole") from error
+        raise StorageError(f"cannot write to standard output: {error.strerror or error}; files saved so far are complete") from error
 
 
 def json_line(value: Any) -> str:
