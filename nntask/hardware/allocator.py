@@ -1,12 +1,12 @@
-"""The C library's allocator: what is freed goes back to the system where memory is short, and is reused in a Dask worker.
+"""Settings of the C library's allocator: return freed memory to the system if memory is short, and reuse it in a Dask worker.
 
-Kernels of libraries allocate what they pack their operands into, beside the budgets, in sizes that vary, from several threads: holes grow between
-the pieces in use. And Dask starts workers with ``MALLOC_TRIM_THRESHOLD_=65536``, by which glibc also stops to learn how large the pieces are that a
-process uses again and again: each of 128 KiB or more is mapped anew, page by page, and unmapped when it is freed. A training does that with every
-message and temporary, which cost a quarter of its processor time here.
+Libraries allocate workspace outside of the budgets, in varying sizes and from several threads, so holes grow between allocations in use. Dask starts
+workers with ``MALLOC_TRIM_THRESHOLD_=65536``, which also stops glibc from learning which sizes a process uses repeatedly: it maps each allocation of
+128 KiB or more anew, page by page, and unmaps it when it is freed. Training frees such memory with every message and temporary, which cost a quarter
+of its processor time here. `reuse_freed_memory` keeps freed memory in the process.
 
-What is freed then stays with the process. glibc has an arena for every few threads, and gives back only what is free at an arena's end, where that is
-more than a threshold: a piece in use keeps everything below it. So code that has freed much says so: `give_back_freed`.
+glibc has an arena for every few threads. It returns only memory at the end of an arena, and only above a threshold, so an allocation in use keeps all
+memory below it. Code that has freed a lot therefore calls `give_back_freed`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Final
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 _REUSED_NBYTES: Final = 32 << 20
-"""The most that glibc would learn by itself on 64 bits (DEFAULT_MMAP_THRESHOLD_MAX in its malloc.c); it trims at twice as much."""
+"""Largest size that glibc would learn by itself on 64 bits (DEFAULT_MMAP_THRESHOLD_MAX in its malloc.c); it trims at twice this size."""
 
 
 def reuse_freed_memory() -> bool:
-    """Let this process keep freed pieces of up to 32 MiB for what it needs next, for good: at the end of each arena 64 MiB, below pieces in use all.
+    """Keep freed allocations of up to 32 MiB in this process from now on: all below an allocation in use, and 64 MiB at the end of each arena.
 
     Returns:
-        False where the C library is not glibc, or the environment has chosen a threshold (MALLOC_MMAP_THRESHOLD_).
+        False if the C library is not glibc, or the environment sets a threshold (MALLOC_MMAP_THRESHOLD_).
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
@@ -38,7 +38,7 @@ def reuse_freed_memory() -> bool:
 
 
 def give_back_freed() -> None:
-    """Have the allocator give freed memory of all arenas back to the system, where it can (glibc)."""
+    """Return freed memory of all arenas to the system, if the allocator can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

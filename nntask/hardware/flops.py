@@ -1,7 +1,7 @@
-"""Floating-point operations of a model, counted in the two usual ways, and the peak they are compared with.
+"""Floating-point operations of a model, counted in the two usual ways, and the peak rate of the machine to compare them with.
 
 n: tokens per sequence, d: width, i: inner width, m: matrices of a feed-forward layer, a: width of all heads of queries together, k: of all heads of
-keys, L: layers, V: vocabulary, N: parameters, A: weights of adapters. A GPT-2 has m = 2 and a = k = d, a LLaMA m = 3, and k < a where queries share
+keys, L: layers, V: vocabulary, N: parameters, A: weights of adapters. A GPT-2 has m = 2 and a = k = d, a LLaMA m = 3, and k < a if queries share
 keys.
 """
 
@@ -28,17 +28,17 @@ _PEAK_TRIES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class FlopCounts:
-    """What one sequence costs.
+    """Floating-point operations for one sequence.
 
     Args:
-        forward: of a forward pass, NNTile's formula (counts its recomputation in attention, ignores causality): per layer 2mndi for the
-            feed-forward layer, 4nd(a + k) for the projections of attention, (6 flash | 4) n^2 a for attention itself; 2ndV for the head, which has
-            one token and its classes in the place of n and V in a classifier.
-        backward: of a backward pass: twice the products with weights, (14 flash | 8) n^2 a.
-        model: 6N + 12Lan per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed. Beside adapters
-            the N are frozen and have no gradient, which leaves 4N + 6A + 12Lan, and one of the two products with each weight in `backward`. Weights
-            count with the tokens that they meet: of an encoder, and those that make its keys and values for a decoder, with the input's.
-        formula: how `model` was counted, for people.
+        forward: operations of a forward pass by NNTile's formula, which counts its recomputation in attention and ignores causality. Per layer: 2mndi
+            for the feed-forward layer, 4nd(a + k) for the projections of attention, (6 flash | 4) n^2 a for attention itself. The head: 2ndV, or for
+            a classifier its one token and its number of classes in place of n and V.
+        backward: operations of a backward pass: twice the products with weights, (14 flash | 8) n^2 a.
+        model: 6N + 12Lan per token (Chowdhery et al., PaLM, 2022, appendix B), times n: forward and backward, nothing recomputed. With adapters, the
+            N are frozen and have no gradient, which leaves 4N + 6A + 12Lan, and one of the two products with each weight in `backward`. Weights
+            count with the tokens that they meet: an encoder's, and those of a decoder's keys and values of the source, with the input's.
+        formula: text of the formula of `model`.
     """
 
     forward: float
@@ -63,14 +63,14 @@ def flop_counts(
     num_source: int = 0,
     num_adapter_weights: int = 0,
 ) -> FlopCounts:
-    """Counts for one sequence of n tokens; a and k are d unless given. Adapters, if there are any, are all that is trained.
+    """Return the counts for one sequence of n tokens; a and k are d by default. If there are adapters, only they are trained.
 
     Args:
-        scored: tokens that the head scores; None for n.
-        num_source: tokens of an encoder that each layer attends to besides; their keys and values are not among these counts.
+        scored: number of tokens that the head scores; None for n.
+        num_source: number of an encoder's tokens that each layer also attends to; their keys and values are not counted here.
     """
     a, k = d if a is None else a, d if k is None else k
-    pairs = layers * (n**2 + n * num_source)  # of a token and one that it attends to
+    pairs = layers * (n**2 + n * num_source)  # pairs of a token and one that it attends to
     products = layers * (2 * m * n * d * i + 4 * n * d * (a + k)) + 2 * (n if scored is None else scored) * d * vocab
     products += layers * 4 * n * d * a if num_source else 0
     beside = 2 * n * num_adapter_weights
@@ -82,10 +82,10 @@ def flop_counts(
 
 
 def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapter_weights: int = 0, target_len: int | None = None) -> FlopCounts:
-    """Counts for one sequence of a model; see `flop_counts`. Of a model without attention, its config says the products.
+    """Return the counts for one sequence of a model, as in `flop_counts`; the config of a model without attention has its number of products.
 
     Args:
-        target_len: tokens of a decoder whose encoder reads `seq_len`; None for as many.
+        target_len: number of tokens of a decoder whose encoder reads `seq_len`; None for `seq_len`.
     """
     products = getattr(config, "products_per_sequence", None)
     if products is not None:
@@ -106,9 +106,9 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
     layers, total, adapters = len(described.stack.blocks), config.num_parameters, num_adapter_weights
     if described.encoder is None:
         return count(n=seq_len, layers=layers, vocab=vocab, scored=scored, num_parameters=total, num_adapter_weights=adapters)
-    of_source = layers * 2 * config.n_embd * config.n_kv_head * config.head_size  # weights that make keys and values of what the encoder says
+    of_source = layers * 2 * config.n_embd * config.n_kv_head * config.head_size  # weights for keys and values of the encoder's output
     weights = described.encoder.num_parameters(config.n_embd) + of_source
-    beside = adapters * weights // total  # in proportion; where each of them stands, a config does not say
+    beside = adapters * weights // total  # in proportion to the weights, because a config does not say where adapters are
     read = count(n=seq_len, layers=len(described.encoder.blocks), vocab=0, num_parameters=weights, num_adapter_weights=beside)
     said = count(
         n=target_len or seq_len,
@@ -125,15 +125,15 @@ def flop_counts_of(config: ModelConfig, seq_len: int, *, flash: bool, num_adapte
 
 @cache
 def known_gemm_peak(num_workers: int, dtype: str = "fp32") -> float:
-    """`gemm_peak`, measured once in a process."""
+    """Return `gemm_peak`, measured once in a process."""
     return gemm_peak(num_workers, dtype)
 
 
 def gemm_peak(num_workers: int, dtype: str = "fp32") -> float:
-    """Flop/s of matrix products on `num_workers` threads at once, the best rate of two sizes and two tries of each. Takes 0.3 s.
+    """Return the flop/s of matrix products on `num_workers` threads at once, the best rate of two sizes and two tries of each. Takes 0.3 s.
 
     Args:
-        dtype: value of --dtype. Products of bf16 matrices are measured where CPU workers compute them as they are, else those of fp32 copies.
+        dtype: value of --dtype. For bf16, products of bf16 matrices are measured if CPU workers compute them directly, else products of fp32 copies.
     """
     counts = [0] * num_workers
     start = threading.Barrier(num_workers + 1)
@@ -169,7 +169,7 @@ def gemm_peak(num_workers: int, dtype: str = "fp32") -> float:
 
 
 def _product(dtype: str) -> tuple[Callable[[Array, Array], None], np.dtype[Any]]:
-    """The product a @ a -> out of CPU workers in a type, and the type of its matrices."""
+    """Return the product a @ a -> out of CPU workers in a type, and the type of its matrices."""
     from tiles.kernels import BF16, bf16_kernel, gemm, has_bf16_products
 
     native = bf16_kernel("matmul") if dtype == "bf16" and has_bf16_products() else None

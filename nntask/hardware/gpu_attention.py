@@ -1,6 +1,6 @@
-"""Who may compute attention on the GPUs of a run, nntask's kernels or cuDNN, and the seconds of both on its cards.
+"""Choice between nntask's kernels and cuDNN for attention on the GPUs of a run, and the seconds of both on its cards.
 
-cuDNN's workspace lies beside the memory of tiles, so it comes out of each device's budget.
+cuDNN's workspace is outside of the memory for tiles, so it comes out of each device's budget.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .gpus import GpuPlan, close_gpus, open_gpus
 
 
 class AttentionSeconds(NamedTuple):
-    """Seconds of the attention of a step.
+    """Seconds for all attention of a step.
 
     Args:
-        own: of nntask's kernels; None where nothing was measured.
-        cudnn: of cuDNN; None where it does not compute all of it.
-        why_not: why it does not; "" where it does.
+        own: seconds of nntask's kernels; None if nothing was measured.
+        cudnn: seconds of cuDNN; None if cuDNN does not compute all of it.
+        why_not: reason why cuDNN does not; "" if it does.
     """
 
     own: float | None
@@ -35,14 +35,14 @@ class AttentionSeconds(NamedTuple):
 
 
 def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
-    """GPUs on which cuDNN computes attention, with what its workspace leaves of the budget.
+    """Return the same GPUs with cuDNN for attention, with its workspace taken from the budget.
 
     Raises:
-        UsageError: there are none, or the frontend of cuDNN is not installed.
-        DoesNotFit: nothing is left.
+        UsageError: no GPU is used, or the frontend of cuDNN is not installed.
+        DoesNotFit: no budget remains.
     """
     if not gpus.devices:
-        raise UsageError("--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own, or continue where there is one")
+        raise UsageError("--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own, or continue on a machine with a GPU")
     if not _has_frontend():
         raise UsageError(
             f"--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --gpu-attention own"
@@ -57,7 +57,7 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
 
 
 def why_not_cudnn(gpus: GpuPlan) -> str:
-    """Why cuDNN cannot compute on GPUs, as far as that shows without opening them; "" where it may."""
+    """Return why cuDNN cannot compute on GPUs, as far as that is known without opening them; "" if it can."""
     if not gpus.devices:
         return "no GPU is used"
     if not _has_frontend():
@@ -72,10 +72,10 @@ def time_attention(gpus: GpuPlan, dtype: str, counts: Mapping[WholeShape, tuple[
 
     Args:
         dtype: value of --dtype.
-        counts: of each shape, the forward and the backward passes of a step.
+        counts: shape -> number of forward and of backward passes in a step.
 
     Raises:
-        DoesNotFit, UsageError: see `open_gpus`.
+        DoesNotFit, UsageError: `open_gpus` cannot open a card.
         DeviceFailed: a card stopped working.
     """
     kinds = {card.name: (card, part) for card, part in reversed(gpus.devices)}
@@ -91,7 +91,7 @@ def time_attention(gpus: GpuPlan, dtype: str, counts: Mapping[WholeShape, tuple[
     except scheduler.DeviceFailed:
         raise
     except (ImportError, MemoryError, RuntimeError, scheduler.DoesNotFit) as error:
-        if isinstance(error, RuntimeError) and is_fatal(error):  # a fault of a kernel shows where the host waits for it
+        if isinstance(error, RuntimeError) and is_fatal(error):  # a fault of a kernel appears when the host waits for it
             raise device.failed(error) from error
         return AttentionSeconds(own or None, None, " ".join(str(error).split()))
     finally:
@@ -105,5 +105,5 @@ def _seconds(device: Any, counts: Mapping[WholeShape, tuple[int, int]]) -> float
 
 
 def _has_frontend() -> bool:
-    """Whether the frontend of cuDNN can be imported, as far as that shows without importing it."""
+    """Return whether the frontend of cuDNN can be imported, as far as that is known without importing it."""
     return sys.modules["cudnn"] is not None if "cudnn" in sys.modules else find_spec("cudnn") is not None

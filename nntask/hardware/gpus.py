@@ -1,7 +1,7 @@
-"""The GPUs of a run, from its flags: which cards, in how many parts, with how much memory of each; and the devices themselves.
+"""The GPUs of a run, from its flags: the cards, the number of parts and the memory of each, and the devices themselves.
 
-Where GPUs are used, everything that has a CUDA kernel runs on them and nowhere else, so a loss does not depend on which worker was free; workers of
-the CPU run what has none, and there are none unless `--ncpu` asks for them.
+If GPUs are used, every task with a CUDA kernel runs on them only, so a loss does not depend on which worker was free. CPU workers run the other
+tasks; with GPUs, there are CPU workers only if `--ncpu` asks for them.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from ..config.units import format_size, fraction_of, parse_rate, parse_size
 from ..errors import DoesNotFit, UsageError
 
 DEFAULT_SHARE: Final = 0.9
-"""Of what is free on a card, besides `CONTEXT_NBYTES` for each of its parts."""
+"""Share of the free memory of a card, apart from `CONTEXT_NBYTES` for each of its parts."""
 
 
 class Cards(Protocol):
-    """Where GPUs come from."""
+    """Source of GPUs."""
 
     def choose(self, count: int | None) -> list[GpuFacts]:
-        """The first so many cards, None for all there are.
+        """Return the first `count` cards; all cards for None.
 
         Raises:
-            NoGpu: they are not to be had.
+            NoGpu: there are fewer.
         """
 
     def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
-        """Devices of (card, part)."""
+        """Open devices of (card, part)."""
 
     def nccl(self, facts: GpuFacts) -> Nccl:
-        """NCCL for a card.
+        """Return NCCL for a card.
 
         Raises:
-            NoGpu: it is not installed.
+            NoGpu: NCCL is not installed.
         """
 
 
@@ -57,11 +57,11 @@ class CudaCards:
         return tuple(choose_gpus(count))
 
     def choose(self, count: int | None) -> list[GpuFacts]:
-        """The first so many cards, as they were when first looked at: what a run takes of them later does not change its budgets."""
+        """Return the first `count` cards with their state at the first call, so that memory which a run takes later does not change its budgets."""
         return list(self._choose(count))
 
     def open(self, facts: Sequence[tuple[GpuFacts, int | None]], *, tf32: bool, dtype: str) -> list[Gpu]:
-        """Devices, which can reach each other's memory where the hardware lets them."""
+        """Open devices, which can access each other's memory if the hardware lets them."""
         from tiles.kernels import CudaDevice
 
         devices: list[Any] = []
@@ -80,14 +80,14 @@ class CudaCards:
 
 
 def close_gpus(gpus: Sequence[Gpu]) -> None:
-    """Give back what they took; one that has failed takes nothing back."""
+    """Free the resources of devices; a device that has failed is ignored."""
     for gpu in gpus:
         with suppress(RuntimeError):
             gpu.close()
 
 
 cards: Cards = CudaCards()
-"""Tests put others here."""
+"""Source of GPUs; tests replace it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ class GpuPlan:
     """GPUs that a run will use.
 
     Args:
-        devices: (card, number of the part, or None where a card is whole) of each memory node.
-        nbytes: budget of each.
-        why_none: why there are none although CuPy is installed, if that is so and no flag asks for any.
-        has_cudnn: whether attention may be cuDNN's; its workspace is no part of `nbytes`.
+        devices: (card, number of the part; None for a whole card) of each memory node.
+        nbytes: budget of each device.
+        why_none: reason why there are none, if CuPy is installed and no flag asks for GPUs.
+        has_cudnn: whether cuDNN may compute attention; its workspace is not part of `nbytes`.
     """
 
     devices: tuple[tuple[GpuFacts, int | None], ...]
@@ -108,12 +108,12 @@ class GpuPlan:
 
     @property
     def names(self) -> list[str]:
-        """Of the GPUs, one for each node."""
+        """Names of the GPUs, one for each node."""
         return [name_of(card, part) for card, part in self.devices]
 
     @property
     def device_class(self) -> str:
-        """Key of the tile table: what computes."""
+        """Key of the tile table: the kind of device that computes."""
         return "cuda" if self.devices else "cpu"
 
 
@@ -121,14 +121,14 @@ NO_GPUS: Final = GpuPlan((), 0)
 
 
 def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
-    """The GPUs that flags ask for.
+    """Return the GPUs that flags ask for.
 
     Args:
         dtype: value of --dtype.
 
     Raises:
-        UsageError: GPUs were asked for that are not to be had.
-        DoesNotFit: the budget is above what a card has.
+        UsageError: the flags ask for GPUs that are not available.
+        DoesNotFit: the budget is above the memory of a card.
     """
     if resources.ngpu == 0 or resources.restrict == "cpu" or (resources.ngpu is None and resources.sim_gpu):
         return NO_GPUS
@@ -154,7 +154,7 @@ def check_links(resources: ResourceSettings) -> None:
     """Check the rate of links of simulated devices.
 
     Raises:
-        UsageError: it is no rate, or there are no simulated devices.
+        UsageError: the rate is malformed, or there are no simulated devices.
     """
     if resources.sim_bandwidth:
         parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
@@ -166,14 +166,14 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
     """Check that flags that need a device have one.
 
     Raises:
-        UsageError: the first one that has none.
+        UsageError: a flag has none.
     """
     if resources.update_on == "cpu":
         _check_update(resources, gpus)
     if gpus.devices:
         return
     if resources.ncpu == 0 and not resources.sim_gpu:
-        raise UsageError("--ncpu 0 leaves nobody to compute; use --ncpu 1, or --sim-gpu 1")
+        raise UsageError("--ncpu 0 needs a device: add --sim-gpu 1, or use --ncpu 1")
     flags = {
         "--ngpu": resources.ngpu or "",
         "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else "",
@@ -187,10 +187,10 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
 
 
 def _check_update(resources: ResourceSettings, gpus: GpuPlan) -> None:
-    """Check that --update-on cpu has devices to relieve, and CPU workers.
+    """Check that --update-on cpu has devices that compute the rest, and CPU workers.
 
     Raises:
-        UsageError: there are none.
+        UsageError: one of them is missing.
     """
     if not (gpus.devices or resources.sim_gpu):
         raise UsageError("--update-on cpu leaves all but updates to devices, and there is none; use --update-on device, or add --sim-gpu 1")
@@ -208,7 +208,7 @@ def check_updaters(num_cpu: int | None) -> None:
 
 
 def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
-    """Bytes of each part.
+    """Return the bytes of each part.
 
     Raises:
         DoesNotFit: a card has less.
@@ -228,21 +228,21 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     if nbytes > free:
         raise DoesNotFit(
             f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
-            f"each of its {split} part{'' if split == 1 else 's'} beside {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end what else "
+            f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end what else "
             "uses the card"
         )
     return nbytes
 
 
 def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
-    """The devices of a plan.
+    """Open the devices of a plan.
 
     Args:
         dtype: value of --dtype.
 
     Raises:
         DoesNotFit: a card did not give the memory that CUDA needs for itself.
-        UsageError: what CuPy needs is missing, or a card does not work.
+        UsageError: a package that CuPy needs is missing, or a card does not work.
     """
     if not plan.devices:
         return []
@@ -259,7 +259,7 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
         raise DoesNotFit(str(error)) from error
     except ImportError as error:
         raise UsageError(f"{error}") from error
-    except RuntimeError as error:  # of CUDA, of cuBLAS, or a source that does not compile
+    except RuntimeError as error:  # an error of CUDA or cuBLAS, or a source that does not compile
         raise UsageError(
             f"{' and '.join(plan.names)} could not be opened ({error}); see in nvidia-smi whether another program has it, or compute on the CPU with "
             "--ngpu 0"
@@ -267,7 +267,7 @@ def open_gpus(plan: GpuPlan, dtype: str) -> list[Gpu]:
 
 
 def _told_once() -> Callable[[str], None]:
-    """Takes sentences of all devices of a run, and prints each once."""
+    """Return a function that receives sentences of all devices of a run, and prints each once."""
     told, lock = set[str](), Lock()
 
     def tell(sentence: str) -> None:
@@ -280,10 +280,10 @@ def _told_once() -> Callable[[str], None]:
 
 
 def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, *, strict: bool) -> dict[str, int]:
-    """Tasks of a step that will run on the CPU although there are GPUs, because their codelets have no CUDA kernel: name -> how many.
+    """Return name -> number of a step's tasks that run on the CPU although there are GPUs, because their codelets have no CUDA kernel.
 
     Raises:
-        UsageError: there are some, and no CPU worker to run them, or --strict.
+        UsageError: there are such tasks, and --strict is set or no CPU worker can run them.
     """
     if not gpus.devices:
         return {}
@@ -299,10 +299,10 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, 
 
 
 def open_nccl(gpus: GpuPlan) -> Nccl:
-    """NCCL for the first of the GPUs.
+    """Return NCCL for the first of the GPUs.
 
     Raises:
-        UsageError: there is none, or NCCL is not installed.
+        UsageError: there is no GPU, or NCCL is not installed.
     """
     if not gpus.devices:
         why = gpus.why_none or "no GPU is used, since CuPy is not installed"
@@ -314,14 +314,14 @@ def open_nccl(gpus: GpuPlan) -> Nccl:
 
 
 def without_nccl(gpus: GpuPlan, split: int, taken: int) -> GpuPlan:
-    """GPUs with the budget that is left where NCCL has taken some bytes of the first card: so many less of each of its parts, and of every card's,
-    since all have one budget.
+    """Return the GPUs with the budget that remains after NCCL has taken `taken` bytes of the first card. Every part of every card loses the same,
+    because all have one budget.
 
     Args:
-        split: parts of each card.
+        split: number of parts of each card.
 
     Raises:
-        DoesNotFit: nothing is left.
+        DoesNotFit: no budget remains.
     """
     left = gpus.nbytes - -(-taken // split)
     if left <= 0:
@@ -333,12 +333,12 @@ def without_nccl(gpus: GpuPlan, split: int, taken: int) -> GpuPlan:
 
 
 def gpu_peak(gpus: Sequence[Any]) -> float:
-    """Flop/s of matrix products on all of them, as measured when they were opened; 0 where they were not measured. Parts of a card share its rate."""
+    """Return the flop/s of matrix products on all GPUs, as measured at their opening; 0 if not measured. Parts of a card share its rate."""
     return float(sum({getattr(gpu, "index", number): getattr(gpu, "products_flops", 0.0) for number, gpu in enumerate(gpus)}.values()))
 
 
 def num_cpu_workers(asked: int | None, gpus: GpuPlan) -> int:
-    """Workers of the CPU: as many as asked for, else one a core, and none where GPUs compute."""
+    """Return the number of CPU workers: `asked`; by default one per core, or none if GPUs compute."""
     if asked is not None:
         return asked
     return 0 if gpus.devices else usable_cores()

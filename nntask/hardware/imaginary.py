@@ -1,5 +1,5 @@
-"""Imaginary machines (``8x80GiB@150TF``), as flags describe them: devices that reach their peak, links of the given rate, and host memory
-without workers; and the tiles that a step has there."""
+"""Imaginary machines described by flags (``8x80GiB@150TF``): devices that reach their peak, links of the given rate, and host memory without workers;
+and tile sizes for them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ from .gpus import check_updaters
 from .machine_model import DEVICE_BANDWIDTH, DEVICE_FLOPS, DISK, RAM, MachineModel
 
 DEFAULT_LINK: Final = "25GB/s"
-"""Between host memory and each imaginary device, in each direction."""
+"""Rate between host memory and each imaginary device, in each direction."""
 DEFAULT_DISK_RATE: Final = "1.6GB/s"
-"""From and to the disk of an imaginary machine, all requests in flight and both directions together."""
+"""Rate from and to the disk of an imaginary machine, of all requests in flight and both directions together."""
 DEFAULT_RAM_RATE: Final = "100GB/s"
-"""Bytes that the CPU workers of an imaginary machine read and write of its RAM per second, all together, where they update weights."""
+"""Rate at which all CPU workers of an imaginary machine together read and write its RAM when they update weights."""
 NUM_CPU: Final = 8
-"""CPU workers that do so, where --ncpu does not say."""
+"""Default number of CPU workers that update weights."""
 LATENCY: Final = 1e-5
-"""Seconds of a copy over such a link, or of a request to such a disk, before its bytes come."""
+"""Seconds of a copy over such a link, or of a request to such a disk, before its first byte."""
 BOUNDLESS: Final = 1 << 50
-"""Bytes of an imaginary RAM that does not say."""
+"""Default bytes of an imaginary RAM."""
 
 COARSE_SHARE: Final = 128
-"""A weight tile of an imaginary device takes at most this fraction of its memory, or `LARGEST_SHARE` where a step would have too many tasks."""
+"""A weight tile of an imaginary device takes at most this fraction of its memory, or `LARGEST_SHARE` if a step would have too many tasks."""
 LARGEST_SHARE: Final = 16
 COARSE_VOCAB: Final = 8
-"""Vocabulary tiles there, at least: minibatches add to the gradient of each in turn, so with one tile they would go through the head one by one."""
+"""Smallest number of vocabulary tiles on imaginary devices. Minibatches add to the gradient of each tile in turn, so with one tile they would go
+through the head one by one."""
 COARSE_TOKENS: Final = 8192
-"""Tokens per tile there, at most."""
+"""Largest number of tokens per tile on imaginary devices."""
 
 _FORMS: Final = {"--devices": ("[COUNTx]MEMORY[@FLOPS]", "8x80GiB@150TF"), "--device": ("MEMORY[@FLOPS]", "80GiB@150TF")}
-"""How flags describe devices, with an example."""
+"""Flag -> form of its description of devices, and an example."""
 _DEVICES: Final = re.compile(
     r"\s*(?:(\d+)\s*x\s*)?([\d.]+)\s*([a-wyz]*)\s*(?:@\s*(\d+(?:\.\d+)?)\s*(?:([gtp])(?:f|flops?|flop/s)?)?)?\s*", re.IGNORECASE
 )
@@ -50,17 +51,17 @@ _SCALE: Final = {"G": 1e9, "T": 1e12, "P": 1e15}
 
 
 def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "", disk_rate: str = "", ram_rate: str = "") -> MachineModel:
-    """A machine of devices on links of one rate to host memory and to each other; CPU workers only where --ncpu asks for them, or weights are
-    updated there.
+    """Return a machine of devices with links of one rate to host memory and to each other. It has CPU workers only if --ncpu asks for them or
+    they update weights.
 
     Args:
         devices: ``[COUNTx]MEMORY[@FLOPS]``, for example ``8x80GiB@150TF``.
         link: bytes per second of each link, for example ``55GB/s``.
         disk_rate: bytes per second of the disk tier, all requests in flight together.
-        ram_rate: bytes per second that CPU workers read and write where they update weights, all together.
+        ram_rate: bytes per second that all CPU workers together read and write when they update weights.
 
     Raises:
-        UsageError: a text is not of its form, there is no disk, or nobody to update weights.
+        UsageError: a text does not have its form, there is no disk for `disk_rate`, or no worker to update weights.
     """
     count, memory, flops = parse_devices(devices)
     check_most("devices", count)
@@ -88,8 +89,8 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
 
 
 def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: MachineModel, factor: int = 1) -> ModelTiling:
-    """Large tiles, as accelerators like them, `factor` times as large as usual, for `minibatch` sequences of `length` tokens."""
-    elements = factor * target.largest_node_nbytes // COARSE_SHARE // 4  # of an fp32 tile
+    """Return large tiles, suited to accelerators and `factor` times the usual size, for `minibatch` sequences of `length` tokens."""
+    elements = factor * target.largest_node_nbytes // COARSE_SHARE // 4  # of a tile in fp32
     width = even(config.n_embd, max(1, int(elements**0.5)))
     rows = max(1, elements // width)
     return ModelTiling(
@@ -103,13 +104,13 @@ def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: Mach
 
 
 def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
-    """Number of devices, bytes of each and flop/s of each.
+    """Return the number of devices, the bytes of each and the flop/s of each.
 
     Args:
         flag: one of `_FORMS`.
 
     Raises:
-        UsageError: `text` is not of the form that the flag has.
+        UsageError: `text` does not have the form of the flag.
     """
     form, example = _FORMS[flag]
     rule = f"{flag} must be {form}, got {text!r}"
@@ -127,7 +128,7 @@ def parse_devices(text: str, flag: str = "--devices") -> tuple[int, int, float]:
 
 
 def format_devices(count: int, nbytes: int, flops: float) -> str:
-    """What `parse_devices` reads as so many devices, of at least so many bytes."""
+    """Return text that `parse_devices` reads as `count` devices of at least `nbytes` bytes."""
     scale, unit = next(((scale, unit) for unit, scale in reversed(_SCALE.items()) if flops >= scale), (1e9, "G"))
     rate = f"{flops / scale:.9f}".rstrip("0").rstrip(".")
     return f"{count}x{flag_size(nbytes)}" + ("" if flops == DEVICE_FLOPS else f"@{rate}{unit}F")

@@ -1,8 +1,8 @@
-"""Machines that a step is planned for: this one with its budgets, or an imaginary one (`imaginary`); and how long tasks and copies take there.
+"""Machines that a step is planned for: this one with its budgets, or an imaginary one (`imaginary`); and the durations of tasks and copies there.
 
-This machine: workers and budgets of its `MachineSpec`; durations and link rates from the models of earlier runs; for tasks
-that were never measured, the cost function over the measured peaks of matrix products and of memory. Nothing here is written, and no memory is taken
-but for measuring.
+This machine has the workers and budgets of its `MachineSpec`, and durations and link rates from the models of earlier runs. For tasks that were never
+measured, durations follow from the cost function and the measured peak rates of matrix products and of memory. Nothing is written, and no memory is
+taken except for measuring.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RAM: Final = "ram"
 DISK: Final = "disk"
 
 DEVICE_BANDWIDTH: Final = 2e12
-"""Bytes per second that such a device reads and writes of its own memory."""
+"""Bytes per second at which an imaginary device reads and writes its own memory."""
 DEVICE_FLOPS: Final = 1e14
-"""Flop/s of an imaginary device that does not say, and of a real one before it has been measured."""
+"""Default flop/s of an imaginary device, and of a real one before it has been measured."""
 CPU_FLOPS: Final = 5e10
 """Flop/s of a CPU worker of an imaginary machine."""
 _BUFFER: Final = 1 << 24
@@ -43,19 +43,19 @@ _BANDWIDTH_SECONDS: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MachineModel:
-    """A machine to plan for: its workers, budgets, and what is known of its durations and links.
+    """A machine to plan for: its workers and budgets, and known durations and links.
 
     Args:
         workers: (kind, node, depth) of each worker.
         nodes: (name, budget in bytes) of each memory node, host memory first, the disk tier last.
         storage: whether the last node is a disk tier.
-        models: durations and links that are known.
+        models: known durations and links.
         policy: name of the scheduling policy.
-        rates: of a worker of each kind, for tasks that were never measured; None to measure this machine.
-        staging: bytes of host memory besides, that copies between the disk tier and GPUs keep of its budget.
-        aside: whether its CPU workers run only what devices may not.
-        ram_rate: of an imaginary machine, bytes per second that such workers read and write of host memory, all together.
-        workspace: bytes of each GPU's budget besides, as flags give it, that cuDNN keeps.
+        rates: worker kind -> rates of a worker, for tasks that were never measured; None to measure this machine.
+        staging: bytes taken from the budget of host memory for copies between the disk tier and GPUs.
+        aside: whether CPU workers run only tasks that devices may not.
+        ram_rate: bytes per second that all such workers of an imaginary machine together read and write in host memory.
+        workspace: bytes of each GPU's budget, as flags give it, that cuDNN takes.
     """
 
     workers: tuple[tuple[WorkerKind, int, int], ...]
@@ -71,27 +71,27 @@ class MachineModel:
 
     @property
     def budgets(self) -> Mapping[str, int]:
-        """Bytes of each node, as flags give them."""
+        """Node name -> bytes, as flags give them."""
         return {name: nbytes + (0 if at else self.staging) for at, (name, nbytes) in enumerate(self.nodes)}
 
     @property
     def num_devices(self) -> int:
-        """Memories beside that of the host."""
+        """Number of memory nodes besides host memory."""
         return len(self.memories) - 1
 
     @property
     def compute_nodes(self) -> list[int]:
-        """Nodes where tasks run, but for those of CPU workers beside devices."""
+        """Nodes where tasks run, without the nodes of CPU workers that run only tasks that devices may not."""
         return sorted({node for _, node in self.computing})
 
     @property
     def computing(self) -> Sequence[tuple[WorkerKind, int]]:
-        """(kind, node) of the workers, without those of the CPU that run only what devices may not."""
+        """(kind, node) of the workers, without CPU workers that run only tasks that devices may not."""
         return [(kind, node) for kind, node, _ in self.workers if not (self.aside and kind == "cpu")]
 
     @property
     def memory(self) -> int:
-        """Bytes where tasks run."""
+        """Total bytes of the memories where tasks run."""
         return sum(self.nodes[node][1] for node in self.compute_nodes)
 
     @property
@@ -101,27 +101,27 @@ class MachineModel:
 
     @property
     def memories(self) -> Sequence[tuple[str, int]]:
-        """(name, bytes) of the nodes that are memory."""
+        """(name, bytes) of the nodes without the disk tier."""
         return self.nodes[:-1] if self.storage else self.nodes
 
     @property
     def last(self) -> int:
-        """The node that must hold all that lives."""
+        """The node that must hold all live data."""
         return len(self.nodes) - 1 if self.storage else 0
 
     @property
     def channels(self) -> int:
-        """Requests in flight of the disk tier."""
+        """Number of requests that the disk tier has in flight at once."""
         return THREADS
 
     @property
     def is_imaginary(self) -> bool:
-        """Whether it is given instead of measured."""
+        """Whether its rates are given instead of measured."""
         return self.rates is not None
 
     @property
     def link_rate(self) -> float:
-        """Bytes per second of each link between host memory and a device, in each direction; of a machine that has a device."""
+        """Bytes per second of each link between host memory and a device, in each direction; needs a device."""
         assert self.num_devices, "no links without devices"
         return self.models.links[NodeId(0), NodeId(1)].bandwidth
 
@@ -131,7 +131,7 @@ class MachineModel:
         return self.channels * self.models.links[NodeId(self.last), NodeId(0)].bandwidth
 
     def beside(self, num_cpu: int) -> MachineModel:
-        """The same machine with so many CPU workers, which run only what devices may not; none for one without any."""
+        """Return the same machine with `num_cpu` CPU workers, which run only tasks that devices may not."""
         workers = [worker for worker in self.workers if worker[0] != "cpu"]
         rates = self.rates
         if rates is not None and num_cpu:
@@ -140,16 +140,16 @@ class MachineModel:
         return replace(self, workers=(*workers, *aside), aside=num_cpu > 0, rates=rates)
 
     def with_budget(self, node: int, nbytes: int) -> MachineModel:
-        """The same machine with another budget on one node."""
+        """Return the same machine with another budget on one node."""
         nodes = tuple((name, nbytes if at == node else budget) for at, (name, budget) in enumerate(self.nodes))
         return replace(self, nodes=nodes)
 
     def without(self, nbytes: int) -> MachineModel:
-        """The same machine with so much less host memory."""
+        """Return the same machine with `nbytes` less host memory."""
         return self.with_budget(0, self.nodes[0][1] - nbytes) if nbytes else self
 
     def enlarged(self, nbytes: Mapping[int, int]) -> MachineModel:
-        """The same machine with these budgets as flags would give them, by node; of all its devices, if of one."""
+        """Return the same machine with its budgets raised to these, by node, as flags would give them; a budget of one device applies to all."""
         found, devices = self, max((size for at, size in nbytes.items() if 0 < at <= self.num_devices), default=0)
         for at in range(len(self.nodes)):
             size = devices if 0 < at <= self.num_devices else nbytes.get(at, 0) - (0 if at else self.staging)
@@ -157,13 +157,13 @@ class MachineModel:
         return found
 
     def with_empty_disk(self) -> MachineModel:
-        """A machine without a disk tier with one of no bytes, to see how large it must be."""
+        """Return a machine without a disk tier with an empty one, to find out how large it must be."""
         staging = staging_nbytes(sum(kind == "cuda" for kind, _, _ in self.workers), has_tier=True)
         return replace(self.without(staging), nodes=(*self.without(staging).nodes, (DISK, 0)), storage=True, staging=staging)
 
 
 def this_machine(machine: MachineSpec) -> MachineModel:
-    """The machine that `open_runtime` makes of these devices and budgets, with what earlier runs have measured on it."""
+    """Return the model of a process's own machine: the devices and budgets that `open_runtime` uses, with measurements of earlier runs."""
     num_gpus = len(machine.gpus.devices)
     staging = staging_nbytes(num_gpus, has_tier=machine.disk is not None)
     nodes = [(RAM, machine.ram.nbytes - staging)]
@@ -192,10 +192,10 @@ def this_machine(machine: MachineSpec) -> MachineModel:
 
 
 def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
-    """What earlier runs on this machine have measured.
+    """Return the measurements of earlier runs on this machine.
 
     Args:
-        names: of the memory nodes.
+        names: names of the memory nodes.
         devices: names of the GPUs.
     """
     return PerfStore(machine_fingerprint(blas_threads=1, devices=devices, versions=kernel_versions()), names)
@@ -203,11 +203,11 @@ def open_store(names: Sequence[str], devices: Sequence[str] = ()) -> PerfStore:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of every task of a plan.
+    """Durations of every task of a plan.
 
     Attributes:
-        seconds: by worker kind, then by position in the plan.
-        num_measured, num_kinds: kinds of tasks with measurements, and all: pairs of footprint and worker kind.
+        seconds: worker kind -> seconds of each task, by position in the plan.
+        num_measured, num_kinds: number of measured pairs of footprint and worker kind, and of all pairs.
     """
 
     seconds: Mapping[str, Sequence[float]]
@@ -216,13 +216,13 @@ class Durations:
 
     @property
     def of(self) -> Duration:
-        """As `simulate` takes them; only for plans over these tasks in this order."""
+        """Durations in the form of `simulate`; only for plans over these tasks in this order."""
         tables = self.seconds
         return lambda task, kind: tables[kind][task.position] if task.step is not None else 0.0
 
 
 def durations(plan: StepPlan, target: MachineModel) -> Durations:
-    """How long the tasks of a plan take on each kind of worker of a machine."""
+    """Return the durations of a plan's tasks on each kind of worker of a machine."""
     keys = [key_of(cast(Task, task)) for task in plan.tasks]
     examples: dict[tuple[str, int], RecordedTask] = dict(zip(keys, plan.tasks, strict=True))
     rates = target.rates
@@ -244,7 +244,7 @@ def durations(plan: StepPlan, target: MachineModel) -> Durations:
 
 
 def pace_on(plan: StepPlan, target: MachineModel) -> Pace:
-    """How fast a machine goes through a plan."""
+    """Return the pace at which a machine goes through a plan."""
     tables = durations(plan, target).seconds
     position = {task: at for at, task in enumerate(plan.tasks)}
     below = target.last if 0 in target.compute_nodes else 0
@@ -261,7 +261,7 @@ def pace_on(plan: StepPlan, target: MachineModel) -> Pace:
 
 
 def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float | None:
-    """What earlier runs have measured; simulated devices run the kernels of CPU workers."""
+    """Return the seconds that earlier runs have measured; simulated devices run the kernels of CPU workers."""
     found = models.history.estimate((*key, kind))
     if found is None and kind in ("cpu", "sim"):
         found = models.history.estimate((*key, "cpu" if kind == "sim" else "sim"))
@@ -269,7 +269,7 @@ def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float |
 
 
 def _guessed(task: RecordedTask, rate: Rate) -> float:
-    """Operations or bytes over the rate, whichever binds."""
+    """Return operations or bytes over the rate, whichever takes longer."""
     cost = getattr(task.codelet, "cost", None)
     nbytes = float(sum(handle.nbytes for handle, _ in task.accesses))
     flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants) if cost is not None else (0.0, nbytes)
@@ -278,14 +278,14 @@ def _guessed(task: RecordedTask, rate: Rate) -> float:
 
 @cache
 def measured_rates(num_workers: int) -> dict[WorkerKind, Rate]:
-    """What one of so many busy workers on this machine's cores does at best, measured once in a process, which takes 0.3 s."""
+    """Return the best rates of one of `num_workers` busy workers on this machine's cores, measured once in a process, which takes 0.3 s."""
     num_threads = max(1, min(num_workers, os.cpu_count() or 1))
     rate = Rate(gemm_peak(num_threads) / max(num_workers, 1), memory_bandwidth(num_threads) / max(num_workers, 1))
     return {"cpu": rate, "sim": rate, "cuda": Rate(DEVICE_FLOPS, DEVICE_BANDWIDTH)}
 
 
 def memory_bandwidth(num_threads: int) -> float:
-    """Bytes per second read plus written by copies on so many threads at once."""
+    """Return the bytes per second, read plus written, of copies on `num_threads` threads at once."""
     counts = [0] * num_threads
     start = threading.Barrier(num_threads)
 

@@ -1,8 +1,8 @@
-"""The devices and budgets of this process, worked out once from its flags: numbers and bytes, which everything behind takes as they are.
+"""Devices and budgets of this process, resolved once from its flags to numbers and bytes, which all later code uses as they are.
 
-`devices_of` says which devices compute and how they are scheduled; `with_budgets` also says how much of each memory there is, for which it looks at
-what this process and the disk have free. Neither refuses a budget for its size: a run has other mistakes named first. `check_budgets` does.
-A plan of an imaginary machine needs no budgets of this one.
+`devices_of` determines the devices and their scheduling. `with_budgets` adds the size of each memory, for which it reads the free memory and disk
+space. Neither refuses a budget for its size, so that other mistakes of a run are reported first; `check_budgets` does. A plan for an imaginary
+machine needs no budgets of this one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .gpus import NO_GPUS, GpuPlan, check_devices, check_links, gpus_of, num_cpu
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of a memory.
+    """Size of a memory.
 
     Args:
-        nbytes: as planned with.
-        is_given: whether a flag says so; otherwise it is a share of what was free, and the runtime takes that of what is free when it opens.
-        text: the value of the flag, for messages; "" for the default.
+        nbytes: size to plan with, in bytes.
+        is_given: whether a flag sets the size; otherwise it is a share of the free memory, which the runtime takes anew when it opens.
+        text: value of the flag, for messages; "" for the default.
     """
 
     nbytes: int
@@ -40,7 +40,7 @@ class Budget:
 
     @property
     def given(self) -> int | None:
-        """Bytes that a flag says; None for what is free."""
+        """Bytes that a flag sets; None for the default."""
         return self.nbytes if self.is_given else None
 
 
@@ -57,10 +57,10 @@ class DiskSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How tasks are placed and tiles are moved; see the flags of these names.
+    """Placement of tasks and movement of tiles, with fields for the flags of the same names.
 
     Args:
-        policy: name of a scheduling policy.
+        policy: name of the scheduling policy.
     """
 
     policy: str
@@ -71,18 +71,18 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """What a process computes with.
+    """Devices and memory of a process.
 
     Args:
-        num_cpu: workers of the CPU.
+        num_cpu: number of CPU workers.
         gpus: real devices.
-        num_simulated: simulated devices.
-        link_rate: bytes per second of each link of a simulated device; None for as fast as copies are.
-        scheduling: of its runtime.
-        ram: of host memory.
-        device: of each GPU or simulated device.
-        disk: None without a disk tier.
-        aside: whether the workers of the CPU run only what devices may not, which compute the rest.
+        num_simulated: number of simulated devices.
+        link_rate: bytes per second of each link of a simulated device; None for the speed of memory copies.
+        scheduling: options of the runtime's scheduler.
+        ram: budget of host memory.
+        device: budget of each GPU or simulated device.
+        disk: disk tier; None without one.
+        aside: whether CPU workers run only tasks that devices may not, while devices compute the rest.
     """
 
     num_cpu: int
@@ -107,15 +107,15 @@ class MachineSpec:
 
 
 def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) -> MachineSpec:
-    """Who computes, with no budgets.
+    """Return the machine that flags ask for, without budgets.
 
     Args:
         dtype: value of --dtype.
-        checks: whether flags about devices that are not there are refused; False where the flags are of another machine.
+        checks: whether to refuse flags about missing devices; False for the flags of another machine.
 
     Raises:
-        UsageError: GPUs were asked for that are not to be had, or a flag is about a device that is not there.
-        DoesNotFit: the budget of GPUs is above what a card has.
+        UsageError: the flags ask for GPUs that are not available, or a flag is about a missing device.
+        DoesNotFit: the budget of GPUs is above the memory of a card.
     """
     if checks:
         check_links(resources)
@@ -135,26 +135,26 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
 
 
 def beside_devices(machine: MachineSpec, asked: int | None) -> MachineSpec:
-    """A machine whose CPU workers only do what devices may not; the same where there are no devices.
+    """Return the machine with CPU workers that run only tasks that devices may not; the same machine if it has no devices.
 
     Args:
-        asked: CPU workers that a flag asks for.
+        asked: number of CPU workers that a flag asks for.
     """
     return replace(machine, num_cpu=num_cpu_workers(asked, NO_GPUS), aside=True) if machine.has_devices else machine
 
 
 def devices_alone(machine: MachineSpec, asked: int | None) -> MachineSpec:
-    """A machine with CPU workers beside its devices without them; of GPUs, with those that a flag asks for."""
+    """Return the machine without CPU workers that assist its devices; a machine with GPUs keeps those that a flag asks for."""
     if not machine.aside:
         return machine
     return replace(machine, num_cpu=num_cpu_workers(asked, machine.gpus) if machine.has_gpus else 0, aside=False)
 
 
 def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:
-    """The machine that flags ask for.
+    """Return the machine that flags ask for.
 
     Raises:
-        UsageError, DoesNotFit: see `devices_of`, `with_budgets` and `check_budgets`.
+        UsageError, DoesNotFit: `devices_of`, `with_budgets` or `check_budgets` raises it.
     """
     machine = with_budgets(devices_of(resources, dtype), resources)
     check_budgets(machine)
@@ -162,14 +162,14 @@ def machine_of(resources: ResourceSettings, dtype: str = "fp32") -> MachineSpec:
 
 
 def with_budgets(machine: MachineSpec, resources: ResourceSettings, *, ram: Budget | None = None) -> MachineSpec:
-    """Devices with bytes of each memory, as flags say them or as much as is free; they may be more than this process may use.
+    """Return the machine with a size of each memory, from flags or from the free memory; sizes may exceed what this process may use.
 
     Args:
-        machine: from `devices_of`.
-        ram: of host memory, where it is known already; None to take it from the flags.
+        machine: machine from `devices_of`.
+        ram: budget of host memory if it is known already; None to take it from the flags.
 
     Raises:
-        UsageError: a size is none.
+        UsageError: a size is malformed.
     """
     gpus = machine.gpus
     if ram is None:
@@ -185,11 +185,11 @@ def with_budgets(machine: MachineSpec, resources: ResourceSettings, *, ram: Budg
 
 
 def with_cudnn(machine: MachineSpec) -> MachineSpec:
-    """The same, with cuDNN for attention on its GPUs, whose workspace comes out of their budgets; twice is once.
+    """Return the same machine with cuDNN for attention on its GPUs and its workspace taken from their budgets; a second call changes nothing.
 
     Raises:
         UsageError: there is no GPU, or the frontend of cuDNN is not installed.
-        DoesNotFit: nothing is left of the budgets.
+        DoesNotFit: no budget remains.
     """
     if machine.gpus.has_cudnn:
         return machine
@@ -198,10 +198,10 @@ def with_cudnn(machine: MachineSpec) -> MachineSpec:
 
 
 def check_budgets(machine: MachineSpec) -> None:
-    """Check that the budgets of a machine are to be had.
+    """Check that the budgets of a machine are available.
 
     Raises:
-        DoesNotFit: they are above what this process may use, or above what is free on the disk.
+        DoesNotFit: a budget is above the memory that this process may use, or above the free space of the disk.
     """
     try:
         check_memory(machine.ram.given, None if machine.has_gpus else machine.device.given, machine.num_simulated)
@@ -213,14 +213,14 @@ def check_budgets(machine: MachineSpec) -> None:
 
 
 def cannot_reserve(machine: MachineSpec, error: Exception) -> DoesNotFit:
-    """The refusal of budgets that the system does not give, with their flags."""
+    """Return the error for budgets that the system refuses, with their flags."""
     given = (("--ram", machine.ram.text), ("--gpu-memory", machine.device.text))
     flags = " and ".join(f"{flag} {text}" for flag, text in given if text) or "the default --ram"
     return DoesNotFit(f"{flags} cannot be reserved: {error}")
 
 
 def _disk_tier(text: str) -> DiskSpec | None:
-    """The disk tier that --disk asks for, as large as it says or as what is free there."""
+    """Return the disk tier that --disk asks for, of the size in the flag or the free space there; None without the flag."""
     disk = disk_of(text)
     if disk is None:
         return None
@@ -229,7 +229,7 @@ def _disk_tier(text: str) -> DiskSpec | None:
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes free where a directory lies, or would lie."""
+    """Return the free bytes of the file system at a directory, which need not exist."""
     place = directory.absolute()
     while not place.exists():
         place = place.parent

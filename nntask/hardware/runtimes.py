@@ -1,4 +1,4 @@
-"""A runtime from settings: budgets, lanes, and the inspection that finds the first NaN."""
+"""Runtimes from settings: budgets, lanes, and the check that finds the first NaN."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class FoundNaN(ArithmeticError):
 
 
 def check_finite(task: FinishedTask) -> None:
-    """Look for NaN in what a task has just written.
+    """Check the data that a task has just written for NaN.
 
     Raises:
-        FoundNaN: at the first one.
+        FoundNaN: an element is NaN; the message names the first.
     """
     for tile in task.tiles:
         if tile.mode == "R":
@@ -41,13 +41,13 @@ def check_finite(task: FinishedTask) -> None:
 
 
 def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
-    """The runtime of a run on its machine.
+    """Return the runtime of a run on its machine.
 
     Args:
-        trace: takes what runs when, instead of the trace that --trace asks for.
+        trace: trace to use instead of the one that --trace asks for.
 
     Raises:
-        DoesNotFit, StorageError: see `open_runtime`.
+        DoesNotFit, StorageError: `open_runtime` raises it.
     """
     observe = run.settings.observe
     if trace is None and (observe.trace or run.traced is not None):
@@ -59,15 +59,15 @@ def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
 
 
 def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, trace: Trace | None = None) -> Runtime:
-    """The runtime of a machine.
+    """Return the runtime of a machine.
 
     Args:
         dtype: value of --dtype; GPUs measure products in it.
-        lanes: parallel lanes of sums.
-        trace: takes what runs when.
+        lanes: number of parallel lanes of sums.
+        trace: trace that receives events.
 
     Raises:
-        DoesNotFit: the system does not give as much address space as the budgets.
+        DoesNotFit: the system gives less address space than the budgets.
         StorageError: the directory of the disk tier cannot be used.
     """
     plan, disk, how = machine.gpus, machine.disk, machine.scheduling
@@ -100,25 +100,25 @@ def open_runtime(machine: MachineSpec, *, dtype: str = "fp32", lanes: int = 1, t
             raise StorageError(
                 f"--disk {'' if disk is None else disk.budget.text}: {error.strerror or error}; name a directory that can be written"
             ) from error
-        unused.pop_all()  # they are the runtime's from here on
+        unused.pop_all()  # the runtime owns them from here on
     return runtime
 
 
 FAILURES: Final = (TaskError, DeviceFailed, HandleLost, TierFailed, RunStopped, NoRoom)
-"""What a runtime raises of what happened to the run, rather than of a mistake of ours."""
+"""Errors of a runtime that are caused by its environment, rather than by a fault in the program."""
 
 
 def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, aside: str, *, lower: str | None = None) -> Exception:
-    """The error that the user sees for one of `FAILURES`.
+    """Return the error that the user sees for one of `FAILURES`.
 
-    First what the runtime knows to have gone wrong, since the tasks that needed that data are cancelled one after another: the disk tier, a GPU, a
-    task that did not fit, a file that could not be read. Then a kernel's own sentence, `Diverged` when --check-finite stopped it, otherwise the
-    error itself.
+    Causes that the runtime knows come first, because tasks that needed the lost data are cancelled one after another: the disk tier, a GPU, a task
+    that did not fit, a file that could not be read. Then follows the message of a kernel, `Diverged` if --check-finite stopped it, otherwise the error
+    itself.
 
     Args:
-        machine: that the runtime was opened on.
-        aside: what follows the sentence about a disk tier that failed.
-        lower: see `does_not_fit`.
+        machine: machine of the runtime.
+        aside: text that follows the sentence about a disk tier that failed.
+        lower: flags to lower, an argument of `does_not_fit`.
     """
     if runtime.tier_failure is not None:
         return StorageError(f"{runtime.tier_failure}; {aside}")
@@ -138,12 +138,12 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
 
 
 def does_not_fit(error: NoRoom, machine: MachineSpec, *, lower: str | None = None) -> DoesNotFit:
-    """The scheduler's refusal with the flags that help and their values; which tile to lower follows from the kind of task.
+    """Return the scheduler's refusal with the flags that help and their values; the kind of task determines which tile to lower.
 
     Args:
-        lower: for a command without flags of tiles, those of its flags that make tasks smaller when they are lowered, or "".
+        lower: flags that make tasks smaller when they are lowered, for a command without flags of tiles; "" if it has none.
     """
-    if error.node.startswith("GPU "):  # what CUDA needs beside the budget: the message says what to do
+    if error.node.startswith("GPU "):  # memory for CUDA itself, outside of the budget; the message has the remedy
         return DoesNotFit(str(error))
     story = str(error).partition("; raise the budget")[0]
     disk = machine.disk
@@ -152,8 +152,8 @@ def does_not_fit(error: NoRoom, machine: MachineSpec, *, lower: str | None = Non
     flag, budget = ("--gpu-memory", machine.device) if error.node.startswith(("sim", "cuda")) else ("--ram", machine.ram)
     flag += f" (now {budget.text or 'the default'})"
     if lower is not None:
-        is_full = "are taken" in story  # else the task alone is too large, and no free bytes elsewhere help
-        is_work = not story.startswith("program ")  # else it is a weight on its way in, or what was typed
+        is_full = "are taken" in story  # else the task alone is too large, and free bytes elsewhere do not help
+        is_work = not story.startswith("program ")  # else it is a weight that is being loaded, or an input
         changes = [f"raise {flag}", *([f"lower {lower}"] if lower and is_work else []), *(["add --disk DIR"] if is_full and not disk else [])]
         return DoesNotFit(f"{story}; {', or '.join(changes)}")
     if "are taken" in story:

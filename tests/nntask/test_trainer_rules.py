@@ -69,7 +69,7 @@ def test_rules_between_values(argv, words):
         (["--redux", "--lanes=2"], "--redux means --lanes 4"),
         (["--full-lr-iter=5", "--warmup-steps=5"], "are both warm-ups"),
         (["--trace=x", "--trace-steps=5:2"], "--trace-steps must be A:B"),
-        (["--ncpu=0"], "leaves nobody to compute"),
+        (["--ncpu=0"], "--ncpu 0 needs a device"),
         (["--momentum=0.9"], "belongs to --optimizer sgd"),
         ([f"--seed={1 << 63}"], "--seed must be at most 9223372036854775807, got 9223372036854775808"),
         (["--seed=-1"], "--seed must be 0 or more"),
