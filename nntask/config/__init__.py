@@ -1,4 +1,4 @@
-"""The configuration of a run: flags as plain data, their rules, sizes and durations as people write them, environment variables."""
+"""Configuration of a run: flags as plain data, their rules, sizes and durations as people write them, environment variables."""
 
 import lazy_loader
 

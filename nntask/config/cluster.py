@@ -1,4 +1,4 @@
-"""Rules of --dask: what a cluster is, and which flags belong to one machine."""
+"""Rules of --dask: the forms of a cluster's address, and the flags that belong to one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCAL: Final = re.compile(r"local:(\d{1,6})")
 _ADDRESS: Final = re.compile(r"((tcp|tls|wss?|ucx)://)?(?P<host>\[[^]\s]+\]|[^][\s/:]+):(?P<port>\d{1,5})|inproc://\S+")
 MOST_PORT: Final = 65535
 MOST_LOCAL: Final = 256
-"""Workers of a cluster on one machine; each is a process."""
+"""Largest number of workers of a cluster on one machine; each is a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class ClusterSpec:
     """The Dask cluster that a run trains on.
 
     Args:
-        address: of the scheduler, or local:N.
-        num_local: workers to start on this machine; None where the scheduler is there already.
-        num_nodes: nodes to wait for; None for the workers that are there.
-        link_rate: bytes per second that a node sends to others at most; None for as fast as the network.
-        transport: what carries tensors between nodes.
+        address: address of the scheduler, or local:N.
+        num_local: number of workers to start on this machine; None if the scheduler exists already.
+        num_nodes: number of nodes to wait for; None for the workers that have joined.
+        link_rate: largest number of bytes per second that a node sends to others; None for the speed of the network.
+        transport: connections that carry tensors between nodes.
     """
 
     address: str
@@ -41,15 +41,15 @@ class ClusterSpec:
 
     @property
     def is_local(self) -> bool:
-        """Whether all nodes are processes of this machine."""
+        """Whether all nodes are processes on this machine."""
         return self.num_local is not None
 
 
 def cluster_of(asked: ClusterSettings) -> ClusterSpec | None:
-    """The cluster that flags ask for; None for this machine alone.
+    """Return the cluster that flags ask for; None for this machine alone.
 
     Raises:
-        UsageError: --dask is no address, or --link-bandwidth no size.
+        UsageError: --dask is not an address, or --link-bandwidth is not a size.
     """
     if not asked.dask:
         return None
@@ -67,7 +67,7 @@ def check_cluster(settings: TrainSettings) -> None:
     """Check --dask against flags that belong to one machine.
 
     Raises:
-        UsageError: the first rule that is broken.
+        UsageError: a rule is broken.
     """
     cluster, run, observe = settings.cluster, settings.run, settings.observe
     if not cluster.dask:
@@ -108,10 +108,10 @@ def check_cluster(settings: TrainSettings) -> None:
 
 
 def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None:
-    """Check that a step has something to do for more than one node, where more are asked for.
+    """Check that every step has work for more than one node, if more are asked for.
 
     Raises:
-        UsageError: it has not.
+        UsageError: a step has work for one node only.
     """
     asked = 1 if cluster.num_nodes is None else cluster.num_nodes
     if most_nodes(num_minibatches, lanes) < min(asked, 2):
@@ -123,7 +123,7 @@ def check_shared(num_minibatches: int, lanes: int, cluster: ClusterSpec) -> None
 
 
 def _check_nccl(settings: TrainSettings) -> None:
-    """Check --transport nccl, as far as that can be done before there are nodes."""
+    """Check --transport nccl, as far as that is possible before there are nodes."""
     cluster, resources = settings.cluster, settings.resources
     check_plain(cluster.dask)
     if local_nodes(cluster.dask) is not None:
@@ -140,23 +140,23 @@ def _check_nccl(settings: TrainSettings) -> None:
 
 
 def check_plain(address: str) -> None:
-    """Check that a cluster does not encrypt, where --transport nccl is asked for.
+    """Check that a cluster does not encrypt; for --transport nccl.
 
     Args:
-        address: of a scheduler or a worker.
+        address: address of a scheduler or a worker.
 
     Raises:
-        UsageError: it does.
+        UsageError: the cluster encrypts.
     """
     if address.startswith(("tls://", "wss://")):
-        raise UsageError(f"--transport nccl does not encrypt, and {address} is of a cluster that does (TLS); use --transport dask")
+        raise UsageError(f"--transport nccl does not encrypt, and {address} belongs to a cluster that does (TLS); use --transport dask")
 
 
 def local_nodes(address: str) -> int | None:
-    """N of --dask local:N; None for the address of a cluster.
+    """Return N of --dask local:N; None for the address of a cluster.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is neither.
     """
     local = _LOCAL.fullmatch(address)
     if local is not None and 1 <= int(local[1]) <= MOST_LOCAL:
@@ -165,7 +165,7 @@ def local_nodes(address: str) -> int | None:
         raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")
     found = _ADDRESS.fullmatch(address)
     host, port = (found["host"] or "", int(found["port"] or 1)) if found else ("", 0)
-    if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler has such a port
+    if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler uses such a port
         raise UsageError(f"--dask must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?")
     if not 1 <= port <= MOST_PORT:
         raise UsageError(f"--dask must be the address of a Dask scheduler, such as tcp://HOST:8786, or local:N, got {address!r}")

@@ -1,4 +1,4 @@
-"""What --disk says: the directory and the size of a disk tier."""
+"""Parser of --disk: the directory and the size of a disk tier."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .units import is_size, parse_size
 
 
 def disk_of(text: str) -> tuple[Path, int | None] | None:
-    """Directory and size in bytes of --disk, None for no disk tier.
+    """Return directory and size in bytes of --disk; None for no disk tier.
 
     Raises:
-        UsageError: it names no directory, or a size that is none, or a size where the directory should stand.
+        UsageError: the text has no directory, a malformed size, or a size in place of the directory.
     """
     if not text:
         return None
@@ -20,7 +20,7 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
     if not colon or "/" in size:
         if is_size(text) and not Path(text).exists():
             raise UsageError(
-                f"--disk must be DIR or DIR:SIZE, got {text!r}, which is a size and no directory that there is; "
+                f"--disk must be DIR or DIR:SIZE, got {text!r}, which is a size and not an existing directory; "
                 f"for example scratch:{text}, or ./{text} for a directory of that name"
             )
         return Path(text), None
@@ -34,10 +34,10 @@ def disk_of(text: str) -> tuple[Path, int | None] | None:
 
 
 def imaginary_disk_of(text: str) -> int | None:
-    """Bytes that --disk says of an imaginary machine; None for no disk tier.
+    """Return the bytes of --disk for an imaginary machine; None for no disk tier.
 
     Raises:
-        UsageError: it says none.
+        UsageError: the text has no size.
     """
     if is_size(text):
         return parse_size(text, "--disk")
@@ -50,7 +50,7 @@ def imaginary_disk_of(text: str) -> int | None:
 
 
 def has_size(text: str) -> bool:
-    """Whether --disk says how large the disk tier is, with or without a directory."""
+    """Return whether --disk gives a size of the disk tier, with or without a directory."""
     try:
         return imaginary_disk_of(text) is not None
     except UsageError:

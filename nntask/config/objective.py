@@ -1,7 +1,6 @@
-"""What a run learns: --objective and the flags about it, checked against each other, the data and the model, and answered.
+"""Training objective of a run: --objective and its flags, checked against each other, the data and the model, and filled in.
 
-A config says what its model can learn (`objectives`) and what it learns where nothing is asked for (`objective`); one without a word is of a causal
-language model.
+A config lists the objectives of its model (`objectives`) and its default (`objective`); a config without them is of a causal language model.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ def check_objective(data: DataSettings) -> None:
     """Check the values on their own.
 
     Raises:
-        UsageError: the first one that breaks its rule.
+        UsageError: a value breaks its rule.
     """
     if not 0.0 < data.mask_probability < 1.0:
         raise UsageError(f"--mask-probability must be above 0 and below 1, got {data.mask_probability:g}; for example {USUAL_MASK}")
 
 
 def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
-    """The config of a new run with the head of --objective, where the family has one for each objective.
+    """Return the config of a new run with the head of --objective, if the family has one for each objective.
 
-    A classifier that is made of another model has the classes that the config names (`id2label`), or else those of the labels of --dataset-path: the
-    sorted names, or 0 to the largest number.
+    A classifier made from another model has the classes that the config names (`id2label`), or else those of the labels of --dataset-path: the sorted
+    names, or 0 to the largest number.
 
     Raises:
-        UsageError: the weights to begin with are a classifier's, and something else is to be learnt.
+        UsageError: the initial weights are a classifier's, and the run has another objective.
         DataError: the data are missing or broken.
     """
     asked, begin = settings.data.objective, settings.checkpoints.init_from
@@ -55,8 +54,8 @@ def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
         return config
     if config.objective == "classify" and begin:
         raise UsageError(
-            f"--init-from {begin} is a classifier, whose head predicts labels alone, got --objective {asked}; use the model that it was made of, or "
-            "drop --objective"
+            f"--init-from {begin} is a classifier, whose head predicts labels alone, got --objective {asked}; use the model that it was made from, "
+            "or drop --objective"
         )
     names: tuple[str, ...] = ()
     count = 0
@@ -67,10 +66,10 @@ def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
 
 
 def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
-    """Names of the labels of lines, and how many there are where they are numbers; what is neither is for the reader of the data to refuse.
+    """Return the names of the labels of lines, and the number of classes if labels are numbers; the reader of the data refuses other labels.
 
     Raises:
-        DataError: a number is beyond the most classes.
+        DataError: a number is not below the largest number of classes.
     """
     if data.dataset != JSONL:
         return (), 0
@@ -82,7 +81,7 @@ def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
                 names.add(label)
             elif type(label) is int and label >= LARGEST_CLASSES:  # each number up to it would be a class
                 raise DataError(
-                    f'{record.where} must have a "label" below {LARGEST_CLASSES}, as many classes as there may be, got {label}; '
+                    f'{record.where} must have a "label" below {LARGEST_CLASSES}, the largest number of classes, got {label}; '
                     "number the classes from 0, or give their names"
                 )
             elif type(label) is int:
@@ -91,10 +90,10 @@ def _labels(data: DataSettings) -> tuple[tuple[str, ...], int]:
 
 
 def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
-    """Settings with what is learnt filled in; --seq-len is known. Repeating it changes nothing.
+    """Return the settings with the objective filled in; --seq-len must be known. Repeating it changes nothing.
 
     Raises:
-        UsageError: the model cannot learn it, or flags are about another objective.
+        UsageError: the model does not support the objective, or flags are about another objective.
     """
     data, run = settings.data, settings.run
     kind = _kind(data, config)
@@ -115,7 +114,7 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
 
 
 def objective_of(settings: TrainSettings, config: LanguageConfig) -> Objective:
-    """What filled settings learn."""
+    """Return the objective of filled settings."""
     data = settings.data
     kind = _kind(data, config)
     return _objective(settings, data, _form(data, kind, config), config)
@@ -145,7 +144,7 @@ def _check_flags(settings: TrainSettings, kind: Kind) -> None:
 
 
 def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
-    """What the data are made of; of JSON lines the first one tells."""
+    """Return the form of the data; for JSON lines it follows from the first line."""
     sees = image_shape(config) is not None
     if sees != (data.dataset == IMAGES):
         wants = f"--dataset {IMAGES}" if sees else "a dataset of text, such as --dataset text"
@@ -173,15 +172,15 @@ def _form(data: DataSettings, kind: Kind, config: LanguageConfig) -> Form:
 
 
 def image_shape(config: LanguageConfig) -> ImageShape | None:
-    """The images that a model takes; None for a model of text."""
+    """Return the shape of images that a model takes; None for a model of text."""
     size = getattr(config, "image_size", None)
     return None if size is None else ImageShape(size, getattr(config, "patch_size", size), getattr(config, "num_channels", 3))
 
 
 def _target_len(settings: TrainSettings, form: Form, config: LanguageConfig) -> int:
-    """--target-len, or the sensible one: of pairs as long as the input, of corrupted spans what they take."""
+    """Return --target-len or its default: the length of the input for pairs, the length that corrupted spans need for texts."""
     data, length = settings.data, settings.model.seq_len
-    assert length is not None  # filled in before
+    assert length is not None  # filled in earlier
     limit = config.longest
     if data.target_len is not None and limit is not None and data.target_len > limit:
         raise UsageError(f"--target-len must be at most {config.positions_key} = {limit}, got {data.target_len}; the nearest legal value is {limit}")
@@ -201,7 +200,7 @@ def _objective(settings: TrainSettings, data: DataSettings, form: Form, config: 
     pad = getattr(config, "pad_token_id", None) or 0
     start = getattr(config, "decoder_start_token_id", None)
     length = settings.model.seq_len
-    assert length is not None  # filled in before
+    assert length is not None  # filled in earlier
     return Objective(
         kind=_kind(data, config),
         form=form,
@@ -222,6 +221,6 @@ def _objective(settings: TrainSettings, data: DataSettings, form: Form, config: 
 
 
 def _counts_positions(config: LanguageConfig) -> bool:
-    """Whether a model adds a row of a table for the position of a token; one without tiles takes no texts that share a sequence."""
+    """Return whether a model adds a row of a table for the position of a token; a model without tiles takes no texts that share a sequence."""
     description = getattr(config, "description", None)
     return description is not None and description.stack.num_positions is not None

@@ -1,4 +1,4 @@
-"""Output paths outside a run's directory. A run directory may come from somebody else, so a resumed run does not take them from its files."""
+"""Output paths outside a run's directory. A run directory may come from another person, so a resumed run does not take them from its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTPUT_FLAGS: Final = ("disk", "save-checkpoint", "save-optimizer")
 
 
 def output_paths(settings: TrainSettings) -> dict[str, str]:
-    """Return the flags of `OUTPUT_FLAGS` that a run was given, with their values."""
+    """Return the flags of `OUTPUT_FLAGS` that are set, with their values."""
     values = {
         "disk": settings.resources.disk,
         "save-checkpoint": settings.checkpoints.save_checkpoint,
@@ -23,5 +23,5 @@ def output_paths(settings: TrainSettings) -> dict[str, str]:
 
 
 def words_of(flags: Mapping[str, Any]) -> str:
-    """Return flags with their values as a shell takes them, such as ``--disk scratch``."""
+    """Return flags with their values in the form that a shell reads, such as ``--disk scratch``."""
     return " ".join(f"--{flag} {shlex.quote(str(value))}" for flag, value in flags.items())

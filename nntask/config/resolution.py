@@ -1,8 +1,8 @@
-"""From what was typed to what a run does: `resolve` answers every question that settings leave open, once.
+"""Resolution of settings to a run: `resolve` fills in every open value, once.
 
-Its stages, in order: defaults and rules between values (`filled`), the devices, tile sizes from the tables (`in_tiles`), the comparison with the run
-that is continued, and the budgets of memory and disk. Nothing is written, no file of weights is read, and no memory is taken: what files and places
-refuse, and budgets that are not to be had, come after the rules of settings (`training.preflight`, `planning.fit_advice`).
+Its stages, in order: defaults and rules between values (`filled`), the devices, tile sizes from the tables (`in_tiles`), the comparison with the
+resumed run, and the budgets of memory and disk. Nothing is written, no file of weights is read, and no memory is taken. Checks of files, directories
+and available memory come later (`training.preflight`, `planning.fit_advice`).
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ from .validation import check_rank, checked_length, nearest, rank_of, trace_rang
 
 DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
-"""The model that is trained where none is named."""
+"""Default model."""
 RUNS: Final = Path("runs")
 
 
 def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None, machine: MachineSpec | None = None) -> RunConfig:
-    """What a run of a model of tiles does.
+    """Return the run of a model with tiles.
 
     Args:
-        config: of the model.
-        resumed: the checkpoint to continue from, if any.
-        machine: what computes; None for this machine's devices and budgets, as the settings ask for them.
+        settings: settings of the user.
+        config: config of the model.
+        resumed: checkpoint to continue from, if any.
+        machine: machine of the run; None for this machine's devices and budgets, as the settings ask for them.
 
     Raises:
         UsageError: a rule is broken, or the run differs from the one it continues.
-        DataError: a tile table is none, or a checkpoint does not name the weights that its adapters stand beside.
-        DoesNotFit: the budget of GPUs is above what a card has.
+        DataError: a tile table is malformed, or a checkpoint does not name the frozen weights of its adapters.
+        DoesNotFit: the budget of GPUs is above the memory of a card.
     """
     there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
     asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
@@ -79,7 +80,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
 
 
 def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> LanguageRun:
-    """What a run of a model without tiles does; arguments and errors as of `resolve`. Settings about tiles must be unset."""
+    """Return the run of a model without tiles; arguments and errors are those of `resolve`. Settings about tiles must be unset."""
     with _differing_first(settings, resumed):
         settings = with_tokenizer(filled(settings, config))
     if resumed is not None and (found := _differences(settings, resumed)):
@@ -95,7 +96,7 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
 
 
 def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> dict[str, Any]:
-    """What `LanguageRun` has of any model, by field."""
+    """Return the fields of `LanguageRun` that any model has."""
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
     is_continued = resumed is not None or bool(begin.resume)
@@ -111,7 +112,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             settings.resources.update_on,
         ),
         "optimizer": OptimizerSpec(
-            cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # the other name of adamw is gone
+            cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # `filled` has replaced the other name of adamw
             lr,
             optimizer.weight_decay,
             optimizer.optimizer_eps,
@@ -142,14 +143,14 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
 def sized(
     settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, device_class: Callable[[], str]
 ) -> tuple[TrainSettings, TrainSettings, ModelTiling]:
-    """The settings with every default filled in, the same with every tile size a number, and the tiling; of a run that is continued, its own.
+    """Return the settings with every default filled in, the same with every tile size a number, and the tiling; for a resumed run, its own.
 
     Args:
-        device_class: key of the built-in table of tiles; asked when the rules between values are kept.
+        device_class: function that returns the key of the built-in table of tiles; called after the rules between values are checked.
 
     Raises:
-        UsageError: a rule is broken, or the run differs from the one it continues, which is said first.
-        DataError: --tile-table is no such table.
+        UsageError: a rule is broken, or the run differs from the one it continues, which is reported first.
+        DataError: --tile-table is not a tile table.
     """
     settings = _with_recorded_attention(settings, resumed)
     with _differing_first(settings, resumed):
@@ -161,10 +162,10 @@ def sized(
 
 
 def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
-    """Fill in what was left open, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
+    """Fill in open values, except tile sizes, and check the values against each other and the model; repeating it changes nothing.
 
     Raises:
-        UsageError: the first rule that is broken.
+        UsageError: a rule is broken.
     """
     model, tiling, optimizer, run, checkpoints = (
         settings.model,
@@ -204,17 +205,17 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
 
 
 def is_small(preset: str) -> bool:
-    """Whether a preset learns in minutes; those have a batch and a rate of their own."""
+    """Return whether a preset learns in minutes; such presets have their own default batch and learning rate."""
     return preset.rpartition("-")[2] == TINY
 
 
 def dtype_of(asked: str) -> str:
-    """The arithmetic that a value of --dtype stands for."""
+    """Return the arithmetic that a value of --dtype means."""
     return "fp32" if asked == "auto" else asked
 
 
 def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling) -> ModelSpec:
-    """The model that filled settings ask for; tiles do not matter to one that is only read."""
+    """Return the model that filled settings ask for; tiles do not matter for a model that is only read."""
     return ModelSpec(
         config=config,
         tiling=tiling,
@@ -228,13 +229,13 @@ def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling
 
 
 def adapters_of(settings: TrainSettings) -> LoRA | None:
-    """What `--train` asks for; None where all weights are trained."""
+    """Return the adapters that `--train` asks for; None if all weights are trained."""
     rank, chosen = rank_of(settings), settings.optimizer
     return None if rank is None else LoRA(rank, known(chosen.lora_alpha), chosen.lora_dropout)
 
 
 def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:
-    """Return the data part of the settings, for a run that goes on from a checkpoint or a new one."""
+    """Return the data part of the settings, for a new run or one that continues from a checkpoint."""
     data = settings.data
     found = DataSpec(
         dataset=data.dataset,
@@ -250,7 +251,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoi
 
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:
-    """Settings with the tokenizer that belongs to the weights of --init-from, where it has one and no other is asked for."""
+    """Return settings with the tokenizer of the model of --init-from, if that has one and the settings name no other."""
     data, files = settings.data, settings.checkpoints
     is_open = bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
     if is_open and has_tokenizer(Path(files.init_from)):
@@ -259,7 +260,7 @@ def with_tokenizer(settings: TrainSettings) -> TrainSettings:
 
 
 def name_of(settings: TrainSettings) -> str:
-    """What the run is called after: its model."""
+    """Return the name of a run: its model's."""
     path, begin = settings.model.config_path, settings.checkpoints.init_from
     if begin:
         return Path(begin).resolve().name
@@ -267,7 +268,7 @@ def name_of(settings: TrainSettings) -> str:
 
 
 def directory_of(settings: TrainSettings, resumed: Checkpoint | None) -> Path:
-    """The directory of a run: that of the checkpoint, as seen from here where it is below; that of the flag; else a new one in runs/."""
+    """Return the directory of a run: the checkpoint's, relative to the working directory if below it; the flag's; else a new one in runs/."""
     if resumed is not None:
         here, run = Path.cwd(), run_of(resumed)
         return run.relative_to(here) if run.is_relative_to(here) else run
@@ -275,7 +276,7 @@ def directory_of(settings: TrainSettings, resumed: Checkpoint | None) -> Path:
 
 
 def default_run_dir(model: str) -> Path:
-    """runs/<time>-<model>, with a number behind it when that is taken."""
+    """Return runs/<time>-<model>, with a number at its end if that exists."""
     base = RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     path, number = base, 2
     while path.exists():
@@ -285,10 +286,10 @@ def default_run_dir(model: str) -> Path:
 
 
 def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint) -> None:
-    """Check that model, tiling, data and optimizer are those of the run that is continued.
+    """Check that model, tiling, data and optimizer are those of the resumed run.
 
     Raises:
-        UsageError: they are not; names every difference.
+        UsageError: they differ; the message names every difference.
     """
     was, now = resumed.config.to_dict(), config.to_dict()
     found = [f"{key} (was {was.get(key)}, is {value})" for key, value in now.items() if was.get(key) != value]
@@ -299,21 +300,21 @@ def _check_same(settings: TrainSettings, config: ModelConfig, resumed: Checkpoin
 
 @contextmanager
 def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Iterator[None]:
-    """Where a rule is broken in the block, say first in what settings differ from those of the run that is continued.
+    """If a rule is broken inside, report first the differences between the settings and those of the resumed run.
 
     Raises:
-        UsageError: names every difference.
+        UsageError: settings differ; the message names every difference.
     """
     try:
         yield
     except UsageError:
-        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes break rules beside others
+        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes may break rules only together with new ones
             raise _differs(resumed, found) from None
         raise
 
 
 def _with_recorded_attention(settings: TrainSettings, resumed: Checkpoint | None) -> TrainSettings:
-    """Settings with the attention that the run has which they continue, where they leave that open: its bits depend on it."""
+    """Inherit `gpu_attention` from the resumed run if it is still "auto", because the bits of results depend on it."""
     if resumed is None or settings.model.gpu_attention != "auto":
         return settings
     stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
@@ -322,7 +323,7 @@ def _with_recorded_attention(settings: TrainSettings, resumed: Checkpoint | None
 
 def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:
     stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
-    if stored.data.objective is None:  # written before there were others
+    if stored.data.objective is None:  # written when causal was the only objective
         stored = replace(stored, data=replace(stored.data, objective="causal"))
     return differences(stored, settings)
 
@@ -338,7 +339,7 @@ def _divides(flag: str, value: int, of_flag: str, whole: int) -> None:
     """Check that `value` divides `whole`.
 
     Raises:
-        UsageError: it does not; names the nearest divisor.
+        UsageError: it does not; the message names the nearest divisor.
     """
     if whole % value:
         near = nearest(divisors(whole), value)

@@ -1,10 +1,9 @@
-"""What a run does, with every question answered: numbers for sizes, tiles and devices, and nothing to default again.
+"""Resolved configuration of a run: numbers for sizes, tiles and devices, with no defaults left to fill in.
 
-`resolution.resolve` makes a `RunConfig` of settings, which are what people typed; everything behind it takes the run, or the part of it that it
-needs. Settings come along for what they say without any question (names of files to write, what to observe), and because config.toml and checkpoints
-keep them.
+`resolution.resolve` turns settings, which users give, into a `RunConfig`; all later code takes the run, or the part of it that it needs. A run keeps
+its settings, for values that need no resolution (names of output files, options to observe) and because config.toml and checkpoints store them.
 
-An empty value that stays has a meaning: no adapters means that all weights are trained, no checkpoint that the run is new.
+An empty value is meaningful: without adapters all weights are trained, without a checkpoint the run is new.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ from .settings import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class LanguageSpec:
-    """A language model that is trained, whatever it is made of.
+    """A language model to train, with or without tiles.
 
     Args:
-        seq_len: tokens per sequence.
-        seed: of its weights, dropout and data.
-        dtype: arithmetic, a value of --dtype but not auto.
+        config: config of the model.
+        seq_len: number of tokens per sequence.
+        seed: seed of its weights, dropout and data.
+        dtype: arithmetic, a value of --dtype except auto.
     """
 
     config: LanguageConfig
@@ -45,13 +45,13 @@ class LanguageSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec(LanguageSpec):
-    """A model of tiles as it is built on a runtime.
+    """A model with tiles, as it is built on a runtime.
 
     Args:
-        tiling: sizes between 1 and the dimension.
-        flash: whether attention does without the full score matrix.
-        library: whether cuDNN may compute it on GPUs.
-        adapters: what is trained beside frozen weights; None where all weights are trained.
+        tiling: tile sizes, each between 1 and its dimension.
+        flash: whether attention avoids the full matrix of scores.
+        library: whether cuDNN may compute attention on GPUs.
+        adapters: adapters to train on frozen weights; None if all weights are trained.
     """
 
     config: ModelConfig
@@ -66,11 +66,11 @@ class StepSpec:
     """An optimizer step.
 
     Args:
-        batch, minibatch: sequences of the step, and of those in flight at once.
-        lanes: parallel lanes of gradient sums.
-        order: in which the step executes when memory is short.
-        recompute: what it makes again instead of keeping it, see `scheduler.planning.choose_plan`.
-        update_on: who updates the weights: "device", "cpu" for CPU workers beside the devices, or "auto" until a forecast has chosen.
+        batch, minibatch: number of sequences of the step, and of those in flight at once.
+        lanes: number of parallel lanes of gradient sums.
+        order: order in which the step executes if memory is short.
+        recompute: values to recompute instead of keeping them, an argument of `scheduler.planning.choose_plan`.
+        update_on: workers that update the weights: "device", "cpu" for CPU workers while devices compute the rest, or "auto" before a forecast.
     """
 
     batch: int
@@ -82,13 +82,13 @@ class StepSpec:
 
     @property
     def num_minibatches(self) -> int:
-        """Minibatches of a step."""
+        """Number of minibatches of a step."""
         return self.batch // self.minibatch
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What updates the weights; see the flags of these names."""
+    """The optimizer that updates the weights; fields are named like their flags."""
 
     kind: Literal["adamw", "adam", "sgd"]
     lr: float
@@ -102,7 +102,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """The learning rate over the steps; see `nntask.optim.lr_schedule`."""
+    """The learning rate over the steps, with the arguments of `nntask.optim.lr_schedule.make_schedule`."""
 
     kind: str
     lr: float
@@ -112,7 +112,7 @@ class ScheduleSpec:
     full_lr_iter: int
 
     def over(self, steps: int) -> Schedule:
-        """The learning rate of each of so many steps."""
+        """Return the learning rate of each of `steps` steps."""
         return make_schedule(
             self.kind,
             self.lr,
@@ -126,10 +126,10 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a run trains: so many steps, or where that is 0 so many passes over the data.
+    """Length of training: `steps` steps, or if that is 0 `epochs` passes over the data.
 
     Args:
-        warmup_epochs: passes before the others, which do not count in the closing figures.
+        warmup_epochs: number of passes before the others, which do not count in the closing figures.
     """
 
     steps: int
@@ -138,11 +138,11 @@ class Length:
 
     @property
     def least(self) -> int:
-        """Optimizer steps at least, before the data are known."""
+        """Smallest number of optimizer steps, before the data are known."""
         return max(self.steps, 1)
 
     def on(self, batches_per_epoch: int) -> tuple[int, int]:
-        """Optimizer steps, and how many of them are of warm-up epochs."""
+        """Return the number of optimizer steps, and how many of them belong to warm-up epochs."""
         if self.steps:
             return self.steps, 0
         warmup = self.warmup_epochs * batches_per_epoch
@@ -151,12 +151,12 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """When checkpoints are written, and how many are kept.
+    """Checkpoints that a run writes and keeps.
 
     Args:
-        every: steps between two of them; 0 for none before the end.
-        at_end: whether the state after the last step is saved.
-        keep: newest checkpoints that stay.
+        every: number of steps between two checkpoints; 0 for none before the end.
+        at_end: whether to save the state after the last step.
+        keep: number of newest checkpoints to keep.
     """
 
     every: int
@@ -166,14 +166,14 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where the weights are that a run begins with; a model of its own, from the seed, where nothing else is named.
+    """Initial weights of a run; if no field names any, the model is initialised from the seed.
 
     Args:
-        is_continued: whether the flags are of a run that goes on, which has model, tiling and batch already. A new run that goes on from a checkpoint
-            of its own, because the nodes of a cluster have changed, still has the flags of a new one.
-        resumed: the checkpoint to continue from; None for none.
-        base: the frozen weights that adapters stand beside; None where all weights are trained.
-        directory: the model directory of a new run of all weights; None where there is none.
+        is_continued: whether the flags are those of a resumed run, which has its model, tiling and batch already. A new run that continues from its
+            own checkpoint, because the nodes of a cluster have changed, still has the flags of a new run.
+        resumed: checkpoint to continue from; None for none.
+        frozen_base: frozen weights that the adapters belong to; None if all weights are trained.
+        directory: model directory of a new run that trains all weights; None for none.
         weights, optimizer: files that are read before the first step; None for none.
     """
 
@@ -186,7 +186,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps that are done already."""
+        """Number of steps that are done already."""
         return 0 if self.resumed is None else self.resumed.step
 
     @property
@@ -197,12 +197,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """How tile sizes were chosen.
+    """Origin of the tile sizes.
 
     Args:
-        given: sizes that flags say, by flag; the others are those of a table, or found by trial.
-        is_measured: whether the others are to be found by trial before the run begins.
-        table: the file that takes what is found; "" for none.
+        given: flag -> size, for sizes that flags set; the others are from a table or a search.
+        is_measured: whether to search for the others before the run begins.
+        table: file to write the found sizes to; "" for none.
     """
 
     given: Mapping[str, int]
@@ -215,12 +215,12 @@ class LanguageRun:
     """A run of any language model.
 
     Args:
-        name: of the model, after which the run is called.
-        directory: of the run; made when it starts.
-        machine: of this process; each node of a cluster has its own.
-        cluster: whose nodes train; None for this machine alone.
-        traced: the first and the last step that are traced; None for all, if any are.
-        settings: as typed, with every default filled in.
+        name: name of the model, which names the run.
+        directory: directory of the run; created at its start.
+        machine: machine of this process; each node of a cluster has its own.
+        cluster: cluster whose nodes train; None for this machine alone.
+        traced: first and last traced step; None for all steps, if any are traced.
+        settings: settings of the user, with every default filled in.
     """
 
     name: str
@@ -239,15 +239,15 @@ class LanguageRun:
     settings: TrainSettings
 
     def in_order(self, order: str) -> Self:
-        """The run with its steps in another order."""
+        """Return the run with another order of its steps."""
         return replace(self, step=replace(self.step, order=order))
 
     def recomputing(self, recompute: str) -> Self:
-        """The run with other data made again in its steps."""
+        """Return the run with another choice of values to recompute."""
         return replace(self, step=replace(self.step, recompute=recompute))
 
     def updating_on(self, updater: Literal["device", "cpu"]) -> Self:
-        """The run with that updater of its weights, which it writes down, so that a run that is continued goes on with the same arithmetic."""
+        """Return the run with this updater of its weights. Its settings change too, so that a resumed run continues with the same arithmetic."""
         resources = replace(self.settings.resources, update_on=updater)
         return replace(
             self,
@@ -257,13 +257,13 @@ class LanguageRun:
         )
 
     def planned(self, order: str, recompute: str) -> Self:
-        """The run with the order of its steps that a planner has chosen, and with what that makes again, where it was free to choose."""
+        """Return the run with the order that a planner has chosen and, if --recompute is auto, the values to recompute in it."""
         run = self.in_order(order)
         return run.recomputing(recompute) if self.step.recompute == "auto" else run
 
 
 def with_kept_template(data: DataSpec, checkpoint: Checkpoint) -> DataSpec:
-    """Return the data of a run that is continued, with the chat template that its checkpoint keeps if the file of the template is gone."""
+    """Return the data of a resumed run, with the chat template that its checkpoint keeps if the file of the template is gone."""
     objective, kept = data.objective, checkpoint.path / CHAT_TEMPLATE
     if not objective.template or Path(objective.template).exists() or not kept.is_file():
         return data
@@ -272,33 +272,33 @@ def with_kept_template(data: DataSpec, checkpoint: Checkpoint) -> DataSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig(LanguageRun):
-    """A run of a model that is made of tiles.
+    """A run of a model with tiles.
 
     Args:
-        tiles: how tile sizes were chosen.
+        tiles: origin of the tile sizes.
     """
 
     model: ModelSpec
     tiles: TileChoice
 
     def after(self, checkpoint: Checkpoint) -> RunConfig:
-        """The same run, going on from a checkpoint of its own."""
+        """Return the same run, continuing from its own checkpoint."""
         start = replace(self.start, resumed=checkpoint, directory=None, weights=None, optimizer=None)
         return replace(self, start=start, data=with_kept_template(self.data, checkpoint))
 
     def beside(self, base: FrozenBase) -> RunConfig:
-        """The same run, with these frozen weights beside its adapters."""
+        """Return the same run with these frozen weights for its adapters."""
         return replace(self, start=replace(self.start, frozen_base=base))
 
     def on(self, machine: MachineSpec) -> RunConfig:
-        """The same run on another machine."""
+        """Return the same run on another machine."""
         return replace(self, machine=machine)
 
     def cut(self, *, batch: int | None = None, minibatch: int | None = None, **sizes: int) -> RunConfig:
-        """The run with another batch, minibatch, or other tile sizes, to see what it would need; what it writes down stays as it was."""
+        """Return the run with another batch, minibatch, or tile sizes, to estimate its needs; its settings stay the same."""
         step = replace(self.step, batch=batch or self.step.batch, minibatch=minibatch or self.step.minibatch)
         return replace(self, step=step, model=replace(self.model, tiling=replace(self.model.tiling, **sizes)))
 
     def with_model(self, **changes: object) -> RunConfig:
-        """The run of a model that differs in some fields of its `ModelSpec`; what it writes down stays as it was."""
+        """Return the run with changes of its `ModelSpec`; its settings stay the same."""
         return replace(self, model=replace(self.model, **changes))  # type: ignore[arg-type]

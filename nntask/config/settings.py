@@ -1,7 +1,7 @@
 """All settings of a training run, as plain data: one field per flag of ``nntask train``, in groups.
 
-A field's name with dashes is its flag; the text under it is its help. An unset value is None, and `resolution.resolve` fills it in. `LOCKED` lists
-the groups that a resumed run must share with the run it continues; the others may differ.
+The name of a field with dashes is its flag, and the text under it is the flag's help. An unset value is None, and `resolution.resolve` fills it in.
+`LOCKED` lists the groups that a resumed run must share with the run it continues; the others may differ.
 """
 
 from __future__ import annotations
@@ -16,109 +16,108 @@ from ..errors import DataError
 
 T = TypeVar("T")
 
-Period = int  # in steps; 0 means never
+Period = int  # number of steps; 0 means never
 StorageDtype = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """What is trained."""
+    """The model."""
 
     model: str | None = None
-    """preset, which nntask models lists, such as gpt2, llama-1b, bert-base (default tiny)"""
+    """name of a built-in model, such as gpt2, llama-1b or bert-base; nntask models lists all (default: tiny)"""
     config_path: str | None = None
-    """config of a family that nntask models lists, a JSON file with Hugging Face keys; instead of --model"""
+    """config of a model as a JSON file with Hugging Face keys, instead of --model; nntask models lists the supported families"""
     seq_len: int | None = None
-    """tokens per sequence, at most n_positions (default n_positions, at most 4096)"""
+    """number of tokens per sequence, at most n_positions of the config (default: n_positions, at most 4096)"""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
-    """arithmetic; auto is fp32, tf32 rounds factors of products on GPUs, fp32 on a CPU, bf16 stores bf16, keeps fp32 masters and sums in fp32"""
+    """arithmetic: fp32 (also auto), tf32 (fp32 with TF32 products on GPUs), bf16 (bf16 values, fp32 masters and sums), or fp64"""
     fp32_fast_tf32: bool = False
-    """older name of --dtype tf32"""
+    """old name of --dtype tf32"""
     dropout: float | None = None
-    """probability for all dropouts of the config (default: the config's)"""
+    """probability of all dropouts in the model (default: the config's)"""
     flashattention: bool = True
-    """attention without the full score matrix; --no-flashattention stores the scores"""
+    """compute attention without storing the full score matrix; --no-flashattention stores the scores"""
     gpu_attention: Literal["own", "cudnn", "auto"] = "own"
-    """who computes attention on GPUs: nntask's kernels, or cuDNN where it can, which is bf16 in tiles of whole sequences; rounds otherwise. auto
-    times both when a run begins, which then keeps the faster one"""
+    """attention on GPUs: own kernels, cuDNN (for bf16 in tiles of whole sequences; other rounding), or auto, which times both and keeps the faster"""
 
 
 @dataclass(frozen=True, slots=True)
 class TilingSettings:
-    """How the batch and the tensors are cut. In tile flags -1 means the whole dimension."""
+    """Division of the batch and of tensors into tiles. In tile flags, -1 means the whole dimension."""
 
     batch: int | None = None
-    """sequences per optimizer step (default 8 for tiny and llama-tiny, else 1)"""
+    """number of sequences per optimizer step (default: 8 for tiny and llama-tiny, else 1)"""
     minibatch: int = -1
-    """sequences in flight at once, divides --batch; gradients accumulate (-1: the batch)"""
+    """number of sequences in flight at once, a divisor of --batch; gradients accumulate (-1: the whole batch)"""
     minibatch_tile: int | None = None
-    """sequences per tile, divides the minibatch"""
+    """number of sequences per tile, a divisor of the minibatch"""
     seq_tile: int | None = None
-    """tokens per tile"""
+    """number of tokens per tile"""
     embd_tile: int | None = None
-    """features per tile"""
+    """number of features per tile"""
     inner_tile: int | None = None
-    """features of the feed-forward layer per tile"""
+    """number of features of the feed-forward layer per tile"""
     head_tile: int | None = None
-    """heads of queries per tile; of those that share keys and values, all or none"""
+    """number of query heads per tile; heads that share a key/value head must be in the same tile"""
     vocab_tile: int | None = None
-    """rows of the embedding and of the head per tile"""
+    """number of rows of the embedding and of the head per tile"""
     auto_tile: Literal["table", "measured"] = "table"
-    """where sizes that are not given come from: the table, or a search that runs steps of the model in different tiles and takes the fastest"""
+    """source of tile sizes that are not given: a table, or measured for a search that times steps of the model in different tiles"""
     tile_table: str = ""
-    """TOML file of tilings for single shapes, stronger than the built-in table; --auto-tile measured writes what it finds there"""
+    """TOML file of tile sizes for single model shapes, which overrides the built-in table; --auto-tile measured writes its result there"""
     redux: bool = False
-    """sum gradients in 4 parallel lanes instead of one chain; same as --lanes 4"""
+    """sum gradients in 4 parallel lanes instead of one chain, like --lanes 4"""
     lanes: int | None = None
-    """parallel lanes of gradient sums; changes rounding, like a tile size (default 1)"""
+    """number of parallel partial sums of gradients; changes rounding, like a tile size (default: 1)"""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """What it learns from."""
+    """The training data."""
 
     dataset: str = "stdlib"
-    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin, jsonl, images"""
+    """training data: stdlib (this machine's Python library), text (any files, also parquet), WikiText-103, train.bin, jsonl, or images"""
     dataset_path: str = ""
-    """file, directory or pattern of files of the dataset; WikiText-103 is fetched to it if it is not there"""
+    """file, directory or pattern of files of the dataset; a missing WikiText-103 is downloaded to it"""
     val_path: str = ""
-    """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
+    """validation text or tokens (default: held-out texts, or val.bin in the directory of train.bin)"""
     dataset_select: int = -1
-    """use the first N texts (rows of WikiText-103, sequences of train.bin); -1 for all"""
+    """number of texts to use, from the first (rows of WikiText-103, sequences of train.bin); -1 for all"""
     tokenizer: str = "auto"
-    """bpe (trained on the text, as many ids as the model's vocabulary), bytes, or a name on the Hub; auto: bpe where installed"""
+    """bpe (trained on the text, with the model's vocabulary size), bytes, or a name on the Hub; auto is bpe if installed"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json; a tokenizer with a name is fetched to it if it is not there"""
+    """directory with tokenizer.json; a missing tokenizer from the Hub is downloaded to it"""
     objective: Literal["causal", "masked", "seq2seq", "classify"] | None = None
-    """what is learnt: the next token, masked tokens, an output from an input, a label (default: the config's)"""
+    """training objective: causal (next token), masked (masked tokens), seq2seq (output from input), or classify (default: the config's)"""
     mask_probability: float = 0.15
-    """share of tokens that are predicted, of masked, and of seq2seq on plain texts, whose spans are hidden"""
+    """share of tokens to predict for --objective masked, and to hide in spans for seq2seq on plain texts"""
     target_len: int | None = None
-    """tokens of an output of seq2seq (default: of pairs --seq-len; of hidden spans what they take)"""
+    """number of tokens of an output for --objective seq2seq (default: --seq-len for pairs, as needed for hidden spans)"""
     document_boundaries: bool = False
-    """texts in one sequence do not see each other; conversations share sequences"""
+    """keep texts in one sequence from attending to each other, and put several conversations into one sequence"""
     chat_template: str = ""
-    """Jinja file that writes conversations (JSON lines with messages) as text (default: the tokenizer's)"""
+    """Jinja template file that turns conversations (JSON lines with messages) into text (default: the tokenizer's)"""
     seed: int = 0
-    """of weights, shuffling, dropout, masks and sampling"""
+    """seed of initial weights, shuffling, dropout, masks and sampling"""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """How it learns."""
+    """The trained weights and the optimizer."""
 
     train: str = "all"
-    """all weights, or lora:RANK: the model stays as it is, and adapters of that rank beside its matrices learn (Hu et al., 2021)"""
+    """weights to train: all, or lora:RANK for LoRA adapters of that rank on frozen weights (Hu et al., 2021)"""
     lora_alpha: float | None = None
-    """what adapters add is scaled by this over their rank (default: the rank)"""
+    """factor of adapters, which add lora_alpha / RANK times their product (default: the rank)"""
     lora_dropout: float = 0.0
-    """probability of dropping an element on its way into an adapter"""
+    """dropout probability of the inputs of adapters"""
     optimizer: Literal["fusedadamw", "adamw", "adam", "sgd"] = "fusedadamw"
-    """fusedadamw is another name of adamw"""
+    """optimizer; fusedadamw is another name of adamw"""
     lr: float | None = None
-    """peak learning rate (default 1e-3 for tiny and llama-tiny, else 3e-4)"""
+    """peak learning rate (default: 1e-3 for tiny and llama-tiny, else 3e-4)"""
     weight_decay: float = 0.0
-    """decay of matrices; vectors are never decayed"""
+    """weight decay of matrices; vectors have none"""
     optimizer_eps: float = 1e-8
     """epsilon of Adam"""
     beta1: float = 0.9
@@ -126,162 +125,160 @@ class OptimizerSettings:
     beta2: float = 0.95
     """decay of Adam's second moment"""
     momentum: float = 0.0
-    """of sgd"""
+    """momentum of --optimizer sgd"""
     grad_clip: float = 0.0
-    """largest norm of the whole gradient; 0 is off"""
+    """largest norm of the whole gradient, which is scaled down to it; 0 is off"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """learning rate after the warm-up; wsd: constant, then down over the last fifth"""
+    """learning rate schedule after the warm-up; wsd is constant, then decays over the last fifth"""
     warmup_steps: int | None = None
-    """steps of linear warm-up (default 10, or 0 with --full-lr-iter)"""
+    """number of steps of linear warm-up (default: 10, or 0 with --full-lr-iter)"""
     min_lr: float = 0.0
-    """learning rate at the end of linear, cosine and wsd"""
+    """learning rate at the end of --schedule linear, cosine or wsd"""
     start_lr: float = 0.0
-    """learning rate of step 1 under --full-lr-iter"""
+    """learning rate of step 1 with --full-lr-iter"""
     full_lr_iter: int = 1
-    """step from which --lr holds, rising linearly from --start-lr"""
+    """step at which a linear warm-up from --start-lr reaches --lr"""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """of the printed loss, over the tokens of a step; gradients are always those of the mean"""
+    """reduction of the printed loss over the tokens of a step; gradients are always those of the mean"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How long, and what besides."""
+    """Length of the run, validation and sampling."""
 
     steps: int | None = None
-    """optimizer steps; overrides epochs (default 200 when neither epochs nor timing loops are asked for)"""
+    """number of optimizer steps; overrides --nepochs (default: 200 without --nepochs and timing loops)"""
     nepochs: int = 0
-    """passes over the data"""
+    """number of passes over the data"""
     nepochs_warmup: int = 0
-    """passes before those, which train too but are not timed"""
+    """number of passes before --nepochs that train but are not timed"""
     eval_every: Period = 0
     """validate every N steps and at the end; 0 means never"""
     eval_batches: int = 8
-    """batches per validation"""
+    """number of batches per validation"""
     sample_tokens: int = 64
-    """tokens of text sampled at the end, fewer when it is as long as a sequence; 0 for none"""
+    """number of tokens of text to sample at the end, at most those that fit a sequence; 0 for none"""
     prompt: str = ""
-    """beginning of that text"""
+    """beginning of the sampled text"""
     nforward: int = 0
-    """timed forward passes over a minibatch of random tokens, before training"""
+    """number of timed forward passes over a minibatch of random tokens, before training"""
     nforward_warmup: int = 0
-    """forward passes before those, not timed"""
+    """number of forward passes before the timed ones"""
     nbackward: int = 0
-    """timed forward and backward passes; the backward part is reported"""
+    """number of timed forward and backward passes; the backward part is reported"""
     nbackward_warmup: int = 0
-    """backward passes before those, not timed"""
+    """number of backward passes before the timed ones"""
     check_finite: bool = False
-    """look for NaN after every task and name the first task and tile that made one"""
+    """check for NaN after every task, and name the first task and tile that has one"""
     dry_run: bool = False
-    """check everything, print the resolved configuration, train nothing and write nothing"""
+    """check all settings and print the resolved configuration, without training or writing anything"""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """What is kept."""
+    """Checkpoints and initial weights."""
 
     run_dir: str = ""
-    """directory of the run (default runs/<time>-<model>)"""
+    """directory of the run (default: runs/<time>-<model>)"""
     resume: str = ""
     """continue a run exactly: its directory, one of its checkpoints, or auto (the run in --run-dir, else the newest in runs/)"""
     save_every: Period | None = None
-    """checkpoint every N steps and at the end; 0 means never (default: only at the end)"""
+    """save a checkpoint every N steps and at the end; 0 means never (default: only at the end)"""
     keep_checkpoints: int = 3
-    """how many checkpoints to keep"""
+    """number of newest checkpoints to keep"""
     init_from: str = ""
-    """start from the model in this directory, as transformers writes it, or GGUF file; instead of --model. Others go through PyTorch"""
+    """model directory of transformers or GGUF file to start from, instead of --model; models of other families run through PyTorch"""
     load_checkpoint: str = ""
-    """start from these weights (safetensors)"""
+    """safetensors file of weights to start from"""
     save_checkpoint: str = ""
-    """write the weights here at the end (safetensors)"""
+    """safetensors file to write the weights to at the end"""
     save_checkpoint_dtype: StorageDtype = "fp32"
     """element type of --save-checkpoint"""
     load_optimizer: str = ""
-    """start from this optimizer state (safetensors)"""
+    """safetensors file of optimizer state to start from"""
     save_optimizer: str = ""
-    """write the optimizer state here at the end (safetensors)"""
+    """safetensors file to write the optimizer state to at the end"""
     save_optimizer_dtype: StorageDtype = "fp32"
     """element type of --save-optimizer"""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSettings:
-    """Where it runs. Between CPU and GPUs numbers differ by rounding; nothing else here changes one."""
+    """The machine. Numbers differ by rounding between CPU and GPUs; no other setting here changes them."""
 
     ncpu: int | None = None
-    """CPU workers (default: the cores this process may use, none where GPUs are used)"""
+    """number of CPU workers (default: one per core that this process may use, or 0 if GPUs are used)"""
     ngpu: int | None = None
-    """GPUs, the first ones that CUDA shows (default: all, where CuPy is installed); what has a CUDA kernel runs there only"""
+    """number of GPUs, the first ones that CUDA lists (default: all if CuPy is installed); they run all tasks that have a CUDA kernel"""
     split_gpu: int = 1
-    """parts that each GPU is used as: devices with memory, kernels and copies of their own on one card"""
+    """number of devices that each GPU is divided into, with memory, kernels and copies of their own"""
     graphs: bool = True
-    """on GPUs, run tasks of a step that fits its memory fused, whole passes at a time, as CUDA graphs; --no-graphs starts every kernel by itself"""
+    """run the tasks of a step that fits the GPU's memory fused, as CUDA graphs; --no-graphs starts every kernel on its own"""
     sim_gpu: int = 0
-    """simulated devices: more workers, each with a memory of its own"""
+    """number of simulated devices: further CPU workers, each with a memory of its own"""
     gpu_memory: str = ""
-    """budget of each GPU or simulated device, e.g. 1GiB, or of GPUs a share, e.g. 0.25 (default: 0.9 of what is free; simulated: as RAM)"""
+    """memory budget of each GPU or simulated device, e.g. 1GiB, or a share of a GPU, e.g. 0.25 (default: 0.9 of its free memory, or --ram)"""
     sim_bandwidth: str = ""
-    """bytes per second of each link of a simulated device, e.g. 8GB/s (default: as fast as memory copies)"""
+    """bytes per second of each link of a simulated device, e.g. 8GB/s (default: the speed of memory copies)"""
     ram: str = ""
-    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free); below what the model needs, --disk takes the rest"""
+    """memory budget in RAM, e.g. 2GiB (default: 0.9 of the free memory); a model that needs more also needs --disk"""
     disk: str = ""
-    """DIR or DIR:SIZE, a disk tier below RAM: one file in DIR of at most SIZE bytes (default: what is free there), gone at the end"""
+    """disk tier below RAM, DIR or DIR:SIZE: a temporary file in DIR of at most SIZE bytes (default: the free space)"""
     sched: Literal["auto", "eager", "prio", "lws", "dm", "dmda", "dmdas", "reuse"] = "auto"
-    """scheduling policy"""
+    """scheduling policy of tasks"""
     evict: Literal["next-use", "lru", "fifo"] = "next-use"
-    """what leaves a full memory first"""
+    """eviction policy of a full memory"""
     prefetch: bool = True
-    """move tiles before they are asked for"""
+    """move tiles to a memory before tasks need them there"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceSettings(MachineSettings):
-    """Where it runs. Between CPU and GPUs losses differ by rounding; nothing else here changes one."""
+    """The machine. Losses differ by rounding between CPU and GPUs; no other setting here changes them."""
 
     order: str = "auto"
-    """in which order a step is executed when memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
+    """order in which a step is executed if memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
     recompute: str = "auto"
-    """what the backward pass computes again instead of reading it: auto where memory is short, none, block for all but the inputs of blocks, or names
-    of operations, such as layer_norm,attention"""
+    """values to recompute in the backward pass: auto (if memory is short), none, block (all but inputs of blocks), or operations such as layer_norm"""
     update_on: Literal["device", "cpu", "auto"] = "device"
-    """where weights are updated on a machine with devices: device, where they compute; cpu, by CPU workers in RAM, where the optimizer's state then
-    stays, which rounds otherwise than GPUs; auto, where the step is forecast to be faster"""
+    """workers that update weights: device, cpu (CPU workers, optimizer state in RAM, other rounding than on GPUs), or auto for the faster forecast"""
     strict: bool = False
-    """refuse to run what has no CUDA kernel on the CPU while there are GPUs"""
+    """refuse tasks without a CUDA kernel on a machine with GPUs, instead of running them on the CPU"""
     restrict: Literal["none", "cpu", "cuda"] = "none"
-    """where kernels may run: cpu leaves GPUs out, cuda insists on one; with GPUs, only what has no CUDA kernel runs on the CPU"""
+    """devices that kernels may use: cpu uses no GPU, cuda needs one, and tasks without a CUDA kernel still run on the CPU"""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """On which machines it runs. Nothing here changes a loss."""
+    """The cluster. No setting here changes a loss."""
 
     dask: str = ""
-    """train on a Dask cluster: the scheduler's address, or local:N for N workers on this machine; needs --lanes"""
+    """train on a Dask cluster: the address of its scheduler, or local:N for N workers on this machine; needs --lanes"""
     nodes: int | None = None
-    """Dask workers to wait for, and to use (default: those that are there, at most one a lane)"""
+    """number of Dask workers to wait for and to use (default: those that have joined, at most one per lane)"""
     link_bandwidth: str = ""
-    """bytes per second that each Dask worker sends to others at most, e.g. 100MB (default: as fast as the network)"""
+    """largest number of bytes per second that each Dask worker sends to others, e.g. 100MB (default: no limit)"""
     transport: Literal["dask", "nccl"] = "dask"
-    """what carries gradients and parameters between nodes: Dask's connections, or NCCL from GPU to GPU, unencrypted and not yet measured"""
+    """connections for gradients and parameters between nodes: Dask's, or NCCL from GPU to GPU, which is unencrypted and not yet measured"""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveSettings:
-    """What is recorded."""
+    """Traces and reports."""
 
     trace: str = ""
-    """write a Chrome trace here, gzip when the name ends in .gz (default with --trace-steps: trace.json.gz in the run's directory)"""
+    """write a Chrome trace to this file, compressed if its name ends in .gz (default with --trace-steps: trace.json.gz in the run's directory)"""
     trace_steps: str = ""
-    """A:B, trace only steps A to B, both included (default all); nntask report draws them"""
+    """A:B, trace only steps A to B, both included (default: all); nntask report draws them"""
     report_to: Literal["none", "tensorboard"] = "none"
-    """tensorboard: write what metrics.jsonl says of each step for TensorBoard, too, into the folder tensorboard of the run"""
+    """tensorboard also writes the figures of each step in metrics.jsonl as TensorBoard events to the folder tensorboard of the run"""
     explain: str = ""
-    """a task's name or a part of it: print what each worker would have cost for its first three placements, and who took it"""
+    """name of a task, or a part of it: print the cost of its first three placements on each worker, and the chosen worker"""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Train a model of a family here, or with --init-from another language model of transformers. Without flags: a small one on Python's library."""
+    """Train a built-in model or, with --init-from, a language model of transformers. Without flags: a small one on the code of Python's library."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     tiling: TilingSettings = field(default_factory=TilingSettings)
@@ -298,17 +295,17 @@ LOCKED: Final = ("model", "tiling", "data", "optimizer")
 
 
 _NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
-"""Where things are; what they are is compared apart, by the model's config and the fingerprint of the data."""
+"""Names and places, which may differ; their contents are compared by the model's config and the fingerprint of the data."""
 
 
 def known(value: T | None) -> T:
-    """A value that `nntask.config.resolution.filled` has answered."""
+    """Return a value that `nntask.config.resolution.filled` has set."""
     assert value is not None
     return value
 
 
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
-    """Flags of the locked groups whose values differ, as "--flag (was, is)"; both settings resolved. Names of models and places do not count."""
+    """Return flags of the locked groups whose values differ, as "--flag (was, is)", for resolved settings. Names of models and paths do not count."""
     found = []
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
@@ -320,13 +317,14 @@ def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
 
 
 def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSettings:
-    """Settings from the nested dict that `dataclasses.asdict` makes of them; unknown entries are left out.
+    """Return settings from the nested dict of `dataclasses.asdict`; unknown entries are ignored.
 
     Args:
-        source: the file they come from, for messages.
+        values: nested dict of the values.
+        source: name of its file, for messages.
 
     Raises:
-        DataError: a value is of another type than its flag.
+        DataError: a value has another type than its flag.
     """
     groups = {}
     for f in fields(TrainSettings):
@@ -341,7 +339,7 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value from JSON is of a field's type; whole numbers are numbers, booleans are not."""
+    """Return whether a value from JSON has a field's type; whole numbers are numbers, booleans are not."""
     if _is_union(kind):
         return any(_is_of(value, each) for each in typing.get_args(kind))
     if typing.get_origin(kind) is Literal:
@@ -350,7 +348,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 def _is_union(kind: Any) -> bool:
-    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union  # the latter of a Literal
+    return isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union  # Union if it has a Literal
 
 
 def _words_for(kind: Any) -> str:

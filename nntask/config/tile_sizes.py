@@ -1,4 +1,4 @@
-"""Tile sizes of a run: those that flags give, and for the others those of a table, in whole blocks of quantised weights."""
+"""Tile sizes of a run: from flags, or else from a table, in whole blocks of quantised weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TILE_FLAGS: Final = ("minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "h
 
 
 def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> ModelTiling:
-    """Return the tile sizes that the tables have for filled settings, in whole blocks of the weights that adapters learn beside.
+    """Return the tile sizes of the tables for filled settings, in whole blocks of frozen weights that are quantised.
 
     Args:
         device: device class, a key of the built-in table.
 
     Raises:
-        DataError: --tile-table is no such table.
+        DataError: --tile-table is not a tile table.
     """
     cut = settings.tiling
     minibatch, length = cut.minibatch, known(settings.model.seq_len)
@@ -34,14 +34,14 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
 
 
 def _in_blocks(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> ModelTiling:
-    """A tiling of whole blocks of the weights that adapters learn beside, if it is to be chosen."""
+    """Return the tiling in whole blocks of the frozen weights, if these are quantised and any size is open."""
     if rank_of(settings) is None or not settings.checkpoints.init_from or not open_tiles(settings):
         return tiling
     return tiling.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
 
 
 def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
-    """Filled settings with the sizes of `tiling` where none was given; where they came from matters no longer. And the tiling itself."""
+    """Return filled settings with the sizes of `tiling` for those that are open, and the tiling; the settings no longer say where sizes are from."""
     cut = settings.tiling
     sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
     tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, known(settings.model.seq_len))
@@ -50,12 +50,12 @@ def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) 
 
 
 def open_tiles(settings: TrainSettings) -> list[str]:
-    """Tile sizes that no flag gives."""
+    """Return the tile sizes that no flag sets."""
     return [name for name in TILE_FLAGS if getattr(settings.tiling, name) is None]
 
 
 def retiled(run: RunConfig, tiling: ModelTiling) -> RunConfig:
-    """The run in other tiles, but for the sizes that flags give."""
+    """Return the run with other tile sizes, except those that flags set."""
     given = run.tiles.given
     flags: dict[str, Any] = {name: given.get(name) for name in TILE_FLAGS}
     asked = replace(run.settings, tiling=replace(run.settings.tiling, **flags))

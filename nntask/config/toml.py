@@ -1,4 +1,4 @@
-"""Settings as TOML, the form in which a run keeps them."""
+"""Settings as TOML, the form in which a run stores them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any, Final
 
 _OF_ONE_START: Final = frozenset({"run_dir", "resume", "dry_run"})
-"""What a file that starts the same run anew must not say."""
+"""Settings that a file for repeating the run must not contain."""
 
 
 def to_toml(settings: Any) -> str:
-    """`settings` (groups of values) as TOML, one section per group; unset values, and what belongs to one start only, are left out."""
+    """Return `settings` (groups of values) as TOML, one section per group, without unset values and without those of `_OF_ONE_START`."""
     lines: list[str] = []
     for group in dataclasses.fields(settings):
         inner = getattr(settings, group.name)

@@ -1,4 +1,4 @@
-"""Byte sizes, rates and durations as people write them."""
+"""Parsers and formatters of byte sizes, rates, counts and durations in the form that people write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from ..errors import UsageError
 
 LARGEST: Final = (1 << 63) - 1
-"""What fits every counter, seed and address."""
+"""Largest number that fits every counter, seed and address."""
 _UNITS: Final = {
     "": 1,
     "B": 1,
@@ -32,14 +32,14 @@ _FRACTION: Final = re.compile(r"\s*(0?\.\d+|1\.0*|0\.\d*)\s*")
 
 
 def parse_size(text: str, what: str) -> int:
-    """Bytes that `text` stands for, e.g. "1.5GiB"; a bare number is bytes, upper and lower case are one. Whole numbers may have
-    commas, as messages print them: "8,392,704 B".
+    """Return the bytes in `text`, e.g. "1.5GiB". A bare number is bytes, and case does not matter. Whole numbers may have commas, as messages print
+    them: "8,392,704 B".
 
     Args:
-        what: the flag, for the message.
+        what: name of the flag, for the message.
 
     Raises:
-        UsageError: it is no size, or none at all.
+        UsageError: the text is not a size, or is less than one byte.
     """
     match = _SIZE.fullmatch(text)
     unit = _BY_LOWER.get(match[2].lower()) if match else None
@@ -58,13 +58,13 @@ def parse_size(text: str, what: str) -> int:
 
 
 def parse_rate(text: str, what: str) -> float:
-    """Bytes per second that `text` stands for, e.g. "55GB/s": a size with its unit, with or without the /s. A lower-case b is a bit.
+    """Return the bytes per second in `text`, e.g. "55GB/s": a size with its unit, with or without the /s. A lower-case b means bits.
 
     Args:
-        what: the flag, for the message.
+        what: name of the flag, for the message.
 
     Raises:
-        UsageError: it is no rate, has no unit, or counts bits.
+        UsageError: the text is not a rate, has no unit, or counts bits.
     """
     rule = f"{what} must be bytes per second, got {text!r}"
     if bits := _BITS.fullmatch(text):
@@ -82,7 +82,7 @@ def parse_rate(text: str, what: str) -> float:
 
 
 def is_size(text: str) -> bool:
-    """Whether `parse_size` takes it."""
+    """Return whether `parse_size` accepts the text."""
     try:
         parse_size(text, "")
     except UsageError:
@@ -91,10 +91,10 @@ def is_size(text: str) -> bool:
 
 
 def fraction_of(text: str) -> float | None:
-    """The share of a card that a text such as 0.25 stands for; None where it is a size.
+    """Return the share of a card in a text such as 0.25; None if the text is a size.
 
     Raises:
-        UsageError: it is no share at all.
+        UsageError: the number is not a share.
     """
     if _FRACTION.fullmatch(text) is None:
         return None
@@ -105,7 +105,7 @@ def fraction_of(text: str) -> float | None:
 
 
 def _scaled(nbytes: float) -> tuple[float, str]:
-    """`nbytes` in the largest binary unit that leaves at least 1, and that unit."""
+    """Return `nbytes` in the largest binary unit that leaves at least 1, and that unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1000:
             return nbytes, unit
@@ -114,37 +114,37 @@ def _scaled(nbytes: float) -> tuple[float, str]:
 
 
 def format_size(nbytes: float) -> str:
-    """`nbytes` in the largest binary unit that leaves at least 1, two or three digits."""
+    """Return `nbytes` in the largest binary unit that leaves at least 1, with two or three digits."""
     size, unit = _scaled(nbytes)
     return f"{size:.3g} {unit}"
 
 
 def _least(nbytes: int) -> tuple[float, str]:
-    """`nbytes` rounded up to the digits of `format_size`, and its unit."""
+    """Return `nbytes` rounded up to the digits of `format_size`, and its unit."""
     size, unit = _scaled(nbytes)
     scale = 100 if size < 10 else 10 if size < 100 else 1
     return math.ceil(size * scale) / scale, unit
 
 
 def format_least(nbytes: int) -> str:
-    """`nbytes` as `format_size` says it but rounded up, so that `parse_size` reads no less: for budgets that people type back."""
+    """Return `nbytes` like `format_size` but rounded up, so that `parse_size` reads no less: for budgets that users copy from messages."""
     size, unit = _least(nbytes)
     return f"{size:.15g} {unit}"
 
 
 def rounded_up(nbytes: int) -> int:
-    """The bytes that `format_least` says of `nbytes`."""
+    """Return the bytes in the text of `format_least`."""
     size, unit = _least(nbytes)
     return int(size * _UNITS[unit])
 
 
 def flag_size(nbytes: int) -> str:
-    """`format_least` as one word, for flags in messages."""
+    """Return `format_least` as one word, for flags in messages."""
     return format_least(nbytes).replace(" ", "")
 
 
 def format_count(number: float) -> str:
-    """A count in at most four characters and a letter: 950, 2.0k, 1.3M."""
+    """Return a count in at most four characters and a letter: 950, 2.0k, 1.3M."""
     for unit in ("", "k", "M", "G"):
         if number < 1000:
             return f"{number:.0f}{unit}" if not unit or number >= 100 else f"{number:.1f}{unit}"
@@ -153,7 +153,7 @@ def format_count(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as 45s, 1m36s or 2h05m."""
+    """Return seconds as 45s, 1m36s or 2h05m."""
     whole = max(round(seconds), 0)
     if whole < 60:
         return f"{whole}s"

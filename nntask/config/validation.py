@@ -1,6 +1,6 @@
-"""Rules between settings, checked before anything is opened or computed; `resolution` has the values that unset ones take.
+"""Rules between settings, checked before anything is opened or computed; `resolution` has the defaults of unset values.
 
-Each broken rule is one `UsageError`: the flag, the value received, the rule, the nearest legal value.
+Each broken rule is one `UsageError` with the flag, the value received, the rule and the nearest legal value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .settings import ModelSettings, TrainSettings
 from .units import LARGEST, fraction_of, is_size, parse_size
 
 DEFAULT_LENGTH: Final = 4096
-"""Most tokens of a sequence where no length was chosen: models that reach 131,072 are not trained on so many."""
+"""Largest default length of a sequence in tokens, for models that allow longer ones."""
 _COUNTS: Final = (
     ("tiling", "batch", 1),
     ("tiling", "lanes", 1),
@@ -49,7 +49,7 @@ _COUNTS: Final = (
     ("cluster", "nodes", 1),
 )
 _MOST: Final = {
-    "batch": (10**10, "tiles and minibatches are sought among its divisors"),
+    "batch": (10**10, "tiles and minibatches are searched among its divisors"),
     "ncpu": (1024, "each worker is a thread of one process"),
     "sim_gpu": (64, "each device has two threads and a memory"),
     "counts": (64, "each device has a memory and links that a plan goes through one by one"),
@@ -81,7 +81,7 @@ _RANGES: Final = (
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
-_CALLS: Final = r"[\w.]+( and \d+)?"  # of a PyTorch model, a task of several operations is named by one: "mm and 2"
+_CALLS: Final = r"[\w.]+( and \d+)?"  # in a PyTorch model, a task of several operations is named after one of them: "mm and 2"
 _OPERATION: Final = rf"{_CALLS}(\[\d+\])?(>{_CALLS}(\+{_CALLS})*)?(:(0?\.\d*[1-9]\d*|1(\.0*)?))?"
 _RECOMPUTE: Final = re.compile(rf"{_OPERATION}(,\s*{_OPERATION})*")
 _TRACE_STEPS: Final = re.compile(r"(\d+):(\d+)")
@@ -91,7 +91,7 @@ def check_prompt(prompt: str) -> None:
     """Check that --prompt is text.
 
     Raises:
-        UsageError: it came in bytes that are not UTF-8.
+        UsageError: it has bytes that are not UTF-8.
     """
     try:
         prompt.encode("utf-8")
@@ -103,10 +103,10 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     """Check every value on its own; needs no model.
 
     Args:
-        is_imaginary: whether they are of an imaginary machine, whose --disk is a size.
+        is_imaginary: whether the settings are of an imaginary machine, whose --disk is a size.
 
     Raises:
-        UsageError: the first one that breaks its rule.
+        UsageError: a value breaks its rule.
     """
     check_prompt(settings.run.prompt)
     for group, name, least in _COUNTS:
@@ -138,7 +138,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
             raise UsageError(f"--gpu-memory must be bytes for simulated devices, got {text}, a share of a card; for example 1GiB")
         if text and not is_share:
             parse_size(text, flag)
-    if not (is_imaginary and is_size(resources.disk)):  # whether it has a size there `imaginary` asks: the environment's may have none
+    if not (is_imaginary and is_size(resources.disk)):  # `imaginary` checks the size there, because the environment's --disk may have none
         disk_of(resources.disk)
     if _ORDER.fullmatch(resources.order) is None:
         raise UsageError(
@@ -158,16 +158,16 @@ def _check_recompute(text: str) -> None:
     names = [each.partition(":")[0].strip() for each in text.split(",")]
     for name in names:
         if len(names) > 1 and name in (AUTO, NONE, BLOCK):
-            raise UsageError(f"--recompute {name} stands alone, got {text!r}; use --recompute {name}, or name operations only")
+            raise UsageError(f"--recompute {name} cannot be combined, got {text!r}; use --recompute {name}, or name operations only")
         if names.count(name) > 1:
             raise UsageError(f"--recompute must name an operation once, got {name!r} {names.count(name)} times in {text!r}; keep one of them")
 
 
 def check_most(name: str, value: int | None) -> None:
-    """Check that a count is not beyond its bound.
+    """Check that a count is within its bound.
 
     Raises:
-        UsageError: it is.
+        UsageError: the count is larger.
     """
     most, why = _MOST.get(name, (LARGEST, ""))
     if value is not None and value > most:
@@ -217,10 +217,10 @@ def _check_combinations(settings: TrainSettings) -> None:
 
 
 def _check_cudnn(model: ModelSettings) -> None:
-    """Check that cuDNN could compute attention somewhere in the run.
+    """Check that cuDNN can compute attention somewhere in the run.
 
     Raises:
-        UsageError: it could not.
+        UsageError: it cannot.
     """
     flag = "--gpu-attention cudnn"
     if model.dtype != "bf16":
@@ -230,7 +230,7 @@ def _check_cudnn(model: ModelSettings) -> None:
 
 
 def rank_of(settings: TrainSettings) -> int | None:
-    """The rank of the adapters that are trained; None where all weights are.
+    """Return the rank of the adapters to train; None if all weights are trained.
 
     Raises:
         UsageError: --train is neither all nor lora:RANK.
@@ -245,7 +245,7 @@ def rank_of(settings: TrainSettings) -> int | None:
 
 
 def _check_adapters(settings: TrainSettings) -> None:
-    """Rules between --train and the flags that only adapters have, or cannot have."""
+    """Check --train against the flags that only adapters have, or cannot have."""
     optimizer, files = settings.optimizer, settings.checkpoints
     if rank_of(settings) is None:
         for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
@@ -261,7 +261,7 @@ def _check_adapters(settings: TrainSettings) -> None:
             "writes the optimizer state of a whole model",
             "drop it; the run's checkpoints have the adapters'",
         ),
-        "--load-optimizer": (files.load_optimizer, "reads the optimizer state of a whole model", "drop it; --resume goes on with the adapters'"),
+        "--load-optimizer": (files.load_optimizer, "reads the optimizer state of a whole model", "drop it; --resume continues with the adapters'"),
     }
     for flag, (path, what, advice) in instead.items():
         if path:
@@ -269,10 +269,10 @@ def _check_adapters(settings: TrainSettings) -> None:
 
 
 def check_rank(settings: TrainSettings, limit: int) -> None:
-    """Check the rank of adapters against the smallest width of the matrices they stand beside.
+    """Check the rank of adapters against the smallest width of the matrices that get one.
 
     Raises:
-        UsageError: it is larger.
+        UsageError: the rank is larger.
     """
     rank = rank_of(settings)
     if rank is not None and rank > limit:
@@ -283,10 +283,10 @@ def check_rank(settings: TrainSettings, limit: int) -> None:
 
 
 def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:
-    """First and last step of A:B, None for all.
+    """Return the first and last step of A:B; None for all.
 
     Raises:
-        UsageError: it is not A:B with 1 <= A <= B.
+        UsageError: the text is not A:B with 1 <= A <= B.
     """
     if not text:
         return None
@@ -297,10 +297,10 @@ def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | Non
 
 
 def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> int:
-    """--seq-len, or where it is not given the `usual` length, at most `DEFAULT_LENGTH`; of a model of images all patches, which it always takes.
+    """Return --seq-len, or by default the `usual` length, at most `DEFAULT_LENGTH`; a model of images always takes all patches.
 
     Raises:
-        UsageError: it is longer than the model's sequences may be.
+        UsageError: --seq-len is longer than the model's sequences may be.
     """
     limit = config.longest
     if seq_len is None:
@@ -311,7 +311,7 @@ def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> i
 
 
 def nearest(legal: Iterable[int], value: int) -> int:
-    """The element of `legal` closest to `value`, the smaller of two."""
+    """Return the element of `legal` closest to `value`, the smaller of two."""
     return min(legal, key=lambda n: (abs(n - value), n))
 
 

@@ -414,7 +414,7 @@ def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (Cards(), "tcp://a:1", "on worker tcp://a:1: --transport nccl sends from a GPU, and no GPU is used, since CuPy is not installed; use"),
         (Cards(CARD), "tcp://a:1", "on worker tcp://a:1: CuPy finds no NCCL"),
-        (Cards(CARD, network=FakeNetwork()), "tls://a:1", "--transport nccl does not encrypt, and tls://a:1 is of a cluster that does"),
+        (Cards(CARD, network=FakeNetwork()), "tls://a:1", "--transport nccl does not encrypt, and tls://a:1 belongs to a cluster that does"),
     ],
 )
 def test_a_node_that_cannot(cards: Cards, worker: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +467,7 @@ def test_two_nodes_on_one_card() -> None:
             "--dask=local:2",
             "--transport nccl takes a GPU for each node, and the workers of --dask local:2 share those of this machine; start each",
         ),
-        ("--dask=tls://a:8786", "--transport nccl does not encrypt, and tls://a:8786 is of a cluster that does (TLS); use --transport dask"),
+        ("--dask=tls://a:8786", "--transport nccl does not encrypt, and tls://a:8786 belongs to a cluster that does (TLS); use --transport dask"),
         ("--dask=tcp://a:8786 --ngpu=0", "--transport nccl sends from GPUs and --ngpu 0 leaves them out; drop one of them"),
         ("--dask=tcp://a:8786 --restrict=cpu", "--transport nccl sends from GPUs and --restrict cpu leaves them out; drop one of them"),
         ("--dask=tcp://a:8786 --sim-gpu=1", "--transport nccl sends from GPUs and --sim-gpu 1 leaves them out; drop one of them"),
