@@ -239,7 +239,7 @@ class ResourceSettings(MachineSettings):
     order: str = "auto"
     """order in which a step is executed if memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
     recompute: str = "auto"
-    """values to recompute in the backward pass: auto (if memory is short), none, block (all but inputs of blocks), or operations such as layer_norm"""
+    """values to recompute in the backward pass: auto (if memory is short), none, block (all but inputs of blocks), or operations, e.g. layer_norm"""
     update_on: Literal["device", "cpu", "auto"] = "device"
     """workers that update weights: device, cpu (CPU workers, optimizer state in RAM, other rounding than on GPUs), or auto for the faster forecast"""
     strict: bool = False

@@ -1,4 +1,4 @@
-"""GGUF, the files of llama.cpp: models in one file, with their config and their tokenizer, read from their place in it like safetensors."""
+"""GGUF, the files of llama.cpp: models in one file, with config and tokenizer, whose weights are read from their place in the file."""
 
 import lazy_loader
 

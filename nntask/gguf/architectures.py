@@ -1,7 +1,7 @@
-"""Architectures of GGUF files: which family of ours each is, how its tensors are called, and how their layout differs from transformers' files.
+"""Architectures of GGUF files: our family of each, the names of its tensors, and the differences of its layout from transformers' files.
 
 Names are those of llama.cpp (``gguf.constants``, ``gguf.tensor_mapping``). Its LLaMA has the rows of queries and keys in the order in which rotary
-positions turn them, its Gemma has norms with the 1 added that the model adds, and matrices are (out, in) everywhere, GPT-2's included.
+positions turn them. Its Gemma has norms that include the 1 which transformers' model adds. All matrices are (out, in), also those of GPT-2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROTARY_FACTORS: Final = "rope_freqs.weight"
 LONG_FACTORS: Final = "rope_factors_long.weight"
 SHORT_FACTORS: Final = "rope_factors_short.weight"
 ALL_FACTORS: Final = (ROTARY_FACTORS, LONG_FACTORS, SHORT_FACTORS)
-"""Tensors that say how rotary frequencies are scaled, and are no weights."""
+"""Tensors of factors that scale rotary frequencies; they are not weights."""
 EMBEDDING: Final = "token_embd.weight"
 HEAD: Final = "output.weight"
 POSITIONS: Final = "position_embd.weight"
@@ -23,17 +23,17 @@ POSITIONS: Final = "position_embd.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """An architecture.
+    """Names and layout of the models of one architecture.
 
     Args:
-        name: under general.architecture.
-        model_types: families of ours that are written so; a file is read as one of the first, unless its keys say another.
-        blocks: what the names of blocks begin with in transformers' files.
+        name: value of general.architecture.
+        model_types: our families that are written with it; a file is read as the first, unless its keys determine another.
+        blocks: prefix of the names of blocks in transformers' files.
         inside: module of a block in transformers' files -> its name here.
         outside: other modules.
-        transposed: names of modules whose matrices transformers has as (in, out).
+        transposed: names of modules whose matrices are (in, out) in transformers' files.
         paired: whether rows of queries and keys are in pairs.
-        norm_shift: added to the weights of norms here.
+        norm_shift: number that is added to the weights of norms here.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Architecture:
         object.__setattr__(self, "theirs", swapped)
 
     def name_here(self, name: str) -> str | None:
-        """The name of a tensor of transformers' files; None for one that has none."""
+        """Return the name here of a tensor of transformers' files; None if it has none."""
         path, _, kind = name.rpartition(".")
         if path in self.outside:
             return f"{self.outside[path]}.{kind}"
@@ -61,7 +61,7 @@ class Architecture:
         return f"{_BLOCK}{number}.{self.inside[module]}.{kind}"
 
     def name_there(self, name: str) -> str:
-        """The name of a tensor of a GGUF file in transformers' files; as it is where it is unknown."""
+        """Return the name in transformers' files of a tensor of a GGUF file; the same name if it is unknown."""
         path, _, kind = name.rpartition(".")
         number, _, short = path.removeprefix(_BLOCK).partition(".")
         if path.startswith(_BLOCK) and short in self.theirs:
@@ -69,15 +69,15 @@ class Architecture:
         return f"{self.theirs[path]}.{kind}" if path in self.theirs else name
 
     def is_transposed(self, name: str) -> bool:
-        """Whether the matrix of a name here is (in, out) in transformers' files."""
+        """Return whether the matrix of a name here is (in, out) in transformers' files."""
         return name.endswith(tuple(f".{short}.weight" for short in self.transposed))
 
     def is_paired(self, name: str) -> bool:
-        """Whether the rows of a name here are in pairs."""
+        """Return whether the rows of a name here are in pairs."""
         return self.paired and name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
 
     def shift(self, name: str) -> float:
-        """What is added to the values of a name here."""
+        """Return the number that is added to the values of a name here."""
         return self.norm_shift if name.endswith("norm.weight") else 0.0
 
 
@@ -127,7 +127,7 @@ _ALL: Final = (
         paired=False,
         norm_shift=1.0,
         inside={**_INSIDE, **_NORMS_AROUND},
-        outside={"model.embed_tokens": "token_embd", "model.norm": "output_norm"},  # its head is the embedding
+        outside={"model.embed_tokens": "token_embd", "model.norm": "output_norm"},  # the head is the embedding
     ),
     replace(
         _LLAMA,
@@ -173,5 +173,5 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {each.name: each for each in 
 
 
 def architecture_for(model_type: str) -> Architecture | None:
-    """The architecture that models of a family are written as; None where there is none."""
+    """Return the architecture of models of a family; None if GGUF has none."""
     return next((each for each in _ALL if model_type in each.model_types), None)

@@ -1,8 +1,8 @@
 """Configs as the metadata of GGUF files: the keys of an architecture from a config in transformers' JSON, and back.
 
-What the keys do not say is a constant of llama.cpp's code: which activation an architecture has, how its scores are scaled, which blocks of a Gemma
-see a window unless a key says it. Dropout is not said at all, and is 0 in a config that comes from a file. A key that is neither read nor listed in
-`metadata_keys` refuses the file if it changes the model.
+Properties without a key are constants of llama.cpp's code: the activation of an architecture, the scale of its scores, the blocks of a Gemma that see
+a window by default. Dropout has no key and is 0 in a config from a file. A file with a key that changes the model, but is neither read nor listed in
+`metadata_keys`, is refused.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _CAP: Final = "final_logit_softcapping"
 _SCORE_CAP: Final = "attn_logit_softcapping"
 _GEMMA_2_WINDOW: Final = 4096
 _GEMMA_2_CAPS: Final = {_SCORE_CAP: 50.0, _CAP: 30.0}
-"""llama.cpp's values where a file has none."""
+"""llama.cpp's values for a file without the key."""
 _SCALED_BY_WIDTH: Final = {"gemma2": 46, "gemma3": 62}
-"""Architecture -> number of blocks of its 27B, in which llama.cpp divides scores by root(width / heads) and not by root(size of a head)."""
+"""Architecture -> number of blocks of its 27B, in which llama.cpp divides scores by root(width / heads) instead of root(size of a head)."""
 NO_WINDOWS: Final = ("llama", "phi3")
-"""Architectures whose windows llama.cpp ignores: Mistral's and Phi 3's are keys all the same."""
+"""Architectures whose windows llama.cpp ignores, although the files of Mistral and Phi 3 have the key."""
 _PERIODS: Final = {"gemma2": 2, "gemma3": 6}
-"""Architecture -> of how many blocks one is full, unless a key says otherwise."""
+"""Architecture -> period in which one block is full, unless a key gives another."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """What the tensors of a file say about its config.
+    """Facts about the config that are read from the tensors of a file.
 
     Args:
         shapes: name here -> shape.
-        rotary_factors: name -> values of `architectures.ALL_FACTORS`, those in the file.
+        rotary_factors: name -> values of those `architectures.ALL_FACTORS` that the file has.
         is_tied: whether the head is the embedding.
     """
 
@@ -54,25 +54,25 @@ class _Tensors:
     is_tied: bool
 
     def has(self, name: str) -> bool:
-        """Whether a block has a tensor of that name."""
+        """Return whether a block has a tensor of that name."""
         return f"blk.0.{name}" in self.shapes
 
 
 def config_from(
     metadata: Values, shapes: Mapping[str, tuple[int, ...]], source: str, *, rotary_factors: Mapping[str, np.ndarray[Any, Any]], ties: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config of a file, in transformers' JSON, and keys of its architecture that neither llama.cpp nor this reader knows.
+    """Return the config of a file, in transformers' JSON, and keys of its architecture that neither llama.cpp nor this reader knows.
 
     Args:
-        metadata: of the file.
+        metadata: metadata of the file.
         shapes: name here -> shape.
-        source: the file, for messages.
-        rotary_factors: name -> values of `architectures.ALL_FACTORS`, those in the file.
-        ties: whether a head that is there is the embedding again.
+        source: name of the file, for messages.
+        rotary_factors: name -> values of those `architectures.ALL_FACTORS` that the file has.
+        ties: whether a head in the file repeats the embedding.
 
     Raises:
-        DataError: the architecture is not known, a key is missing, or a key changes the model in a way that is not read.
-        StorageError: a size is not that of the tensors.
+        DataError: the architecture is unknown, a key is missing, or a key changes the model in a way that is not read.
+        StorageError: a size differs from the tensors'.
     """
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
@@ -88,15 +88,15 @@ def config_from(
 
 
 def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: str, source: str) -> None:
-    """Check that the sizes of a config are those of the tensors, before anything is made of these sizes.
+    """Check that the sizes of a config agree with the tensors, before memory is taken for these sizes.
 
     Raises:
-        StorageError: one is not.
+        StorageError: a size differs.
     """
     heads, width = values.get("num_attention_heads", values.get("n_head")), values.get("hidden_size", values.get("n_embd"))
     shared, size = values.get("num_key_value_heads", heads), values.get("head_dim")
     if not all(type(each) is int and 0 < each < 1 << 31 for each in (heads, width, shared)):
-        return  # which the config's own rules refuse
+        return  # the config's own rules refuse it
     size = width // heads if size is None else size
     blocks = {number for number in (each.split(".")[1] for each in shapes if each.startswith("blk.")) if number.isdecimal()}
     inner = values.get("intermediate_size", values.get("n_inner"))
@@ -138,11 +138,11 @@ def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool = False) -> dict[str, Any]:
-    """What all but GPT-2 have.
+    """Return the values of all architectures except GPT-2.
 
     Args:
-        eps: key of the number in norms.
-        is_partial: whether a part of a head may turn.
+        eps: key of the term added in norms.
+        is_partial: whether only a part of a head may turn.
     """
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
@@ -164,7 +164,7 @@ def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool 
 
 
 def _head_size(values: Values) -> int:
-    """Features of a head."""
+    """Return the number of features of a head."""
     size: int = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
     return size
 
@@ -202,23 +202,23 @@ def _gemma3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys, tensors: _Tensors, window: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 have."""
+    """Return the values that Gemma 2 and 3 share."""
     values = _hidden(keys, tensors)
     values |= {"head_dim": _head_size(values), "query_pre_attn_scalar": _divisor(keys.name, values), "sliding_window": window}
     return {**values, "layer_types": _kinds(keys, values["num_hidden_layers"], _PERIODS[keys.name])}
 
 
 def _divisor(name: str, values: Values) -> int:
-    """The number by whose root llama.cpp divides the scores of a Gemma."""
+    """Return the number whose root divides the scores of a Gemma in llama.cpp."""
     is_wide = values["num_hidden_layers"] == _SCALED_BY_WIDTH[name]
     return int(values["hidden_size"] // values["num_attention_heads"]) if is_wide else _head_size(values)
 
 
 def _kinds(keys: Keys, count: int, usual: int) -> list[str] | None:
-    """The kinds of blocks of a Gemma: every one of so many is full, or a list says which ones have windows; None for the usual ones.
+    """Return the kinds of blocks of a Gemma, from a period of full blocks or a list of blocks with windows; None for the default.
 
     Args:
-        usual: of how many blocks one is full without a key.
+        usual: default period in which one block is full.
     """
     if (flags := keys.flags(_PATTERN)) is not None:
         if len(flags) != count:
@@ -243,7 +243,7 @@ def _phi3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _turned(keys: Keys, values: Values) -> float:
-    """The part of a head that turns."""
+    """Return the fraction of a head that turns."""
     size = _head_size(values)
     return float(keys.number("rope.dimension_count", size) / size)
 
@@ -261,11 +261,11 @@ _READERS: Final[Mapping[str, Callable[[Keys, _Tensors], dict[str, Any]]]] = {
 
 
 def metadata_of(values: Values, architecture: Architecture) -> dict[str, Any]:
-    """Key -> value that a config has in a file; the other direction of `config_from`.
+    """Return key -> value of a config in a file; the inverse of `config_from`.
 
     Args:
-        values: the config, in transformers' JSON as our configs write it, with rope_theta and rope_scaling at the top.
-        architecture: of its family.
+        values: config in transformers' JSON as our configs write it, with rope_theta and rope_scaling at the top.
+        architecture: architecture of its family.
     """
     if architecture.name == "gpt2":
         heads, width = values["n_head"], values["n_embd"]
@@ -308,7 +308,7 @@ def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
 
 
 def _metadata_of_gemma(values: Values, name: str) -> dict[str, Any]:
-    """The keys that only differ from llama.cpp's constants in few models."""
+    """Return the keys that differ from llama.cpp's constants in few models only."""
     kinds, found = list(values["layer_types"]), {key: float(values[key]) for key in _GEMMA_2_CAPS if values.get(key)}
     if name == "gemma3" and (local := values["rope_parameters"][_SLIDING]["rope_theta"]) != 10000.0:
         found[_LOCAL_BASE] = float(local)

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file that belong to its architecture: every key is read, has a value that changes nothing, is ignored for a reason, or the
-file is refused; keys that llama.cpp does not know either are named.
+"""Keys of an architecture in the metadata of a GGUF file: each is read, has a value that changes nothing, is ignored for a reason, or the file is
+refused. Keys that llama.cpp does not know either are reported.
 
-Numbers are fp32 in files; their shortest decimals are taken.
+Numbers are fp32 in files and are read as their shortest decimals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "expert_count": ((0,), "experts"),
     "expert_used_count": ((0,), "experts"),
     "expert_shared_count": ((0,), "experts"),
-    "attention.causal": ((True,), "tokens that see those behind them"),
+    "attention.causal": ((True,), "tokens that see later tokens"),
     "attention.clamp_kqv": ((0,), "clamped queries, keys and values"),
     "attention.max_alibi_bias": ((0,), "ALiBi in place of rotary positions"),
     "attention.scale": ((0,), "scores with a scale of their own"),
@@ -35,15 +35,15 @@ NEUTRAL: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "rope.scaling.alpha": ((0, 1), "NTK scaling of rotary positions"),
     "rope.scaling.yarn_log_multiplier": ((0,), "YaRN with a multiplier of its own"),
 }
-"""Key -> values with which a model is the same as without the key, and what any other value means."""
+"""Key -> values with which a model is the same as without the key, and the meaning of all other values."""
 IGNORED: Final[Mapping[str, str]] = {
-    "vocab_size": "the embedding has as many rows",
-    "rope.scaling.finetuned": "says who scaled the positions, and not how",
-    "attention.layer_norm_epsilon": "of another kind of norm",
-    "attention.layer_norm_rms_epsilon": "of another kind of norm",
-    "tensor_data_layout": "a name for the order of rows, which is that of the architecture",
+    "vocab_size": "the same as the number of rows of the embedding",
+    "rope.scaling.finetuned": "a record of the author of the scaling, not of its method",
+    "attention.layer_norm_epsilon": "a number of another kind of norm",
+    "attention.layer_norm_rms_epsilon": "a number of another kind of norm",
+    "tensor_data_layout": "a name for the order of rows, which the architecture determines",
 }
-"""Key -> reason."""
+"""Key -> reason to ignore it."""
 _KNOWN: Final = """
 attention.compress_ratios attention.compress_rope_freq_base attention.group_norm_epsilon attention.group_norm_groups attention.head_count_kv
 attention.key_length attention.key_length_mla attention.key_length_mla_swa attention.key_length_swa attention.kv_lora_rank attention.kv_lora_rank_swa
@@ -64,16 +64,16 @@ _KNOWN_PREFIXES: Final = (
     *("expert_", "experts_", "moe_", "ssm.", "wkv.", "posnet.", "convnext.", "shortconv.", "attention.indexer.", "conv_", "xielu.", "altup."),
     *("activation_sparsity", "hyper_connection", "kda.", "dense_", "classifier."),
 )
-"""Keys that llama.cpp reads for one architecture or another, and that change what it computes."""
+"""Keys that llama.cpp reads for any architecture and that change its results."""
 
 
 class Keys:
-    """The keys of an architecture in a file. It remembers which ones were asked for.
+    """The keys of an architecture in a file, with a record of the keys that were read.
 
     Args:
-        metadata: all of the file.
-        name: of the architecture.
-        source: the file, for messages.
+        metadata: whole metadata of the file.
+        name: name of the architecture.
+        source: name of the file, for messages.
     """
 
     def __init__(self, metadata: Values, name: str, source: str) -> None:
@@ -85,10 +85,10 @@ class Keys:
         return self.metadata.get(f"{self.name}.{key}", default)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A finite number; one that all blocks agree on, if there is one for each.
+        """Return a finite number, or the number that all blocks share if there is one for each.
 
         Raises:
-            DataError: it is missing and has no default, or is no finite number.
+            DataError: the key is missing and has no default, or its value is not a finite number.
         """
         value = self._get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
@@ -99,10 +99,10 @@ class Keys:
         return shortest(value) if isinstance(value, float) and abs(value) < 3e38 else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0, which others are divided by.
+        """Return a whole number above 0, which is safe as a divisor.
 
         Raises:
-            DataError: it is missing and has no default, or is none.
+            DataError: the key is missing and has no default, or its value is not such a number.
         """
         value = self.number(key, default)
         if type(value) is not int or value < 1:
@@ -110,18 +110,18 @@ class Keys:
         return value
 
     def refusal(self, key: str, value: Any, rule: str) -> DataError:
-        """The error of a value that its key may not have here."""
+        """Return the error for a value that its key may not have here."""
         return DataError(f"{self.name}.{key} in {self._source} must be {rule}, got {str(value)[:60]}; use another file")
 
     def text(self, key: str) -> str:
-        """A text; "" if it is missing."""
+        """Return a text; "" if it is missing."""
         return str(self._get(key, ""))
 
     def flags(self, key: str) -> np.ndarray[Any, Any] | None:
-        """A list of switches, one for each block; None if the key is missing or has one number.
+        """Return a list of switches, one for each block; None if the key is missing or has one number.
 
         Raises:
-            DataError: it is a list of something else.
+            DataError: the value is a list of something else.
         """
         value = self._get(key, None)
         if not isinstance(value, np.ndarray | list):
@@ -132,16 +132,16 @@ class Keys:
         return value.astype(bool)
 
     def equal(self, key: str, expected: float, reason: str) -> None:
-        """Check a key that may be there with one value.
+        """Check that a key is missing or has the one legal value.
 
         Raises:
-            DataError: it has another one.
+            DataError: the key has another value.
         """
         if (value := self.number(key, expected)) != expected:
             raise self.refusal(key, value, f"{expected}, {reason}")
 
     def check_rest(self) -> list[str]:
-        """Check the keys of the architecture that nothing has asked for.
+        """Check the keys of the architecture that have not been read.
 
         Returns:
             Keys that llama.cpp does not read either.
@@ -177,15 +177,15 @@ add_sep_token cls_token_id mask_token_id seperator_token_id separator_token_id t
 fim_mid_token_id fim_pad_token_id fim_pre_token_id fim_rep_token_id fim_sep_token_id fim_suf_token_id
 middle_token_id prefix_token_id suffix_token_id added_tokens normalizer.lowercase normalizer.strip_accents
 """
-"""Of tokens inside of texts and of other kinds of tokenizers."""
+"""Keys of tokens inside of texts and of other kinds of tokenizers."""
 _OTHERS: Final = ("tokenizer.chat_template", "tokenizer.huggingface.json", "quantize.", "adapter.", "imatrix.")
 
 
 def check_kind(metadata: Values, source: str) -> None:
-    """Check that a file is one of a model.
+    """Check that a file holds a model.
 
     Raises:
-        DataError: it holds adapters, a projector or something else.
+        DataError: the file holds adapters, a projector or something else.
     """
     kind = metadata.get("general.type", "model")
     if kind != "model":
@@ -193,11 +193,11 @@ def check_kind(metadata: Values, source: str) -> None:
 
 
 def unread_of_others(metadata: Values, name: str) -> list[str]:
-    """Keys outside of an architecture that are neither read nor known to say nothing about a text.
+    """Return keys outside of the architecture that are neither read nor known to have no effect on texts.
 
     Args:
-        metadata: of the file.
-        name: of the architecture.
+        metadata: metadata of the file.
+        name: name of the architecture.
     """
     known = {f"tokenizer.ggml.{key}" for key in (_TOKENIZER + _TOKENIZER_IGNORED).split()}
     prefixes = (_GENERAL_PREFIX, _SPLIT_PREFIX, f"{name}.", *_OTHERS)
@@ -205,5 +205,5 @@ def unread_of_others(metadata: Values, name: str) -> list[str]:
 
 
 def shortest(value: float) -> float:
-    """The number with the fewest decimals that is the same in fp32."""
+    """Return the number with the fewest decimals that is the same in fp32."""
     return float(np.format_float_scientific(np.float32(value)))

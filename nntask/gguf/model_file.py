@@ -1,7 +1,7 @@
-"""A GGUF file as a model directory: its config, its weights with transformers' names and layouts, and its tokenizer's files.
+"""A GGUF file in the role of a model directory: its config, its weights with transformers' names and layouts, and its tokenizer's files.
 
-Opening a file reads its header only, and the head and the embedding where they might be the same. The last file that was opened is remembered, as
-several askers open it in turn.
+Opening a file reads only its header, and the head and the embedding if they might be the same. The last opened file is cached, because several
+callers open it in turn.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _GENERATION: Final = "generation_config.json"
 _AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
 _SHOWN: Final = 8
-"""Names of keys in a sentence."""
+"""Largest number of names of keys in a sentence."""
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a GGUF file, whole or broken."""
+    """Return whether a path is that of a GGUF file, whole or broken."""
     file = Path(path)
     if not file.is_file():
         return False
@@ -56,16 +56,16 @@ class GgufModel:
     """An open GGUF file.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Attributes:
-        values: the config, in transformers' JSON.
+        values: config in transformers' JSON.
         tensors: transformers' name -> tensor.
         unread: keys of the file that neither llama.cpp nor this reader knows.
 
     Raises:
         StorageError: the file is broken.
-        DataError: it is of an architecture that is not known here, or its metadata lack something.
+        DataError: the architecture is unknown, or the metadata are incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,13 +89,13 @@ class GgufModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the caller to print about keys that nothing reads, and about ids and rules that are missing."""
+        """Sentences for the caller to print about keys that nothing reads, and about missing ids and rules."""
         listed = ", ".join(self.unread[:_SHOWN]) + (f" and {len(self.unread) - _SHOWN} more" if len(self.unread) > _SHOWN else "")
         found = [f"{self.path} has keys that neither nntask nor llama.cpp knows, and they are ignored: {listed}"] if self.unread else []
         if beyond := beyond_vocabulary(self._metadata, vocab_size := self.values["vocab_size"]):
             found.append(f"{self.path} has {' and '.join(beyond)}, and its ids end at {vocab_size - 1}: they are ignored")
         if self._metadata.get(f"{PREFIX}model") == "gpt2" and f"{PREFIX}pre" not in self._metadata and not self._has_whole:
-            found.append(f"{self.path} has no {PREFIX}pre, so texts are cut as llama.cpp cuts them then; a file that is converted anew is better")
+            found.append(f"{self.path} has no {PREFIX}pre, so texts are cut by llama.cpp's default rule; a file that is converted anew is better")
         return found
 
     @property
@@ -105,16 +105,16 @@ class GgufModel:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Name -> content of files that a model directory has beside its weights: the tokenizer, if it can be translated, and ids around texts."""
+        """Name -> content of the other files of a model directory: the tokenizer, if it can be translated, and ids around texts."""
         return self._files[0]
 
     @property
     def untranslated(self) -> str:
-        """Why the file's tokenizer is not among `files`, completing "its tokenizer ..."; "" if it is, or if there is none."""
+        """Reason why the file's tokenizer is not among `files`, completing "its tokenizer ..."; "" if it is, or if there is none."""
         return self._files[1]
 
     def flaw(self) -> str:
-        """Why the tokenizers package refuses the file's tokenizer, completing "the tokenizer ..."; "" if that is not known."""
+        """Return why the tokenizers package refuses the file's tokenizer, completing "the tokenizer ..."; "" if that is not known."""
         return wrong_merge(self._metadata)
 
     @cached_property
@@ -128,12 +128,13 @@ class GgufModel:
         return generation, reason
 
     def stored_ranges(self) -> tuple[dict[str, FileRange], dict[str, BlockFormat]]:
-        """transformers' name -> range of each tensor, and name -> format of the matrices whose blocks products take, 16-bit floats among them.
+        """Return transformers' name -> range of each tensor, and name -> format of the matrices that products read in blocks.
 
-        The former are of values with transformers' layout, and of the latter of their blocks (out, bytes of a row).
+        Ranges of matrices with a format are those of their blocks (out, bytes of a row), others those of values in transformers' layout. Matrices of
+        16-bit floats have a format too.
 
         Raises:
-            DataError: the type of a tensor is not read here.
+            DataError: a tensor has a type that is not read here.
         """
         formats = {name: each.format for name, each in self.tensors.items() if each.format is not None}
         return {name: each.blocks() if name in formats else each.values() for name, each in self.tensors.items()}, formats
@@ -143,21 +144,21 @@ def open_gguf(path: str | os.PathLike[str]) -> GgufModel:
     """Open a GGUF file.
 
     Raises:
-        StorageError, DataError: as of `GgufModel`.
+        StorageError, DataError: `GgufModel` refuses the file.
     """
     file = Path(path)
     try:
         stats = [shard.stat() for shard in dict.fromkeys((file, *shard_paths(file)))]
     except OSError:
-        return GgufModel(file)  # which says why
+        return GgufModel(file)  # raises the error
     return _opened(file, file.resolve(), *((each.st_size, each.st_mtime_ns, each.st_ino) for each in stats))
 
 
 def file_notes(path: str | os.PathLike[str]) -> list[str]:
-    """Sentences for the caller to print about a GGUF file; none of any other path.
+    """Return sentences for the caller to print about a GGUF file; none for any other path.
 
     Raises:
-        StorageError, DataError: as of `GgufModel`.
+        StorageError, DataError: `GgufModel` refuses the file.
     """
     return open_gguf(path).notes if is_gguf(path) else []
 
@@ -168,10 +169,10 @@ def _opened(path: Path, *_: object) -> GgufModel:
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A fingerprint of a GGUF file or of all its shards: the size, and the CRC-32 of headers and of the first, middle and last 4 KiB of
-    every tensor.
+    """Return a fingerprint of a GGUF file or of all its shards: the size, and the CRC-32 of headers and of the first, middle and last 4 KiB of every
+    tensor.
 
-    See `nntask.io.safetensors_file.fingerprint_of`, which is the same of another format.
+    `nntask.io.safetensors_file.fingerprint_of` is its equivalent for safetensors.
 
     Raises:
         StorageError: the file is broken.
@@ -192,10 +193,10 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def _factors(shards: Shards, name: str) -> np.ndarray[Any, Any]:
-    """The values of a tensor of factors of rotary frequencies.
+    """Return the values of a tensor of factors of rotary frequencies.
 
     Raises:
-        DataError: they are no 32-bit floats, which is what llama.cpp computes with, or too many.
+        DataError: the values are not 32-bit floats, which llama.cpp computes with, or there are too many.
     """
     file, entry = shards.tensors[name]
     if entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
@@ -206,7 +207,7 @@ def _factors(shards: Shards, name: str) -> np.ndarray[Any, Any]:
 
 
 def _repeats_embedding(shards: Shards) -> bool:
-    """Whether the head is there and has the bytes of the embedding, as older converters wrote it; both are read until they differ."""
+    """Return whether the file has a head with the bytes of the embedding, as older converters wrote it; reads both until they differ."""
     if HEAD not in shards.tensors or EMBEDDING not in shards.tensors:
         return False
     (ours, head), (theirs, embedding) = shards.tensors[HEAD], shards.tensors[EMBEDDING]

@@ -1,4 +1,4 @@
-"""New GGUF files: the header by the gguf package, and behind it tensors that are not written yet."""
+"""Creation of GGUF files: a header by the gguf package, followed by tensors that are not written yet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .tensor_ranges import Heads, LocatedTensor
 
 _BY_NAME: Final[Mapping[str, tuple[int, TensorType]]] = {each.name: (number, each) for number, each in TENSOR_TYPES.items()}
 FILE_TYPES: Final[Mapping[str, int]] = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
-"""Type of most matrices -> what general.file_type calls such a file."""
+"""Type of most matrices -> value of general.file_type."""
 
 
 def check_writer() -> None:
     """Check that the package that writes headers is installed.
 
     Raises:
-        DataError: it is not.
+        DataError: the package is not installed.
     """
     if importlib.util.find_spec("gguf") is None:
         raise DataError("writing GGUF files needs the gguf package; pip install -e '.[gguf]', or write a directory")
@@ -35,10 +35,10 @@ def new_gguf(
     """Create a file with its header and its final size.
 
     Args:
-        path: the file, which does not exist.
+        path: path of the file, which must not exist.
         metadata: key -> whole number (written as uint32), float (as fp32), bool, text, or list of one of them; empty lists are left out.
         tensors: name -> (name of the type, shape with the last axis contiguous), in the order of the file.
-        architecture, heads: of the model.
+        architecture, heads: architecture and numbers of heads of the model.
 
     Returns:
         Name -> tensor, to be written by the caller.
@@ -59,7 +59,7 @@ def new_gguf(
 
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of a type, by its name."""
+    """Return the bytes of a tensor of a type, by its name."""
     each, count = _BY_NAME[kind][1], 1
     for extent in shape:
         count *= extent
@@ -76,7 +76,7 @@ def _write_header(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str,
 
     writer = gguf.GGUFWriter(path, name)
     for key, value in metadata.items():
-        if key == "general.architecture":  # which the writer has added
+        if key == "general.architecture":  # the writer has added it
             continue
         if isinstance(value, bool):
             writer.add_bool(key, value)

@@ -1,8 +1,8 @@
-"""Rules that cut texts into words before byte-level BPE, under the names that llama.cpp has for them (`tokenizer.ggml.pre`).
+"""Rules that cut texts into words before byte-level BPE, under llama.cpp's names (`tokenizer.ggml.pre`).
 
-A rule is a list of regular expressions, each of which cuts what the ones before it left, and a few switches. The expressions are those of the
-tokenizer.json files that the rules are named after; where llama.cpp approximates one of them, the file's own expression counts. Rules that llama.cpp
-computes by code of its own (kimi-k2, afmoe, superbpe) or without the byte alphabet (gemma4, whitespace) are not known here.
+A rule is a list of regular expressions, each of which cuts the pieces of the one before it, and a few switches. The expressions are those of the
+tokenizer.json files that the rules are named after, also for rules that llama.cpp approximates. Rules that llama.cpp implements by code of its own
+(kimi-k2, afmoe, superbpe) or without the byte alphabet (gemma4, whitespace) are not known here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _LETTERS: Final = (
     "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb"
     "\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters with two cases, as DeepSeek's tokenizer.json lists them."""
+"""Letters with two cases, from DeepSeek's tokenizer.json."""
 
 
 def _words(digits: str, *, letters: str = r"\p{L}", short: str = f"(?i:{_SHORT})|", more: str = "", spaces: str = rf"\s*[\r\n]+|{_REST}") -> str:
-    """The expression of Llama 3 and its kin: words with one mark before them, numbers, punctuation, and spaces."""
+    """Return the expression of Llama 3 and similar models: words with one mark before them, numbers, punctuation, and spaces."""
     word = letters if letters == r"\p{L}" else f"[{letters}]"
     return rf"{short}[^\r\n\p{{L}}\p{{N}}]?{word}+|{digits}| ?[^\s{letters}\p{{N}}{more}]+{'' if more else _LINES}|{spaces}"
 
 
 def _cased(digits: str, *, short: str = f"(?i:{_SHORT})?") -> str:
-    """The expression of GPT-4o and its kin, whose words begin anew at capitals."""
+    """Return the expression of GPT-4o and similar models, in which capitals begin new words."""
     first = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{first}{_UPPER}*{_LOWER}+{short}|{first}{_UPPER}+{_LOWER}*{short}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_REST}"
@@ -49,16 +49,16 @@ def _cased(digits: str, *, short: str = f"(?i:{_SHORT})?") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule.
+    """A rule that cuts texts into words.
 
     Args:
-        name: first name of the rule, which files are written with.
+        name: first name of the rule, which is written to files.
         patterns: regular expressions, applied in turn.
         others: further names, with the same words and switches.
-        ignores_merges: whether a word that is a token is taken whole.
-        adds_bos: whether a begin-of-text token is added unless a file says otherwise.
+        ignores_merges: whether a word that is a token is taken whole, without merges.
+        adds_bos: whether a begin-of-text token is added by default.
         is_composed: whether the tokenizers of that name bring texts to Unicode's form NFC first.
-        digits: whether the file that the rule is named after has single digits and GPT-2's expression as steps of their own.
+        digits: whether the file that the rule is named after has single digits and GPT-2's expression as separate steps.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Rule:
     digits: bool = False
 
     def pre_tokenizer(self) -> dict[str, Any]:
-        """The pre-tokenizer of a tokenizer.json."""
+        """Return the pre-tokenizer of a tokenizer.json."""
         if self.patterns == (_GPT_2,):
             return _level(use_regex=True)
         if self.digits:
@@ -87,7 +87,7 @@ def _split(pattern: str) -> dict[str, Any]:
 
 
 DECODER: Final[Mapping[str, Any]] = _level(use_regex=True)
-"""The decoder of a tokenizer.json with the byte alphabet."""
+"""Decoder of a tokenizer.json with the byte alphabet."""
 _LLAMA_3: Final = _words(r"\p{N}{1,3}")
 _QWEN: Final = _words(r"\p{N}")
 _HALVES: Final = "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))
@@ -162,10 +162,10 @@ BY_NAME: Final[Mapping[str, Rule]] = {name: rule for rule in RULES for name in (
 
 
 def rule_of(content: Mapping[str, Any]) -> Rule | None:
-    """The rule that llama.cpp would cut texts by as the pre-tokenizer of a tokenizer.json does; None if it has none.
+    """Return the rule with which llama.cpp cuts texts like the pre-tokenizer of a tokenizer.json; None if it has none.
 
     Args:
-        content: a tokenizer.json of a byte-level BPE.
+        content: content of the tokenizer.json of a byte-level BPE.
     """
     steps, model = list(_steps(content.get("pre_tokenizer"))), content["model"]
     fitting = [rule for rule in RULES if rule.ignores_merges == bool(model.get("ignore_merges")) and list(_steps(rule.pre_tokenizer())) == steps]
@@ -174,13 +174,13 @@ def rule_of(content: Mapping[str, Any]) -> Rule | None:
 
 
 def is_composed(content: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json brings texts to the form NFC and changes nothing else before it cuts them."""
+    """Return whether a tokenizer.json brings texts to the form NFC and changes nothing else before it cuts them."""
     normalizer = content.get("normalizer")
     return isinstance(normalizer, Mapping) and normalizer.get("type") == "NFC"
 
 
 def _steps(pre_tokenizer: Any) -> Iterator[tuple[str, ...]]:
-    """The steps of a pre-tokenizer, equal ones in one spelling."""
+    """Yield the steps of a pre-tokenizer, equal ones in one spelling."""
     if not isinstance(pre_tokenizer, Mapping):
         yield ("nothing",)
         return
@@ -199,11 +199,11 @@ def _steps(pre_tokenizer: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _of_split(step: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The step of a Split whose pieces are the matches and what is between them; None if it is another one."""
+    """Return the step of a Split that keeps matches and the text between them as pieces; None for any other step."""
     pattern, behavior = step.get("pattern"), str(step.get("behavior")).lower()
     regex = pattern.get("Regex") if isinstance(pattern, Mapping) else None
     if step.get("type") != "Split" or not isinstance(regex, str):
         return None
-    covers = regex.endswith(_REST)  # so nothing is between matches
+    covers = regex.endswith(_REST)  # then there is no text between matches
     keeps_all = behavior == "isolated" or (behavior == "removed" and covers)
     return ("split", regex) if keeps_all and bool(step.get("invert")) == (behavior == "removed") else None

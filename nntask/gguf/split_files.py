@@ -1,7 +1,7 @@
-"""GGUF files that are split into shards, as llama-gguf-split writes them: NAME-00001-of-00003.gguf and its siblings in one directory.
+"""GGUF files in several shards, as llama-gguf-split writes them: NAME-00001-of-00003.gguf and so on in one directory.
 
-The first shard has the metadata and every shard has tensors. Any shard names the model. Shards that are missing, or that belong to another model, are
-refused; nothing of a shard is believed beyond what `nntask.io.gguf_file` checks.
+The first shard has the metadata, and every shard has tensors. The path of any shard names the model. Missing shards, and shards of another model, are
+refused. Shards are untrusted beyond the checks of `nntask.io.gguf_file`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Shards:
     """The open shards of a model; one for a file that is not split.
 
     Args:
-        path: the path that names the model.
-        files: the shards in order.
+        path: path that names the model.
+        files: shards in order.
         tensors: name -> (file of its shard, entry).
     """
 
@@ -36,12 +36,12 @@ class Shards:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The metadata of the first shard."""
+        """Metadata of the first shard."""
         return self.files[0].metadata
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The paths of all shards by the name of one of them, present or not; the path itself if its name is that of no shard."""
+    """Return the paths of all shards by the name of one of them, present or not; the path itself if its name is not that of a shard."""
     found = _NAME.fullmatch(path.name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return [path]
@@ -53,11 +53,11 @@ def open_shards(path: Path) -> Shards:
 
     Raises:
         StorageError: a file is broken.
-        DataError: a shard is missing, or is not of this model.
+        DataError: a shard is missing, or belongs to another model.
     """
     named = GgufFile(path)
     count = named.metadata.get(_COUNT, 1)
-    if count == 1 or (count == 0 and shard_paths(path) == [path]):  # 0 after shards were joined
+    if count == 1 or (count == 0 and shard_paths(path) == [path]):  # 0 in a file joined from shards
         return Shards(path, (named,), {name: (named.file, each) for name, each in named.tensors.items()})
     paths = shard_paths(path)
     if len(paths) != count:
@@ -68,7 +68,7 @@ def open_shards(path: Path) -> Shards:
     files, tensors = list[GgufFile](), dict[str, tuple[OpenFile, GgufTensor]]()
     for number, shard in enumerate(paths):
         if not shard.is_file():
-            raise DataError(f"{path} is one of {count} shards of a model, and {shard.name} is not beside it; copy the missing shard")
+            raise DataError(f"{path} is one of {count} shards of a model, and {shard.name} is not in its directory; copy the missing shard")
         file = named if shard == path else GgufFile(shard)
         if (file.metadata.get(_NUMBER), file.metadata.get(_COUNT)) != (number, count):
             got = f"shard {file.metadata.get(_NUMBER)} of {file.metadata.get(_COUNT)}"

@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file as ranges with the names and layouts of transformers' files, to read and to write.
+"""Tensors of a GGUF file as ranges with the names and layouts of transformers' files, for reading and writing.
 
-Floats are ranges of the file itself. Quantised weights are seen as fp32 (`DecodedBlocks`). Matrices whose blocks products take, 16-bit floats
-among them, are seen with their bytes too, as (out, bytes).
+Ranges of floats belong to the file itself. Quantised weights appear as fp32 (`DecodedBlocks`). Matrices that products read in blocks, including
+16-bit floats, also appear as bytes (out, bytes).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Heads:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Heads:
-        """Those of a config in transformers' JSON."""
+        """Return the numbers of heads of a config in transformers' JSON."""
         queries = values.get("num_attention_heads", values.get("n_head"))
         return cls(queries, values.get("num_key_value_heads") or queries) if type(queries) is int else cls(1, 1)
 
@@ -57,13 +57,13 @@ class LocatedTensor:
     """A tensor in a GGUF file.
 
     Args:
-        file: the file.
-        name: of the tensor there.
-        type: of its values.
-        shape: as the file has it, the last axis contiguous.
-        offset: of its first byte.
-        architecture: of the file.
-        heads: of its model.
+        file: file of the tensor.
+        name: name of the tensor in the file.
+        type: type of its values.
+        shape: shape in the file, the last axis contiguous.
+        offset: offset of its first byte.
+        architecture: architecture of the file.
+        heads: numbers of heads of the model.
     """
 
     file: ByteFile
@@ -76,18 +76,18 @@ class LocatedTensor:
 
     @property
     def format(self) -> BlockFormat | None:
-        """The format of matrices that products take in their blocks; None for other tensors."""
+        """Format of a matrix that products read in blocks; None for other tensors."""
         found = BLOCK_FORMATS.get(self.type.name.lower()) if len(self.shape) == 2 and self.name != POSITIONS else None
         return found if found is not None and self.shape[-1] % found.block_values == 0 else None
 
     def blocks(self) -> FileRange:
-        """The bytes of a matrix in blocks, (out, bytes of a row)."""
+        """Return the bytes of a matrix in blocks, (out, bytes of a row)."""
         file, offset = self._paired()
         shape = (self.shape[0], self._row_nbytes)
         return FileRange(file, _BYTEWISE, offset, shape, strides_of(shape, _BYTEWISE))
 
     def values(self) -> FileRange:
-        """The values with the shape that transformers' files have, to read or to write.
+        """Return the values with the shape of transformers' files, to read or to write.
 
         Raises:
             DataError: the type is not read here.
@@ -110,7 +110,7 @@ class LocatedTensor:
         return self.shape[-1] // self.type.block_values * self.type.block_bytes if len(self.shape) > 1 else self.type.block_bytes
 
     def _paired(self) -> tuple[ByteFile, int]:
-        """A file with the rows in transformers' order, and the offset of the first one there."""
+        """Return a file with the rows in transformers' order, and the offset of the first row in it."""
         heads = self.heads.queries if ".attn_q." in self.name else self.heads.keys
         rows = self.shape[0] // heads if heads else 0
         if not self.architecture.is_paired(self.name) or rows * heads != self.shape[0] or rows % 2 or len(self.shape) > 2:
@@ -131,10 +131,10 @@ class LocatedTensor:
         return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, self._foreign())
 
     def _foreign(self) -> Callable[[Array], Array]:
-        """The decoder of a type that the gguf package knows.
+        """Return the decoder of a type that the gguf package knows.
 
         Raises:
-            DataError: it does not, or is not installed.
+            DataError: the package does not know it, or is not installed.
         """
         ours = ", ".join(dict.fromkeys((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS))))
         if importlib.util.find_spec("gguf") is None:

@@ -1,7 +1,7 @@
-"""Ids around texts as the metadata of GGUF files, in both directions.
+"""Ids around texts in the metadata of GGUF files, in both directions.
 
-A file has one id that begins a text and three that end one: of a text, of a turn, and of a message. llama.cpp also takes tokens for ends by their
-words, so a file of others has those as well. All ends, in order, are in a list of ids that ollama has too; where a file has it, it is the answer.
+A file has one id that begins a text and three that end one: the end of a text, of a turn, and of a message. llama.cpp also recognises end tokens by
+their words, so these are read too. A key of ollama has the ordered list of all end tokens; in a file with this key, only the list counts.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _WORDS: Final = frozenset(
         *("<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<turn|>", "<|tool_response>"),
     )
 )
-"""Tokens that end a text for llama.cpp, whatever the keys say; its tokens for the middle of files are no ends here."""
+"""Tokens that end a text for llama.cpp, whatever the keys are; its tokens for filling in the middle are no ends here."""
 _TURNED_OFF: Final = (("<|end|>", ("<|return|>", "<|call|>")), ("<|end|>", ("<|calls|>", "<|flush|>")), ("</s>", ("<|tool_response>",)))
-"""(word, words that are there too where it is no end)."""
+"""(word, other words of the vocabulary with which it is not an end)."""
 
 
 def id_of(metadata: Mapping[str, Any], name: str) -> int | None:
-    """The id of a special token; None if there is none."""
+    """Return the id of a special token; None if there is none."""
     value = metadata.get(PREFIX + name)
     return value if type(value) is int else None
 
 
 def beyond_vocabulary(metadata: Mapping[str, Any], vocab_size: int) -> list[str]:
-    """Keys of ids that no token has, with their values; a value below 0 means none."""
+    """Return keys of ids that no token has, with their values; a negative value means none."""
     ids = {name: metadata.get(PREFIX + name) for name in ("bos_token_id", *_ENDS)}
-    unset = (1 << 32) - 1  # what -1 becomes without a sign
+    unset = (1 << 32) - 1  # -1 as an unsigned number
     return [f"{PREFIX}{name} {index}" for name, index in ids.items() if type(index) is int and vocab_size <= index != unset]
 
 
 def words_of(metadata: Mapping[str, Any]) -> list[str]:
-    """The words of the vocabulary; empty if there is none."""
+    """Return the words of the vocabulary; empty if there is none."""
     tokens = metadata.get(f"{PREFIX}tokens")
     return tokens if isinstance(tokens, list) else []
 
 
 def ends_by_word(tokens: Sequence[str]) -> list[int]:
-    """Ids of the tokens that end a text by their words."""
+    """Return ids of the tokens that end a text by their words."""
     found = {word: tokens.index(word) for word in _WORDS.intersection(tokens)}
     for word, others in _TURNED_OFF:
         if all(other in found for other in others):
@@ -57,11 +57,11 @@ def ends_by_word(tokens: Sequence[str]) -> list[int]:
 
 
 def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The ids around texts, as configs have them; ends of turns and of messages are ends of texts too.
+    """Return the ids around texts in the form of configs; ends of turns and of messages are ends of texts too.
 
     Args:
-        metadata: of the file.
-        vocab_size: V of the model; larger ids cannot come.
+        metadata: metadata of the file.
+        vocab_size: V of the model; larger ids cannot occur.
     """
     tokens, given = words_of(metadata), metadata.get(_ALL_ENDS)
     ends: list[int | None]
@@ -80,7 +80,7 @@ def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def id_keys(begin: int | None, ends: Sequence[int], tokens: Sequence[str]) -> dict[str, Any]:
-    """Key -> value of the ids around texts.
+    """Return key -> value of the ids around texts.
 
     Args:
         begin: id that begins a text; None for none.
@@ -99,7 +99,7 @@ def id_keys(begin: int | None, ends: Sequence[int], tokens: Sequence[str]) -> di
 
 
 def _chosen(rest: list[int], tokens: Sequence[str], words: Sequence[str]) -> int | None:
-    """The first id of `rest` with one of the words, which is taken out; None if there is none."""
+    """Remove and return the first id of `rest` with one of the words; None if there is none."""
     index = next((each for each in rest if each < len(tokens) and tokens[each] in words), None)
     if index is not None:
         rest.remove(index)
@@ -107,6 +107,6 @@ def _chosen(rest: list[int], tokens: Sequence[str], words: Sequence[str]) -> int
 
 
 def unknown_ends(ends: Sequence[int], keys: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
-    """Ends that only readers of the list of all ends know, so that llama.cpp generates on behind them."""
+    """Return ends that are only in the list of all ends, so that llama.cpp continues after them."""
     told = {keys.get(PREFIX + name) for name in _ENDS} | set(ends_by_word(tokens))
     return [end for end in ends if end not in told]

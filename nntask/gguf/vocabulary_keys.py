@@ -1,7 +1,7 @@
-"""Tokenizers as the metadata of GGUF files: the other direction of `vocabulary`.
+"""Tokenizers as the metadata of GGUF files: the inverse of `vocabulary`.
 
-A tokenizer that llama.cpp would read as another one is not said in its keys: the file is one without a vocabulary for llama.cpp, and readers of the
-tokenizer.json in it have the whole. Where only rare texts differ, the keys are written. Either way the difference is said.
+If llama.cpp would read a tokenizer as another one, its keys are not written: the file has no vocabulary for llama.cpp, and other readers use the
+tokenizer.json in it. If only rare texts differ, the keys are written. In both cases a sentence reports the difference.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SHOWN: Final = 3
 
 
 def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, ends: Sequence[int], name: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Key -> value that a tokenizer has in a file, and sentences about what llama.cpp would do otherwise.
+    """Return key -> value of a tokenizer in a file, and sentences about differences in llama.cpp.
 
     Args:
-        files: its tokenizer.json, tokenizer_config.json and chat template, as far as it has them.
+        files: its tokenizer.json, tokenizer_config.json and chat template, if it has them.
         vocab_size: V of the model; ids beyond the tokenizer's are padding, and tokens without a row of the model are left out.
         begin, ends: ids around texts.
-        name: of the model; it is among the keys as far as llama.cpp draws no wrong conclusion from it.
+        name: name of the model; it is written in a form from which llama.cpp draws no wrong conclusion.
     """
     content = json.loads(files[TOKENIZER])
     begin, ends = None if begin is None or begin >= vocab_size else begin, [end for end in ends if end < vocab_size]
@@ -78,7 +78,7 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
 
 
 def _named(name: str, content: Mapping[str, Any]) -> dict[str, str]:
-    """The key of a model's name: llama.cpp opens no file that is named as a Phi 3 without its tokens, and of one with them strips spaces."""
+    """Return the key of a model's name. llama.cpp refuses a file named as a Phi 3 without its tokens, and strips spaces in a file with both."""
     is_phi = any(each in name.lower() for each in STRIPPING)
     if _strips_as_phi(content):
         return {NAME: name if is_phi else f"{name} ({STRIPPING[0]})"}
@@ -86,14 +86,14 @@ def _named(name: str, content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _strips_as_phi(content: Mapping[str, Any]) -> bool:
-    """Whether the special tokens of a tokenizer.json take in the spaces behind them as those of a Phi 3 do."""
+    """Return whether the special tokens of a tokenizer.json include the spaces after them, like those of a Phi 3."""
     added = {token["content"]: token for token in content.get("added_tokens", []) if token["special"]}
     strips = {word for word, token in added.items() if token.get("rstrip")}
     return bool(strips) and {*KEEPING, "</s>"} <= added.keys() and strips == added.keys() - set(KEEPING)
 
 
 def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """The words of all ids of the model, and their types; ids without one have a word of their own."""
+    """Return the words of all ids of the model, and their types; ids without a word get a new one."""
     known = ids_of(content)
     count = max([vocab_size, *(index + 1 for index in known.values())])
     tokens, kinds = [""] * count, [UNUSED] * count
@@ -108,7 +108,7 @@ def _tokens(content: Mapping[str, Any], vocab_size: int) -> tuple[list[str], lis
 
 
 def _padding(index: int) -> Iterator[str]:
-    """Words for an id without a token."""
+    """Yield words for an id without a token."""
     word = f"[PAD{index}]"
     while True:
         yield word
@@ -116,7 +116,7 @@ def _padding(index: int) -> Iterator[str]:
 
 
 def _unlike(content: Mapping[str, Any]) -> str | None:
-    """What makes llama.cpp's tokens other ones than those of a tokenizer.json, completing "which ..."; None if they are its own."""
+    """Return why llama.cpp's tokens differ from those of a tokenizer.json, completing "which ..."; None if they are the same."""
     model = content["model"]
     if model["type"] != "BPE":
         return f"is a {model['type']}"
@@ -126,7 +126,7 @@ def _unlike(content: Mapping[str, Any]) -> str | None:
 
 
 def _unlike_bytes(content: Mapping[str, Any]) -> str | None:
-    """The same of a byte-level BPE."""
+    """Return the same for a byte-level BPE."""
     if rule_of(content) is None:
         step = content.get("pre_tokenizer")
         known = step if isinstance(step, Mapping) and step.get("type") == "ByteLevel" else {}
@@ -138,7 +138,7 @@ def _unlike_bytes(content: Mapping[str, Any]) -> str | None:
 
 
 def _unlike_pieces(content: Mapping[str, Any]) -> str | None:
-    """The same of SentencePiece's BPE."""
+    """Return the same for SentencePiece's BPE."""
     if _puts_space(content) is None:
         return "changes or cuts texts otherwise than SentencePiece"
     known = content["model"]["vocab"]
@@ -147,7 +147,7 @@ def _unlike_pieces(content: Mapping[str, Any]) -> str | None:
 
 
 def _puts_space(content: Mapping[str, Any]) -> bool | None:
-    """Whether SentencePiece's BPE puts a space before a text; None if it does more than that and its usual steps."""
+    """Return whether SentencePiece's BPE puts a space before a text; None if it does more than that and its usual steps."""
     steps = [*_flat(content.get("normalizer"), "normalizers"), *_flat(content.get("pre_tokenizer"), "pretokenizers")]
     puts = False
     for step in steps:
@@ -171,17 +171,17 @@ def _flat(step: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _bytes(content: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, Any]:
-    """The keys of a byte-level BPE."""
+    """Return the keys of a byte-level BPE."""
     rule = rule_of(content)
-    assert isinstance(rule, Rule)  # or it has no keys
+    assert isinstance(rule, Rule)  # `_unlike` has checked it
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
     merges = [pair for pair in merges if pair.replace(" ", "", 1) in known]
     return {f"{PREFIX}model": "gpt2", f"{PREFIX}pre": rule.name, f"{PREFIX}merges": merges}
 
 
 def _pieces(content: Mapping[str, Any], known: Mapping[str, int], kinds: list[int]) -> dict[str, Any]:
-    """The keys of SentencePiece's BPE; marks bytes and the unknown token among `kinds`. A token is worth its first merge, earlier ones more, and one
-    without a merge less than all."""
+    """Return the keys of SentencePiece's BPE, and mark bytes and the unknown token in `kinds`. The score of a token is the rank of its first merge;
+    earlier merges score higher, and tokens without a merge lowest."""
     scores = dict[int, float]()
     for rank, pair in enumerate(content["model"]["merges"]):
         index = known.get((pair if isinstance(pair, str) else " ".join(pair)).replace(" ", "", 1))
@@ -200,14 +200,14 @@ def _pieces(content: Mapping[str, Any], known: Mapping[str, int], kinds: list[in
 
 
 def _around(content: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> dict[str, Any]:
-    """The keys of what is put before and behind a text."""
+    """Return the keys of the ids that are put before and after a text."""
     single = _single(content.get("post_processor"))
     found = {f"{PREFIX}add_bos_token": begin is not None and single[:1] == [begin]}
     return {**found, f"{PREFIX}add_eos_token": True} if ends and len(single) > 1 and single[-1] == ends[0] else found
 
 
 def _single(processor: Any) -> list[int | None]:
-    """The ids that a post-processor of a tokenizer.json makes of a text, with None for the text."""
+    """Return the ids that a post-processor of a tokenizer.json puts around a text, with None for the text."""
     if not isinstance(processor, Mapping):
         return [None]
     if processor.get("type") == "Sequence":
@@ -223,11 +223,11 @@ def _single(processor: Any) -> list[int | None]:
 
 
 def _differences(content: Mapping[str, Any], tokens: Sequence[str], keys: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> Iterator[str]:
-    """Sentences about texts of which llama.cpp's tokens are other ones."""
+    """Yield sentences about texts for which llama.cpp's tokens differ."""
     wide = [token["content"] for token in content.get("added_tokens", []) if any(token.get(key) for key in ("lstrip", "rstrip", "single_word"))]
     if wide and not _strips_as_phi(content):
         more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
-        yield f"llama.cpp keeps the spaces beside {', '.join(wide[:_SHOWN])}{more}, which this tokenizer takes in, and finds them inside words"
+        yield f"llama.cpp keeps the spaces next to {', '.join(wide[:_SHOWN])}{more}, which this tokenizer takes in, and finds them inside words"
     written = [*([begin] if keys[f"{PREFIX}add_bos_token"] else []), None, *(ends[:1] if keys.get(f"{PREFIX}add_eos_token") else [])]
     if (single := _single(content.get("post_processor"))) != written:
         words = " ".join("TEXT" if each is None else tokens[each] if each < len(tokens) else str(each) for each in single)

@@ -94,7 +94,7 @@ def test_scaling_of_positions_is_read(name: str, keys: dict[str, Any], expected:
         ({"attention.value_length": 8}, "llama.attention.value_length in a.gguf must be 16, the size of a head"),
         ({"attention.key_length_mla": 8}, "llama.attention.key_length_mla in a.gguf changes the model"),
         ({"attention.sliding_window_pattern": 2}, "llama.attention.sliding_window_pattern in a.gguf changes the model"),
-        ({"attention.causal": False}, "tokens that see those behind them"),
+        ({"attention.causal": False}, "tokens that see later tokens"),
         ({"attention.clamp_kqv": 8.0}, "clamped queries, keys and values"),
         ({"attention.max_alibi_bias": 8.0}, "ALiBi"),
         ({"attention.scale": 0.1}, "scores with a scale of their own"),

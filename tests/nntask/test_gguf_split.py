@@ -93,7 +93,7 @@ def changed(shard: Path, **keys: Any) -> None:
 def test_shards_that_do_not_belong_together(tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing, swapped, renamed, foreign, repeated or broken shard: one sentence."""
     wrong: dict[str, tuple[Any, str]] = {
-        "missing": (lambda shards: shards[1].unlink(), "model-00002-of-00003.gguf is not beside it; copy the missing shard"),
+        "missing": (lambda shards: shards[1].unlink(), "model-00002-of-00003.gguf is not in its directory; copy the missing shard"),
         "swapped": (lambda shards: changed(shards[1], no=2), "is shard 2 of 3 by its metadata, and shard 1 of 3 by its name"),
         "other count": (lambda shards: changed(shards[1], count=4), "is shard 1 of 4 by its metadata"),
         "tensors": (lambda shards: changed(shards[0], tensors_count=7), "split.tensors.count in"),

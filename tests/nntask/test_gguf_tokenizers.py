@@ -170,7 +170,7 @@ def test_what_llama_cpp_does_otherwise_is_said() -> None:
     content = json.loads(inner.to_str())
     content["added_tokens"][0]["lstrip"] = True
     _, notes = keys_of({"tokenizer.json": json.dumps(content)}, 500, begin=None, ends=())
-    assert ["keeps the spaces beside <|endoftext|>" in notes[0], "NFC" in notes[1]] == [True, True]
+    assert ["keeps the spaces next to <|endoftext|>" in notes[0], "NFC" in notes[1]] == [True, True]
     inner = byte_level("qwen2")
     inner.post_processor = processors.TemplateProcessing("[A] $A [A]", special_tokens=[("[A]", 7)])
     _, notes = keys_of({"tokenizer.json": inner.to_str()}, 500, begin=None, ends=())
