@@ -112,8 +112,8 @@ def as_user_error(error: Exception, runtime: Runtime, machine: MachineSpec, asid
     """Return the error that the user sees for one of `FAILURES`.
 
     Causes that the runtime knows come first, because tasks that needed the lost data are cancelled one after another: the disk tier, a GPU, a task
-    that did not fit, a file that could not be read. Then follows the message of a kernel, `Diverged` if --check-finite stopped it, otherwise the error
-    itself.
+    that did not fit, a file that could not be read. Then follows the message of a kernel, `Diverged` if --check-finite stopped it, otherwise the
+    error itself.
 
     Args:
         machine: machine of the runtime.

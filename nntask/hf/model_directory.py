@@ -1,9 +1,9 @@
 """Model directories of transformers: the config, the safetensors files, and the weights as sources of our tiles. A GGUF file is read the same way.
 
 Opening a directory reads headers only, and compares their sizes with the config's before memory is taken for these. A tile is read from its byte
-range in the file at its first use, and again at its next use after an eviction; no tensor is whole in memory. A value that is not finite raises an error
-at that read, with the names of the tensor and the file. Matrices may be quantised (`io.block_ranges`); a model with blocks takes them as they are, and
-other models as floats.
+range in the file at its first use, and again at its next use after an eviction; no tensor is whole in memory. A value that is not finite raises an
+error at that read, with the names of the tensor and the file. Matrices may be quantised (`io.block_ranges`); a model with blocks takes them as they
+are, and other models as floats.
 """
 
 from __future__ import annotations
