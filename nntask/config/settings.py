@@ -25,7 +25,7 @@ class ModelSettings:
     """The model."""
 
     model: str | None = None
-    """name of a built-in model, such as gpt2, llama-1b or bert-base; nntask models lists all (default: tiny)"""
+    """built-in model; nntask models lists all, such as gpt2, llama-1b, bert-base (default: tiny)"""
     config_path: str | None = None
     """config of a model as a JSON file with Hugging Face keys, instead of --model; nntask models lists the supported families"""
     seq_len: int | None = None

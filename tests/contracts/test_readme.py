@@ -124,7 +124,7 @@ def test_commands_table() -> None:
 
 def test_help_names_models_that_exist() -> None:
     """The help of --model says where presets are listed, and its examples and default are presets."""
-    text = re.search(r'"""(preset, which nntask models lists, such as (.+) \(default (\w+)\))"""', inspect.getsource(ModelSettings))
+    text = re.search(r'"""(built-in model; nntask models lists all, such as (.+) \(default: (\w+)\))"""', inspect.getsource(ModelSettings))
     assert text is not None
     assert {*text[2].split(", "), text[3]} <= set(PRESETS)
 

@@ -126,7 +126,7 @@ def test_a_shard_is_not_written_over(tmp_path: Path, whole: Path, capsys: pytest
     shards = split(whole, tmp_path / "shards")
     before = shards[1].read_bytes()
     assert main(["quantize", str(shards[0]), str(shards[1]), "--force"]) == 2
-    assert "which is read" in capsys.readouterr().err
+    assert "which is the source" in capsys.readouterr().err
     assert shards[1].read_bytes() == before
     assert main(["quantize", str(shards[2]), str(tmp_path / "one.gguf"), "--type=f32"]) == 0
     assert greedy(tmp_path / "one.gguf", [3, 1, 4]) == greedy(whole, [3, 1, 4])

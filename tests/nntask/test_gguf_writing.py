@@ -229,9 +229,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "model.embed_tokens.weight (--embeddings quantises it)" in out
     for argv, code, words in (
         (["model", "small.gguf"], 2, "exists; name another file, or replace it with --force"),
-        (["small.gguf", "small.gguf", "--force"], 2, "which is read"),
-        (["model", "model", "--force"], 2, "which is read"),
-        (["model", "model/x.gguf"], 2, "which is read"),
+        (["small.gguf", "small.gguf", "--force"], 2, "which is the source"),
+        (["model", "model", "--force"], 2, "which is the source"),
+        (["model", "model/x.gguf"], 2, "which is the source"),
         (["model", "other.gguf", "--keep=nothing"], 2, "--keep nothing fits none of the"),
         (["model", "other.gguf", "--type=f16", "--head"], 2, "--head is about --type q8_0 and q4_0"),
         (["model", "other.gguf", "--ram=1KiB"], 3, "the least that will do is"),

@@ -81,7 +81,7 @@ def test_help_has_one_column(columns, monkeypatch, capsys):
     assert all(re.match(r"(| \w+ options| -+|  -.*| {2}[A-Z].*\.| {24}\S.*)$", line) for line in body), body
     assert all(after.endswith(" options") for line, after in itertools.pairwise(body) if not line)
     assert "--objective {causal,masked,seq2seq,classify}" in " ".join(" ".join(lines).split())
-    assert "or of GPUs a share, e.g. 0.25 (default: 0.9 of what is free; simulated: as RAM)" in " ".join(" ".join(lines).split())
+    assert "or a share of a GPU, e.g. 0.25 (default: 0.9 of its free memory, or --ram)" in " ".join(" ".join(lines).split())
 
 
 def test_every_flag_of_the_nearest_relative_is_known():
