@@ -105,9 +105,9 @@ class FrozenBase:
                     f"{owner} holds adapters for the weights in {file}, which is not there; move them back, or make a link to where "
                     f"{'that file' if link == file else 'that directory'} is now: ln -s NEW {shlex.quote(str(link))}"
                 )
-            if (found := self._fingerprint(file)) != written:
+            if (present := self._fingerprint(file)) != written:
                 raise DataError(
-                    f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {found} now; "
+                    f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {present} now; "
                     "adapters mean nothing with other weights, so put the old file back"
                 )
 
@@ -149,11 +149,11 @@ class FrozenBase:
             # products of many tokens with 16-bit blocks are slower than with floats, so training takes floats
             model.hold_blocks({name: how for name, how in blocks.items() if how.block_format.is_quantised})
         tensors = base_tensors(model)
-        found = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, model.config)
-        if found is None:
+        weights = self.weights({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, model.config)
+        if weights is None:
             return []
-        attach_weights(tensors, found)
-        return [name for name in tensors if name not in found]
+        attach_weights(tensors, weights)
+        return [name for name in tensors if name not in weights]
 
 
 def frozen_base_of(checkpoint: Checkpoint) -> FrozenBase | None:

@@ -163,8 +163,8 @@ def local_nodes(address: str) -> int | None:
         return int(local[1])
     if address.startswith("local:"):
         raise UsageError(f"--dask local:N takes 1 to {MOST_LOCAL} workers on this machine, got {address!r}; for example --dask local:2")
-    found = _ADDRESS.fullmatch(address)
-    host, port = (found["host"] or "", int(found["port"] or 1)) if found else ("", 0)
+    match = _ADDRESS.fullmatch(address)
+    host, port = (match["host"] or "", int(match["port"] or 1)) if match else ("", 0)
     if host and 1 <= port <= MOST_LOCAL and difflib.get_close_matches(host.lower(), ["local"], 1, 0.8):  # no scheduler uses such a port
         raise UsageError(f"--dask must be the address of a Dask scheduler or local:N, got {address!r}; did you mean local:{port}?")
     if not 1 <= port <= MOST_PORT:

@@ -83,8 +83,8 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
     """Return the run of a model without tiles; arguments and errors are those of `resolve`. Settings about tiles must be unset."""
     with _differing_first(settings, resumed):
         settings = with_tokenizer(filled(settings, config))
-    if resumed is not None and (found := _differences(settings, resumed)):
-        raise _differs(resumed, found)
+    if resumed is not None and (differing := _differences(settings, resumed)):
+        raise _differs(resumed, differing)
     if not objective_of(settings, config).is_plain:
         raise UsageError(
             f"--dataset {settings.data.dataset} with conversations is for nntask's own models; write them as texts, or train such a model"
@@ -237,7 +237,7 @@ def adapters_of(settings: TrainSettings) -> LoRA | None:
 def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None = None) -> DataSpec:
     """Return the data part of the settings, for a new run or one that continues from a checkpoint."""
     data = settings.data
-    found = DataSpec(
+    spec = DataSpec(
         dataset=data.dataset,
         path=data.dataset_path,
         val_path=data.val_path,
@@ -247,7 +247,7 @@ def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoi
         vocab_size=config.vocab_size,
         objective=objective_of(settings, config),
     )
-    return found if resumed is None else with_kept_template(found, resumed)
+    return spec if resumed is None else with_kept_template(spec, resumed)
 
 
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:
@@ -308,8 +308,8 @@ def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Ite
     try:
         yield
     except UsageError:
-        if resumed is not None and (found := _differences(settings, resumed)):  # stored sizes may break rules only together with new ones
-            raise _differs(resumed, found) from None
+        if resumed is not None and (differing := _differences(settings, resumed)):  # stored sizes may break rules only together with new ones
+            raise _differs(resumed, differing) from None
         raise
 
 

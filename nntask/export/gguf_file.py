@@ -75,11 +75,11 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
     metadata |= {"general.quantization_version": 2, **vocabulary}
     try:
         with written_aside(path) as new:
-            made = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
+            located = new_gguf(new, metadata, tensors, architecture, Heads.of(source.config.to_dict()))
             for name, values in factors.items():
-                made[name].values().write(values)
-            blocks = {name: made[here[name]].blocks() for name in staying(source, kinds)}
-            copy_weights(source, {name: made[short].values() for name, short in here.items()}, blocks, kinds, asked)
+                located[name].values().write(values)
+            blocks = {name: located[here[name]].blocks() for name in staying(source, kinds)}
+            copy_weights(source, {name: located[short].values() for name, short in here.items()}, blocks, kinds, asked)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
     weights = sum(prod(shape) for name, (_, shape) in tensors.items() if name not in ALL_FACTORS)

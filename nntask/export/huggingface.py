@@ -217,12 +217,12 @@ def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[A
     header, spans = header_of({name: (shape, kind) for name, shape in shapes.items()}, {"format": "pt"})
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.pwrite(file.fd, header, 0)
-    found = {}
+    ranges = {}
     for name, shape in shapes.items():
         first, last = spans[name]
-        found[name] = FileRange(file, kind, len(header) + first, shape, strides_of(shape, kind))
+        ranges[name] = FileRange(file, kind, len(header) + first, shape, strides_of(shape, kind))
         os.ftruncate(file.fd, len(header) + last)
-    return found
+    return ranges
 
 
 def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:

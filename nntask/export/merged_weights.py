@@ -115,15 +115,15 @@ def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:
     frozen = {name: p for name, p in parameters.items() if not p.trainable}
     in_files = base.weights({name: (p.shape, p.dtype) for name, p in parameters.items()}, checkpoint.config)
     below: dict[str, Weight] = {name: where for name, (_, where) in in_files.items()} if in_files is not None else _made(checkpoint, frozen)
-    found: dict[str, Weight] = {name: _frozen(below[name], p) if name in frozen else stored[name] for name, p in parameters.items()}
+    weights: dict[str, Weight] = {name: _frozen(below[name], p) if name in frozen else stored[name] for name, p in parameters.items()}
     adapters = adapter_arrays(checkpoint, model)
     for members in adapted(model).values():
         for name, layer in members.items():
             assert layer.lora is not None  # capture_of adds the adapters of the run
             down, up = (adapters[id(factor)] for factor in (layer.lora.A, layer.lora.B))
             left, right = adapter_factors(layer, down, up)
-            found[f"{name}.weight"] = replace(_frozen(below[f"{name}.weight"], layer.weight), left=left, right=right)
-    return found
+            weights[f"{name}.weight"] = replace(_frozen(below[f"{name}.weight"], layer.weight), left=left, right=right)
+    return weights
 
 
 def _frozen(base: Weight, parameter: Parameter) -> _Merged:
@@ -153,7 +153,7 @@ def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Ar
     Raises:
         DataError: a tensor is missing or has another shape or element type.
     """
-    found = {}
+    arrays = {}
     learnt = {name: p for name, p in model.named_parameters().items() if p.trainable}
     with TensorFile(checkpoint.path / MODEL) as file:
         file.check({name: (p.shape, p.dtype) for name, p in learnt.items()}, exact=True)
@@ -161,8 +161,8 @@ def adapter_arrays(checkpoint: Checkpoint, model: LanguageModel) -> dict[int, Ar
     for name, parameter in learnt.items():
         values = np.empty(parameter.shape, parameter.dtype)
         ranges[name].read(values)
-        found[id(parameter)] = values.astype(merge_dtype(parameter.dtype))
-    return found
+        arrays[id(parameter)] = values.astype(merge_dtype(parameter.dtype))
+    return arrays
 
 
 def _made(checkpoint: Checkpoint, parameters: Mapping[str, Parameter]) -> dict[str, Weight]:

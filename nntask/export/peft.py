@@ -54,14 +54,14 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: only its path is exported
     model, names = capture_of(source), source.config.names
     arrays, groups = adapter_arrays(source, model), adapted(model)
-    found = {}
+    tensors = {}
     for module, layers in groups.items():
         adapters = [layer.lora for layer in layers.values() if layer.lora is not None]
-        found[f"{_PREFIX}{module}.lora_A.weight"] = arrays[id(adapters[0].A)]  # (r, K)
-        found[f"{_PREFIX}{module}.lora_B.weight"] = names.rows_out(module, [arrays[id(each.B)] for each in adapters], source.config)  # (N, r)
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = arrays[id(adapters[0].A)]  # (r, K)
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = names.rows_out(module, [arrays[id(each.B)] for each in adapters], source.config)  # (N, r)
     parameters, theirs = model.named_parameters(), names_of(source.config, {name: tensor.shape for name, tensor in base_tensors(model).items()})
     whole = {theirs[name]: arrays[id(p)] for name, p in parameters.items() if p.trainable and not is_factor(name)}
-    found |= {_PREFIX + name: array for name, array in whole.items()}
+    tensors |= {_PREFIX + name: array for name, array in whole.items()}
     values = _config(lora, groups, base.path if base is not None and base.kind == "directory" else None)
     values |= {"task_type": _TASKS.get(source.config.objective), "target_modules": _targets(groups, theirs.values())}
     if whole:
@@ -69,12 +69,12 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     kind = kind_of({p.dtype for p in model.parameters() if p.trainable}, dtype)
 
     def write(directory: Path) -> Exported:
-        ranges = new_file(directory / WEIGHTS, {name: array.shape for name, array in found.items()}, kind)
-        for name, array in found.items():
+        ranges = new_file(directory / WEIGHTS, {name: array.shape for name, array in tensors.items()}, kind)
+        for name, array in tensors.items():
             ranges[name].write(as_stored(name, array, kind))
         write_json(directory / ADAPTER_CONFIG, values)
         write_tokenizer(directory, tokenizer, source.config.n_positions)
-        num_weights = sum(array.size for array in found.values())
+        num_weights = sum(array.size for array in tensors.values())
         return Exported((WEIGHTS,), num_weights * kind.itemsize, num_weights)
 
     return write_directory(path, write)

@@ -269,7 +269,7 @@ def metadata_of(values: Values, architecture: Architecture) -> dict[str, Any]:
     """
     if architecture.name == "gpt2":
         heads, width = values["n_head"], values["n_embd"]
-        found = {
+        keys = {
             "context_length": values["n_positions"],
             "embedding_length": width,
             "block_count": values["n_layer"],
@@ -279,14 +279,14 @@ def metadata_of(values: Values, architecture: Architecture) -> dict[str, Any]:
             "vocab_size": values["vocab_size"],
         }
     else:
-        found = _metadata_of_hidden(values, architecture.name)
-    return {"general.architecture": architecture.name, **{f"{architecture.name}.{key}": value for key, value in found.items()}}
+        keys = _metadata_of_hidden(values, architecture.name)
+    return {"general.architecture": architecture.name, **{f"{architecture.name}.{key}": value for key, value in keys.items()}}
 
 
 def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
     heads, width = values["num_attention_heads"], values["hidden_size"]
     size = values.get("head_dim") or width // heads
-    found = {
+    keys = {
         "context_length": values["max_position_embeddings"],
         "embedding_length": width,
         "block_count": values["num_hidden_layers"],
@@ -299,12 +299,12 @@ def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
         _BASE: float(values["rope_theta"]),
         "vocab_size": values["vocab_size"],
     }
-    found |= {_LAYER: values["layer_norm_eps"]} if name == "phi2" else {_RMS: values["rms_norm_eps"]}
+    keys |= {_LAYER: values["layer_norm_eps"]} if name == "phi2" else {_RMS: values["rms_norm_eps"]}
     if values.get("sliding_window") and (name in ("gemma2", "gemma3", "phi3") or values["model_type"] == "mistral"):
-        found[_WINDOW] = values["sliding_window"]
+        keys[_WINDOW] = values["sliding_window"]
     if name in _PERIODS:
-        found |= _metadata_of_gemma(values, name)
-    return found | scaling_keys(values.get("rope_scaling"))
+        keys |= _metadata_of_gemma(values, name)
+    return keys | scaling_keys(values.get("rope_scaling"))
 
 
 def _metadata_of_gemma(values: Values, name: str) -> dict[str, Any]:

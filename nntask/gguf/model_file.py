@@ -69,23 +69,23 @@ class GgufModel:
     """
 
     def __init__(self, path: Path) -> None:
-        found = open_shards(path)
+        shards = open_shards(path)
         self.path = path
-        shapes = {name: entry.shape for name, (_, entry) in found.tensors.items()}
-        ties = _repeats_embedding(found)
-        factors = {name: _factors(found, name) for name in ALL_FACTORS if name in found.tensors}
-        check_kind(found.metadata, str(path))
-        self.values, unread = config_from(found.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
-        self.unread = (*unread, *unread_of_others(found.metadata, str(found.metadata["general.architecture"])))
-        ids = ids_from(found.metadata, self.values["vocab_size"])
+        shapes = {name: entry.shape for name, (_, entry) in shards.tensors.items()}
+        ties = _repeats_embedding(shards)
+        factors = {name: _factors(shards, name) for name in ALL_FACTORS if name in shards.tensors}
+        check_kind(shards.metadata, str(path))
+        self.values, unread = config_from(shards.metadata, shapes, str(path), rotary_factors=factors, ties=ties)
+        self.unread = (*unread, *unread_of_others(shards.metadata, str(shards.metadata["general.architecture"])))
+        ids = ids_from(shards.metadata, self.values["vocab_size"])
         self.values |= ids
-        architecture, heads = ARCHITECTURES[found.metadata["general.architecture"]], Heads.of(self.values)
+        architecture, heads = ARCHITECTURES[shards.metadata["general.architecture"]], Heads.of(self.values)
         self.tensors = {
             architecture.name_there(name): LocatedTensor(file, name, each.type, each.shape, each.offset, architecture, heads)
-            for name, (file, each) in found.tensors.items()
+            for name, (file, each) in shards.tensors.items()
             if name not in ALL_FACTORS and not (ties and name == HEAD)
         }
-        self._metadata, self._ids = found.metadata, ids
+        self._metadata, self._ids = shards.metadata, ids
 
     @property
     def notes(self) -> list[str]:

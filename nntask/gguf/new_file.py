@@ -49,13 +49,13 @@ def new_gguf(
     _write_header(path, metadata, tensors, architecture.name)
     file = OpenFile(path, os.O_RDWR)
     offset = os.fstat(file.fd).st_size
-    found = {}
+    located = {}
     for name, (kind, shape) in tensors.items():
         each = _BY_NAME[kind][1]
-        found[name] = LocatedTensor(file, name, each, shape, offset, architecture, heads)
+        located[name] = LocatedTensor(file, name, each, shape, offset, architecture, heads)
         offset = _aligned(offset + nbytes_of(kind, shape))
     os.ftruncate(file.fd, offset)
-    return found
+    return located
 
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:

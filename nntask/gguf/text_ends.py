@@ -72,10 +72,10 @@ def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     begin = id_of(metadata, "bos_token_id")
     if begin is None and metadata.get(f"{PREFIX}model") == "llama" and tokens[1:2] == ["<s>"]:
         begin = 1  # the default of llama.cpp
-    kept = list(dict.fromkeys(end for end in ends if end is not None and 0 <= end < vocab_size))
+    ids = list(dict.fromkeys(end for end in ends if end is not None and 0 <= end < vocab_size))
     return {
         "bos_token_id": begin if begin is not None and 0 <= begin < vocab_size else None,
-        "eos_token_id": kept if len(kept) > 1 else kept[0] if kept else None,
+        "eos_token_id": ids if len(ids) > 1 else ids[0] if ids else None,
     }
 
 
@@ -91,11 +91,11 @@ def id_keys(begin: int | None, ends: Sequence[int], tokens: Sequence[str]) -> di
     turn, message = _chosen(rest, tokens, _OF_TURNS), _chosen(rest, tokens, (_OF_MESSAGES,))
     turn, message = (rest.pop(0) if each is None and rest else each for each in (turn, message))
     named = {"bos_token_id": begin, "eos_token_id": ends[0] if ends else None, "eot_token_id": turn, "eom_token_id": message}
-    found: dict[str, Any] = {PREFIX + name: index for name, index in named.items() if index is not None}
-    read = ids_from({**found, f"{PREFIX}tokens": list(tokens)}, max((*ends, len(tokens))) + 1)["eos_token_id"]
+    keys: dict[str, Any] = {PREFIX + name: index for name, index in named.items() if index is not None}
+    read = ids_from({**keys, f"{PREFIX}tokens": list(tokens)}, max((*ends, len(tokens))) + 1)["eos_token_id"]
     if list(ends) != (read if isinstance(read, list) else [] if read is None else [read]):
-        found[_ALL_ENDS] = list(ends)
-    return found
+        keys[_ALL_ENDS] = list(ends)
+    return keys
 
 
 def _chosen(rest: list[int], tokens: Sequence[str], words: Sequence[str]) -> int | None:

@@ -53,28 +53,28 @@ def keys_of(files: Mapping[str, str], vocab_size: int, *, begin: int | None, end
     content = json.loads(files[TOKENIZER])
     begin, ends = None if begin is None or begin >= vocab_size else begin, [end for end in ends if end < vocab_size]
     tokens, kinds = _tokens(content, vocab_size)
-    found: dict[str, Any] = dict(_NONE)
+    keys: dict[str, Any] = dict(_NONE)
     notes = list[str]()
     reason = _unlike(content)
     if reason is None:
         known = {token: index for token, index in ids_of(content).items() if index < vocab_size}
-        found = _pieces(content, known, kinds) if content["model"].get("byte_fallback") else _bytes(content, known)
-        found |= {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": kinds, **_around(content, begin, ends)}
-        notes += _differences(content, tokens, found, begin, ends)
+        keys = _pieces(content, known, kinds) if content["model"].get("byte_fallback") else _bytes(content, known)
+        keys |= {f"{PREFIX}tokens": tokens, f"{PREFIX}token_type": kinds, **_around(content, begin, ends)}
+        notes += _differences(content, tokens, keys, begin, ends)
     else:
         notes.append(
             f"llama.cpp has no tokenizer like that of this model, which {reason}; the file has none for llama.cpp, and its tokenizer.json for nntask"
         )
     template = files.get(CHAT_TEMPLATE) or json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
     if isinstance(template, str):
-        found[TEMPLATE] = template
-    found |= id_keys(begin, ends, tokens)
-    if lost := unknown_ends(ends, found, tokens):
+        keys[TEMPLATE] = template
+    keys |= id_keys(begin, ends, tokens)
+    if lost := unknown_ends(ends, keys, tokens):
         words = ", ".join(f"{end} ({tokens[end]})" if end < len(tokens) else str(end) for end in lost)
         notes.append(
             f"llama.cpp does not stop at {words}, which end a text too, as a file has three ends; nntask reads all from tokenizer.ggml.eos_token_ids"
         )
-    return {**found, WHOLE: files[TOKENIZER], **_named(name, content)}, notes
+    return {**keys, WHOLE: files[TOKENIZER], **_named(name, content)}, notes
 
 
 def _named(name: str, content: Mapping[str, Any]) -> dict[str, str]:
@@ -188,15 +188,15 @@ def _pieces(content: Mapping[str, Any], known: Mapping[str, int], kinds: list[in
         if index is not None:
             scores.setdefault(index, -float(rank + 1))
     least = -float(len(content["model"]["merges"]) + 1)
-    found: dict[str, Any] = {f"{PREFIX}model": "llama", f"{PREFIX}scores": [scores.get(index, least) for index in range(len(kinds))]}
+    keys: dict[str, Any] = {f"{PREFIX}model": "llama", f"{PREFIX}scores": [scores.get(index, least) for index in range(len(kinds))]}
     for token, index in known.items():
         if _BYTE_TOKEN.fullmatch(token):
             kinds[index] = BYTE
     unknown = known.get(content["model"].get("unk_token") or "")
     if unknown is not None:
         kinds[unknown] = UNKNOWN
-        found[f"{PREFIX}unknown_token_id"] = unknown
-    return {**found, f"{PREFIX}add_space_prefix": bool(_puts_space(content))}
+        keys[f"{PREFIX}unknown_token_id"] = unknown
+    return {**keys, f"{PREFIX}add_space_prefix": bool(_puts_space(content))}
 
 
 def _around(content: Mapping[str, Any], begin: int | None, ends: Sequence[int]) -> dict[str, Any]:

@@ -134,20 +134,20 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
         return NO_GPUS
     must = resources.ngpu is not None or resources.restrict == "cuda"
     try:
-        found = cards.choose(resources.ngpu)
-        if not found and must:
+        chosen = cards.choose(resources.ngpu)
+        if not chosen and must:
             raise NoGpu(f"--restrict=cuda needs a GPU, and CuPy, through which GPUs are used, is not installed; drop --restrict=cuda, or {INSTALL}")
     except NoGpu as error:
         if must:
             raise UsageError(str(error)) from error
         return GpuPlan((), 0, f"no GPU is used: {error}")
-    if not found:
+    if not chosen:
         return NO_GPUS
     if dtype == "fp64":
         return GpuPlan((), 0, "no GPU is used: --dtype fp64 has no CUDA kernels")
     split = resources.split_gpu
-    devices = tuple((card, None if split == 1 else part) for card in found for part in range(split))
-    return GpuPlan(devices, _budget(resources.gpu_memory, found, split))
+    devices = tuple((card, None if split == 1 else part) for card in chosen for part in range(split))
+    return GpuPlan(devices, _budget(resources.gpu_memory, chosen, split))
 
 
 def check_links(resources: ResourceSettings) -> None:
@@ -287,15 +287,15 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, 
     """
     if not gpus.devices:
         return {}
-    found = dict(
+    counts = dict(
         Counter(task.name for task in tasks if "cuda" not in task.kinds and not (isinstance(task.codelet, Codelet) and task.codelet.cpu_only))
     )
-    names = ", ".join(sorted(found))
-    if found and strict:
+    names = ", ".join(sorted(counts))
+    if counts and strict:
         raise UsageError(f"--strict refuses tasks without a CUDA kernel, and there are some of {names}; drop --strict, or use --ngpu 0")
-    if found and not num_cpu:
+    if counts and not num_cpu:
         raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them; add --ncpu 1, or use --ngpu 0")
-    return found
+    return counts
 
 
 def open_nccl(gpus: GpuPlan) -> Nccl:

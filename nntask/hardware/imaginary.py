@@ -84,8 +84,8 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
     models, policy = Models(), policy_of(resources.sched, count)
     models.declare_links(len(nodes), storage=disk is not None, given=(LATENCY, bandwidth), disk=(LATENCY, of_disk / THREADS))
     rates: dict[WorkerKind, Rate] = {"sim": Rate(flops, DEVICE_BANDWIDTH)}
-    found = MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, rates, ram_rate=of_ram)
-    return found.beside(NUM_CPU if resources.ncpu is None else resources.ncpu) if resources.update_on == "cpu" else found
+    machine = MachineModel(tuple(workers), tuple(nodes), disk is not None, models, policy, rates, ram_rate=of_ram)
+    return machine.beside(NUM_CPU if resources.ncpu is None else resources.ncpu) if resources.update_on == "cpu" else machine
 
 
 def coarse_tiling(config: ModelConfig, minibatch: int, length: int, target: MachineModel, factor: int = 1) -> ModelTiling:

@@ -231,14 +231,14 @@ def durations(plan: StepPlan, target: MachineModel) -> Durations:
     for kind in sorted({kind for kind, _, _ in target.workers}):
         known: dict[tuple[str, int], float] = {}
         for key, task in examples.items():
-            found = None if target.rates is not None else _measured(target.models, key, kind)
+            duration = None if target.rates is not None else _measured(target.models, key, kind)
             num_kinds += 1
-            num_measured += found is not None
-            if found is None:
+            num_measured += duration is not None
+            if duration is None:
                 if rates is None:
                     rates = measured_rates(len(target.workers))
-                found = _guessed(task, rates[kind] if kind in rates else Rate(CPU_FLOPS, 1e10))
-            known[key] = found
+                duration = _guessed(task, rates[kind] if kind in rates else Rate(CPU_FLOPS, 1e10))
+            known[key] = duration
         seconds[kind] = [known[key] for key in keys]
     return Durations(seconds, num_measured, num_kinds)
 

@@ -122,7 +122,7 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
     gpus = gpus_of(resources, dtype)
     if checks:
         check_devices(resources, gpus)
-    found = MachineSpec(
+    machine = MachineSpec(
         num_cpu=num_cpu_workers(resources.ncpu, gpus),
         gpus=gpus,
         num_simulated=resources.sim_gpu,
@@ -131,7 +131,7 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
             policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
         ),
     )
-    return beside_devices(found, resources.ncpu) if resources.update_on != "device" and resources.ncpu != 0 else found
+    return beside_devices(machine, resources.ncpu) if resources.update_on != "device" and resources.ncpu != 0 else machine
 
 
 def beside_devices(machine: MachineSpec, asked: int | None) -> MachineSpec:

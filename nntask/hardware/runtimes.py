@@ -34,9 +34,9 @@ def check_finite(task: FinishedTask) -> None:
             continue
         view = tile.data
         if isinstance(view, np.ndarray) and view.dtype.kind in "fV":
-            found = np.isnan(view)
-            if found.any():
-                where = [int(i) for i in np.argwhere(found)[0]]
+            is_nan = np.isnan(view)
+            if is_nan.any():
+                where = [int(i) for i in np.argwhere(is_nan)[0]]
                 raise FoundNaN(f"task {task.name!r} wrote the first NaN, to tile {tile.name or '(unnamed)'} at element {where}")
 
 

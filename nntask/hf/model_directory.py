@@ -236,16 +236,16 @@ class ModelDirectory:
 
     def weights(self) -> dict[str, tuple[str, Stored]]:
         """Return our name of each weight in the files -> (name of the tensor that contains it, its byte range). Call `check` first."""
-        layout, found = FileLayout(self.ranges), dict[str, tuple[str, Stored]]()
+        layout, stored = FileLayout(self.ranges), dict[str, tuple[str, Stored]]()
         placeholders = {name: array.T if self._is_turned(name) else array for name, array in layout.arrays().items()}
         for ours, array in self.config.names.from_hf(placeholders, self.config, has_head=self.has_head).items():
             name, where = layout.name_of(array), layout.range_of(array)
             if name in self.formats:
                 is_turned = self._is_turned(name)
-                found[ours] = name, BlockRange.of(turned(where) if is_turned else where, self.formats[name], is_turned=is_turned)
+                stored[ours] = name, BlockRange.of(turned(where) if is_turned else where, self.formats[name], is_turned=is_turned)
             else:
-                found[ours] = name, where
-        return found
+                stored[ours] = name, where
+        return stored
 
     def _is_turned(self, name: str) -> bool:
         """Return whether a tensor is quantised as the transpose of the family's (in, out) matrix."""
@@ -319,12 +319,12 @@ def stored_ranges(path: Path) -> tuple[dict[str, FileRange], dict[str, BlockForm
     formats: dict[str, BlockFormat] = {}
     for name, tensors in _files(path).items():
         with TensorFile(path / name) as file:
-            found = file.ranges()
-            formats.update(formats_in(file.metadata, found, file.path))
-        if tensors is not None and (wrong := sorted(tensors ^ set(found))):
-            where = "has a tensor" if wrong[0] in found else "lacks the tensor"
+            in_file = file.ranges()
+            formats.update(formats_in(file.metadata, in_file, file.path))
+        if tensors is not None and (wrong := sorted(tensors ^ set(in_file))):
+            where = "has a tensor" if wrong[0] in in_file else "lacks the tensor"
             raise DataError(f"{path / name} {where} {wrong[0]}, and {INDEX} says otherwise; copy the directory again")
-        ranges.update(found)
+        ranges.update(in_file)
     return ranges, formats
 
 

@@ -143,11 +143,11 @@ def renamed(rules: Rules, values: Mapping[str, Any], source: str) -> Mapping[str
     Raises:
         UsageError: a field has two different values.
     """
-    found = dict(values)
+    by_field = dict(values)
     for key, value in values.items():
         rule = rules.get(key)
         if not isinstance(rule, Alias) or value is None:
             continue
-        if (other := found.setdefault(rule.field, value)) != value:
+        if (other := by_field.setdefault(rule.field, value)) != value:
             raise UsageError(f"{source} has {rule.field} twice, {shown(value)} in {key} and {shown(other)} in {rule.field}; remove the wrong one")
-    return found
+    return by_field

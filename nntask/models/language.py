@@ -166,11 +166,11 @@ class LanguageModel(Module):
                     "lower the sequence length"
                 )
         tile = (self.given_tiling.minibatch_tile, self.given_tiling.seq_tile)
-        found = {}
+        tensors = {}
         for name in names:
             (shape, cut), dtype = (((1,), (1,)), np.float32) if name == "factor" else (((batch, lengths[name]), tile), np.int32)
-            found[name] = TileTensor(self.runtime, shape, cut, dtype, kind="input", data_class="data", name=name)
-        return found
+            tensors[name] = TileTensor(self.runtime, shape, cut, dtype, kind="input", data_class="data", name=name)
+        return tensors
 
     def position_tensor(self, batch: int) -> TileTensor:
         """Return a (B,) int32 input for `next_logits`, tiled like the batch axis of the tokens."""

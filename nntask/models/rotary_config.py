@@ -120,18 +120,18 @@ class PartialRotaryConfig(RotaryConfig):
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Read the fraction next to the rotary parameters, within them, or under an older key."""
-        taken, found = dict(values), [values[key] for key in ("partial_rotary_factor", *cls.factor_keys) if key in values]
+        taken, factors = dict(values), [values[key] for key in ("partial_rotary_factor", *cls.factor_keys) if key in values]
         taken.pop("partial_rotary_factor", None)
         for key in ("rope_parameters", "rope_scaling"):
             if isinstance(taken.get(key), Mapping) and "partial_rotary_factor" in taken[key]:
-                found.append(taken[key]["partial_rotary_factor"])
+                factors.append(taken[key]["partial_rotary_factor"])
                 taken[key] = {name: value for name, value in taken[key].items() if name != "partial_rotary_factor"}
         for key in cls.theta_keys:
             if key in taken:
                 taken.setdefault("rope_theta", taken[key])
         known = super().read(taken, source)
-        if found:
-            known["partial_rotary_factor"] = found[-1]
+        if factors:
+            known["partial_rotary_factor"] = factors[-1]
         return known
 
     @classmethod

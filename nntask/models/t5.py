@@ -108,11 +108,11 @@ class T5Config(KeyedConfig):
         known = super().read(values, source)
         activation, has_gate = PROJECTIONS.get(str(known.get("feed_forward_proj", "relu")), (None, None))
         for key, said in {"dense_act_fn": activation, "is_gated_act": has_gate}.items():
-            found = values.get(key)
-            if said is not None and found is not None and (ACTIVATIONS.get(str(found)) if key == "dense_act_fn" else found) != said:
+            written = values.get(key)
+            if said is not None and written is not None and (ACTIVATIONS.get(str(written)) if key == "dense_act_fn" else written) != said:
                 raise UsageError(
                     f"{key} in {source} must be {said}, which feed_forward_proj {known.get('feed_forward_proj', 'relu')} implies, "
-                    f"got {shown(found)}; remove it"
+                    f"got {shown(written)}; remove it"
                 )
         if known.get("decoder_start_token_id") is None:
             known["decoder_start_token_id"] = known.get("pad_token_id") or 0

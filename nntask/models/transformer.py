@@ -119,14 +119,14 @@ class Transformer(LanguageModel):
         described, width = config.description, config.n_embd
         self.described, self.names = described, config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
-        made = Construction(cut, width, self.names, described.has_rows_in, flash, library)
+        construction = Construction(cut, width, self.names, described.has_rows_in, flash, library)
         head, row_tile = described.head, (cut.vocab_tile, cut.embd_tile)
         self.embed = Embedding(config.vocab_size, width, row_tile, std=described.stack.std)
         self.encoder = None
         if described.encoder is not None:
-            self.encoder = Stack(described.encoder, replace(made, names={**self.names, **config.names.encoder_modules}))
-        self.stack = Stack(described.stack, made)
-        self.head = HeadLayers(head, made)
+            self.encoder = Stack(described.encoder, replace(construction, names={**self.names, **config.names.encoder_modules}))
+        self.stack = Stack(described.stack, construction)
+        self.head = HeadLayers(head, construction)
         num_out = head.num_labels or config.vocab_size
         self.lm_head = self.embed.weight if head.is_tied else Parameter((num_out, width), row_tile, normal(head.std))
         self.head_bias = Parameter((num_out,), row_tile[:1], constant(0.0)) if head.has_bias else None
@@ -187,16 +187,16 @@ class Transformer(LanguageModel):
 
     def _constants_of(self, tokens: TileTensor, given: ExtraInputs) -> dict[str, Any]:
         """Return the fields of `ForwardPass` that are inputs or the same for all batches of a shape."""
-        stack, found = self.described.stack, dict[str, Any]()
+        stack, fields = self.described.stack, dict[str, Any]()
         if given.decoder_tokens is not None and given.documents is not None:
-            found["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
+            fields["across_documents"] = (self._constant("text", given.decoder_tokens, 1), given.documents)
         if given.positions is not None:
-            found["positions"] = given.positions
+            fields["positions"] = given.positions
         elif stack.first_position:
-            found["positions"] = self._constant("positions", tokens, np.arange(tokens.shape[1]))
+            fields["positions"] = self._constant("positions", tokens, np.arange(tokens.shape[1]))
         if stack.num_token_types:
-            found["token_types"] = self._constant("token types", tokens, 0) if given.token_types is None else given.token_types
-        return found
+            fields["token_types"] = self._constant("token types", tokens, 0) if given.token_types is None else given.token_types
+        return fields
 
     def _constant(self, name: str, like: TileTensor, values: npt.ArrayLike) -> TileTensor:
         """Return an int32 tensor of the shape and tiles of another one; the first call writes it."""

@@ -89,14 +89,14 @@ def attention(
     qd, kd, vd = q.data, k.data, v.data
     how: _How = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
     forward = partial(attention_ops.attention, library=library) if flash else attention_ops.stored_attention
-    o, kept = forward(qd, kd, vd, **how)  # kept: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
+    o, saved = forward(qd, kd, vd, **how)  # saved: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
     table_edge = bias.table.edge if bias is not None else None
 
     def backward(gradients: Gradients) -> None:
         do = only(gradients)  # (B, T, H*D)
         through = partial(attention_ops.attention_backward, library=library) if flash else attention_ops.stored_attention_backward
-        found = through(qd, kd, vd, o, kept, do, **how, dtable=None if table_edge is None else accumulator_of(table_edge))
-        for edge, gradient in zip(edges, found, strict=True):
+        gradients_of_inputs = through(qd, kd, vd, o, saved, do, **how, dtable=None if table_edge is None else accumulator_of(table_edge))
+        for edge, gradient in zip(edges, gradients_of_inputs, strict=True):
             if edge is not None:
                 edge.add(gradient)
 

@@ -55,9 +55,9 @@ def source_documents(keys: TileTensor, is_text: npt.NDArray[np.integer], num_tok
         is_text: (texts, S), 1 where the source has text and 0 in its padding; each text has B / texts rows.
     """
     numbers = np.repeat(is_text, keys.shape[0] // len(is_text), axis=0).astype(np.int32)
-    found = []
+    documents = []
     for values, tile in ((np.ones((len(numbers), num_tokens), np.int32), num_tokens), (numbers, keys.tile[1])):
         tensor = TileTensor(keys.runtime, values.shape, (keys.tile[0], tile), np.int32, kind="input", data_class="data", name="documents")
         tensor.write(values)
-        found.append(tensor)
-    return found[0], found[1]
+        documents.append(tensor)
+    return documents[0], documents[1]

@@ -196,8 +196,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gate_data, up_data, gate_edge, up_edge = gate.data, up.data, gate.edge, up.edge
 
     def backward(gradients: Gradients) -> None:
-        found = elementwise.gated_backward(gate_data, up_data, only(gradients), activation)
-        for edge, gradient in zip((gate_edge, up_edge), found, strict=True):
+        gradients_of_inputs = elementwise.gated_backward(gate_data, up_data, only(gradients), activation)
+        for edge, gradient in zip((gate_edge, up_edge), gradients_of_inputs, strict=True):
             if edge is not None:
                 edge.add(gradient)
 

@@ -75,8 +75,8 @@ class CachedLayer:
         tile = self.keys.tile[1]
         first = cache_ops.first_seen_tile(scoring.window, self.written, tile)
         if self.sources is not None:
-            for kept in (self.keys, self.values):
-                cache_ops.reorder_rows(kept, self.sources, range(max(first, self.forked.start), self.forked.stop))
+            for cached in (self.keys, self.values):
+                cache_ops.reorder_rows(cached, self.sources, range(max(first, self.forked.start), self.forked.stop))
         cache_ops.append(k, v, self.positions, self.keys, self.values, self.written)
         seen = range(first, self.written.stop)
         return cache_ops.cached_attention(q, self.keys, self.values, self.positions, seen, head_size=head_size, scale=scale, scoring=scoring)
@@ -199,8 +199,8 @@ class KVCache:
         """
         forked = range(shared // self.tile, written.stop)
         layers = zip(self._layers, self._windows, self._across, strict=True)
-        found = [CachedLayer(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
-        return Past(positions, found, self.last_position + 1)
+        layers_past = [CachedLayer(keys, values, positions, written, sources, forked, window, across) for (keys, values), window, across in layers]
+        return Past(positions, layers_past, self.last_position + 1)
 
     def take(self, texts: KVCache) -> None:
         """Copy the past of each text, from a cache of the same length with one row a text, to all rows of that text here. The other cache releases

@@ -56,12 +56,12 @@ def matching(word: str, names: Collection[str]) -> frozenset[str]:
     """
     if not word:
         return frozenset()
-    found = frozenset({word} if word in names else {name for name in names if word in name})
-    if not found:
+    matches = frozenset({word} if word in names else {name for name in names if word in name})
+    if not matches:
         near = difflib.get_close_matches(word, names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"--explain must name a task of the step, got {word!r}{hint}; the tasks are: {', '.join(sorted(names))}")
-    return found
+    return matches
 
 
 def table(placement: Placement, number: int, policy: str, workers: Mapping[WorkerId, str]) -> str:

@@ -102,17 +102,17 @@ def steps_of_tasks(ran: Sequence[Ran], first_tasks: Sequence[int], num_tasks: in
         begin: number of the step of the first replay.
         since: number of the first traced step.
     """
-    found: list[StepPosition | None] = []
+    positions: list[StepPosition | None] = []
     times: Counter[int] = Counter()
     for _, _, number, *_ in ran:
         instance = next((at for at, first in enumerate(first_tasks) if first <= number < first + num_tasks), None)
         if instance is None:
-            found.append(None)
+            positions.append(None)
             continue
         earliest = since + (since - begin + instance) % 2
-        found.append((earliest + 2 * times[number], number - first_tasks[instance]))
+        positions.append((earliest + 2 * times[number], number - first_tasks[instance]))
         times[number] += 1
-    return found
+    return positions
 
 
 def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: StepPlan, runtime: Runtime) -> dict[str, Any]:
@@ -123,10 +123,10 @@ def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: St
     if not whole:
         return {}
     durations: list[list[float]] = [[] for _ in plan.tasks]
-    kept = [each for each in tasks if each[0][0] in set(whole)]
-    for (_, position), start, end in kept:
+    in_whole = [each for each in tasks if each[0][0] in set(whole)]
+    for (_, position), start, end in in_whole:
         durations[position].append((end - start) / 1e9)
-    span = max(end for _, _, end in kept) - min(start for _, start, _ in kept)
+    span = max(end for _, _, end in in_whole) - min(start for _, start, _ in in_whole)
     return {
         "steps": whole,
         "seconds_per_step": span / 1e9 / len(whole),
@@ -137,13 +137,13 @@ def facts_of(ran: Sequence[Ran], placed: Sequence[StepPosition | None], plan: St
 
 def codelets_of(plan: StepPlan) -> Mapping[str, Mapping[str, float]]:
     """Return the totals of each codelet in a step: number of tasks, floating-point operations, and bytes read and written, by its cost function."""
-    found: dict[str, dict[str, float]] = {}
+    totals: dict[str, dict[str, float]] = {}
     for task in plan.tasks:
-        row = found.setdefault(task.name, {"tasks": 0, "flops": 0.0, "bytes": 0.0})
+        row = totals.setdefault(task.name, {"tasks": 0, "flops": 0.0, "bytes": 0.0})
         row["tasks"] += 1
         cost = getattr(task.codelet, "cost", None)
         if cost is not None:
             flops, nbytes = cost([handle.view for handle, _ in task.accesses], task.constants)
             row["flops"] += flops
             row["bytes"] += nbytes
-    return found
+    return totals

@@ -83,8 +83,8 @@ def _row(row: Any, source: str) -> tuple[Shape, ModelTiling]:
     sizes = [f.name for f in fields(ModelTiling)]
     wanted = [*Shape._fields, *sizes]
     if not isinstance(row, Mapping) or set(row) != set(wanted):
-        found = ", ".join(sorted(row)) if isinstance(row, Mapping) else repr(row)
-        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {found}; correct or remove the row")
+        keys = ", ".join(sorted(row)) if isinstance(row, Mapping) else repr(row)
+        raise DataError(f"{source} must have the keys {', '.join(wanted)}, got {keys}; correct or remove the row")
     for name in wanted:
         if type(row[name]) is not int or row[name] < 1:
             raise DataError(f"{source}: {name} must be a whole number of at least 1, got {row[name]!r}; correct or remove the row")
