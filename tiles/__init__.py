@@ -1,4 +1,4 @@
-"""Tiled tensors, the tasks each operation becomes, and the kernels that carry them out."""
+"""Tensors cut into tiles, the tasks of each operation, and the kernels that compute them."""
 
 import lazy_loader
 

@@ -1,8 +1,8 @@
-"""Blocks of weights, as ggml lays them out: 32 or 256 neighbours of a row share one or two fp16 scales.
+"""Formats of quantised weights, as ggml lays them out: blocks of 32 or 256 neighbours of a row that share one or two fp16 scales.
 
 A row of C weights is C / 32 or C / 256 blocks, one after the other, so a matrix (R, C) is an array of bytes (R, C / 32 * block_bytes).
-`decode` returns the numbers that blocks stand for, with the bits of the Python package gguf; `block_numbers` has the layouts. Weights of
-16 bits count as blocks of 32 numbers without a scale, so that a matrix of a file can stay as it is in memory.
+`decode` returns the numbers that blocks encode, with the bits of the Python package gguf; `block_numbers` has the layouts. Weights of
+16 bits count as blocks of 32 numbers without a scale, so that a matrix of a file can stay in memory as it is.
 
 `encode` writes q8_0 and q4_0 only, with the bytes of ggml's reference quantisation (quantize_row_q8_0_ref and quantize_row_q4_0_ref of
 ggml-quants.c). It expects finite weights below 65504 * 127 (q8_0) or 65504 * 8 (q4_0) in magnitude: the scale of larger ones is infinite.
@@ -22,20 +22,20 @@ import numpy.typing as npt
 from .block_numbers import NUMBERS, Bytes, Floats
 
 _PIECE: Final = 1 << 18
-"""Weights that are worked on at once, so that temporaries stay small."""
+"""Number of weights encoded or decoded at once, so that temporaries stay small."""
 _CHECKED: Final = 1 << 16
-"""Bytes of blocks whose scales are checked at once."""
+"""Number of bytes of blocks whose scales are checked at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How a block of weights is stored.
+    """Storage format of a block of weights.
 
     Args:
         name: ggml's name, in lower case.
         block_bytes: size of a block.
-        block_values: weights of a block.
-        scales: byte offsets of the 16-bit floats in a block; its numbers are finite if these are.
+        block_values: number of weights in a block.
+        scales: byte offsets of the 16-bit floats in a block; the numbers of the block are finite if these are.
     """
 
     name: str
@@ -45,14 +45,14 @@ class BlockFormat:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether numbers are rounded to fewer than 16 bits."""
+        """Whether numbers are stored with fewer than 16 bits."""
         return self.name not in ("f16", "bf16")
 
     def row_bytes(self, columns: int) -> int:
-        """Size of a row of `columns` weights.
+        """Return the number of bytes in a row of `columns` weights.
 
         Raises:
-            ValueError: a block would be cut.
+            ValueError: `columns` is not a multiple of the block size.
         """
         if columns % self.block_values:
             raise ValueError(
@@ -62,10 +62,10 @@ class BlockFormat:
         return columns // self.block_values * self.block_bytes
 
     def columns(self, row_bytes: int) -> int:
-        """Weights in a row of that size.
+        """Return the number of weights in a row of `row_bytes` bytes.
 
         Raises:
-            ValueError: the size is not that of whole blocks.
+            ValueError: `row_bytes` is not a multiple of the block size.
         """
         if row_bytes % self.block_bytes:
             raise ValueError(f"{self.name} rows are whole blocks of {self.block_bytes} bytes, got {row_bytes}; is this a matrix of another format?")
@@ -89,16 +89,16 @@ _READ: Final = (
     BlockFormat("bf16", 64, scales=tuple(range(0, 64, 2))),
 )
 BLOCK_FORMATS: Final[Mapping[str, BlockFormat]] = MappingProxyType({each.name: each for each in (Q8_0, Q4_0, *_READ)})
-"""Name -> format that products and lookups take."""
+"""Format name -> format, for all formats that products and lookups accept."""
 ENCODED_FORMATS: Final[Mapping[str, BlockFormat]] = MappingProxyType({each.name: each for each in (Q8_0, Q4_0)})
-"""Name -> format that `encode` writes."""
+"""Format name -> format, for the formats that `encode` writes."""
 
 
 def encode(values: npt.NDArray[Any], block_format: BlockFormat) -> Bytes:
     """Quantise a matrix (R, C) -> its blocks (R, C / 32 * block_bytes).
 
     Raises:
-        ValueError: it is no matrix of whole blocks, or nothing is written in this format.
+        ValueError: `values` is not a matrix of whole blocks, or `block_format` can only be read.
     """
     if block_format.name not in ENCODED_FORMATS:
         raise ValueError(f"weights are encoded as {' or '.join(ENCODED_FORMATS)}, got {block_format.name}, which is only read; use one of these")
@@ -116,13 +116,13 @@ def encode(values: npt.NDArray[Any], block_format: BlockFormat) -> Bytes:
 
 
 def decode(blocks: npt.NDArray[Any], block_format: BlockFormat, out: Floats | None = None) -> Floats:
-    """Return the weights (R, C) that blocks (R, bytes of a row) stand for.
+    """Return the weights (R, C) that blocks (R, bytes of a row) encode.
 
     Args:
-        out: receives them; None for a new array.
+        out: array for the weights; None for a new array.
 
     Raises:
-        ValueError: they are no matrix of whole blocks.
+        ValueError: `blocks` is not a matrix of whole blocks.
     """
     rows, row_bytes = _matrix(blocks, "blocks")
     columns = block_format.columns(row_bytes)
@@ -160,7 +160,7 @@ def _pieces(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / scale, 0 for a scale of 0; of one below the smallest normal number it may be infinite, as in ggml."""
+    """Return 1 / scale, 0 for a scale of 0. For a scale below the smallest normal number it may be infinite, as in ggml."""
     return np.where(scale == 0, np.float32(0), 1 / scale)
 
 
@@ -176,7 +176,7 @@ def _encode_q8_0(values: Floats, out: Bytes) -> None:
 
 
 def _encode_q4_0(values: Floats, out: Bytes) -> None:
-    """(N, 32) -> (N, 18): the value of largest magnitude, the first of equals, becomes 0, which stands for -8."""
+    """(N, 32) -> (N, 18): the value of largest magnitude, the first of equals, becomes 0, which encodes -8."""
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
     scale = largest / np.float32(-8)
     halves = np.trunc(values * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15).reshape(-1, 2, 16)

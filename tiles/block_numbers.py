@@ -1,4 +1,4 @@
-"""Numbers of blocks of quantised weights, readable: one function for each layout of ggml's ``ggml-common.h``, from the bytes of blocks to fp32.
+"""Readable decoders of quantised weights: one function for each block layout of ggml's ``ggml-common.h``, from the bytes of blocks to fp32.
 
 Every function takes blocks (N, bytes of a block) and returns their numbers (N, numbers of a block), with the bits that the Python package gguf
 gives them: each product and each sum is rounded once. The K types have blocks of 256 numbers in groups of 16 or 32. Each group has its own scale
@@ -20,23 +20,23 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 LEVELS: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Numbers that the half bytes of iq4_nl and iq4_xs stand for (kvalues_iq4nl of ggml)."""
+"""Numbers that the half bytes of iq4_nl and iq4_xs encode (kvalues_iq4nl of ggml)."""
 _LEVELS: Final = np.array(LEVELS, np.float32)
 
 
 def _fp16(blocks: Bytes, offset: int) -> Floats:
-    """The fp16 number at a byte offset of each block, (N, 1) in fp32."""
+    """Return the fp16 number at a byte offset of each block, (N, 1) in fp32."""
     return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
 
 
 def _halves(blocks: Bytes, offset: int, num_bytes: int = 16) -> Bytes:
-    """(N, 2 * num_bytes): the low halves of bytes, then their high halves."""
+    """Return (N, 2 * num_bytes): the low halves of the bytes, then their high halves."""
     stored = blocks[:, offset : offset + num_bytes]
     return np.concatenate([stored & np.uint8(15), stored >> np.uint8(4)], axis=1)
 
 
 def _fifth_bits(blocks: Bytes, offset: int) -> Bytes:
-    """(N, 32): the bits of four bytes, as 0 or 16."""
+    """Return (N, 32): the bits of four bytes, as 0 or 16."""
     return np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -65,7 +65,7 @@ def _iq4_nl(blocks: Bytes) -> Floats:
 
 
 def _iq4_xs(blocks: Bytes) -> Floats:
-    """Scales have their low 4 bits in four bytes and their high 2 bits in two bytes."""
+    """Decode iq4_xs. A scale has its low 4 bits in one of four bytes and its high 2 bits in one of two bytes."""
     numbers = np.arange(8, dtype=np.uint16)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> (2 * numbers) & 3
     low = np.ascontiguousarray(blocks[:, 4:8]).view("<u4") >> (4 * numbers.astype(np.uint32)) & 15
@@ -75,7 +75,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _two_bits(stored: Bytes) -> Bytes:
-    """(N, 64) bytes -> (N, 16, 16): number i of pairs of bits 0 to 3 of bytes 0 to 31, then those of bytes 32 to 63."""
+    """(N, 64) bytes -> (N, 16, 16): bit pair 0 of bytes 0 to 31, then pairs 1, 2 and 3; then the same of bytes 32 to 63."""
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (stored.reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 16, 16)
 
@@ -88,7 +88,7 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k(blocks: Bytes) -> Floats:
-    """A third bit that is not set takes 4 from the number; scales have their low 4 bits in eight bytes and their high 2 bits in four."""
+    """Decode q3_k. A clear third bit subtracts 4 from the number; scales have their low 4 bits in eight bytes and their high 2 bits in four."""
     low = _halves(blocks, 96, 8)
     high = blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
     scales = (low | high.reshape(-1, 16) << np.uint8(4)).astype(np.float32) - np.float32(32)  # (N, 16)
@@ -98,8 +98,10 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def _six_bits(stored: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima (N, 8) of q4_k and q5_k, from 12 bytes: of groups 0 to 3 in 6 bits of a byte each, of the others in 4 bits and in the 2 bits
-    that the first ones leave."""
+    """Return the scales and minima (N, 8) of q4_k and q5_k, from 12 bytes.
+
+    Groups 0 to 3 have 6 bits of a byte each. The other groups have 4 bits of the last four bytes and the 2 bits that the first eight leave.
+    """
     first, second, third = stored[:, :4], stored[:, 4:8], stored[:, 8:]
     low, high = np.uint8(15), np.uint8(63)
     scales = np.concatenate([first & high, third & low | first >> np.uint8(6) << np.uint8(4)], axis=1)
@@ -108,7 +110,7 @@ def _six_bits(stored: Bytes) -> tuple[Floats, Floats]:
 
 
 def _in_groups(numbers: Bytes, blocks: Bytes) -> Floats:
-    """The numbers (N, 8, 32) of q4_k or q5_k with their scales, less their minima."""
+    """Return the decoded numbers (N, 256) of q4_k or q5_k: `numbers` (N, 8, 32) times their scales, minus their minima."""
     scales, minima = _six_bits(blocks[:, 4:16])
     scale, least = _fp16(blocks, 0) * scales, _fp16(blocks, 2) * minima
     return (scale[:, :, None] * numbers.astype(np.float32) - least[:, :, None]).reshape(-1, 256)

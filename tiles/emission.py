@@ -1,8 +1,8 @@
-"""From an operation over tile handles to one task: the codelet of its kernels, and fp32 copies around kernels that know no 16-bit floats.
+"""Submission of one task for an operation over tile handles: its codelet, and fp32 copies around kernels that do not support 16-bit floats.
 
-Arrays of 16-bit floats do not reach a kernel written for fp32: a task that touches any is given fp32 copies in scratch memory declared to the
-scheduler, and its outputs are rounded back. Where an operation has a kernel for bf16 tiles as they are (`kernels.registry.register_bf16`) and
-oneDNN and the processor can multiply bf16, that one is used instead.
+A kernel written for fp32 never sees 16-bit arrays: a task with 16-bit tiles gets fp32 copies in scratch memory declared to the scheduler, and its
+outputs are rounded back. If an operation has a kernel for bf16 tiles (`kernels.registry.register_bf16`), and oneDNN and the processor can multiply
+bf16, that kernel is used instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNMENT: Final = 64
 
 
 class _End(NamedTuple):
-    """The operation that an operation ends with; the other fields as of `scheduler.Tail`."""
+    """The operation that another one ends with; `reads`, `writes` and `constants` are the fields of `scheduler.Tail`."""
 
     op: str
     reads: tuple[int, ...]
@@ -33,11 +33,11 @@ class _End(NamedTuple):
 
 
 _ENDS: Final = {"linear_activation": _End("activation", reads=(-2,), writes=(-1,), constants=("kind",))}
-"""Operations whose kernels end with those of another one, on tiles as they are: its results can be made again without the rest."""
+"""Operation -> the operation that its kernels end with, if they have one. The results of that end can be recomputed without the rest."""
 
 
 def codelet(op: str) -> Codelet:
-    """The codelet of operation `op`; the same object as long as its kernels are the same."""
+    """Return the codelet of operation `op`; the same object as long as its kernels are the same."""
     return _codelet_of(op, kernel(op, "cpu"), registered(op, "cuda"))
 
 
@@ -52,12 +52,12 @@ def _codelet(op: str, cpu: Kernel | None, cuda: Kernel | None, tail: Tail | None
 
 @cache
 def _cpu_only(codelet: Codelet) -> Codelet:
-    """The same on CPU workers alone."""
+    """Return the same codelet restricted to CPU workers."""
     return Codelet(codelet.name, cpu=codelet.cpu, cost=codelet.cost, cpu_only=True)
 
 
 def _tail(end: _End, op: str, cpu: Kernel | None, cuda: Kernel | None) -> Tail:
-    """The tail of an operation whose kernels are these; it runs where they do."""
+    """Return the tail of an operation with these kernels; it runs on the kinds of workers that the operation runs on."""
     native, bare = bf16_kernel(op), bf16_kernel(end.op)
     if native is not None and bare is not None and cpu is native.kernel:
         own: Kernel | None = bare.kernel
@@ -80,7 +80,7 @@ def _cost(op: str) -> Callable[[Sequence[Any], Mapping[str, Any]], Cost]:
 
 
 def _widened(kernel: Kernel, modes: tuple[Mode, ...]) -> Kernel:
-    """`kernel` behind fp32 copies of its 16-bit arrays; its last argument is the scratch they live in."""
+    """Return `kernel` with fp32 copies of its 16-bit arrays around it; the last argument of the result is the scratch memory of the copies."""
 
     def run(*arrays: Any, **constants: Any) -> None:
         from .kernels.cpu.elementwise import convert
@@ -110,9 +110,9 @@ def _aligned(nbytes: int) -> int:
 
 
 def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
-    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel for them or are widened around the kernel.
+    """Submit one task of operation `op` over tile handles; 16-bit tiles go to a kernel that supports them, or are widened around the kernel.
 
-    Where there are GPUs, kernels for them take fp32 and bf16 tiles as they are. Activations that the program has registered run on the CPU.
+    If the runtime has GPUs, their kernels get fp32 and bf16 tiles unchanged. Activations that the program has registered run on the CPU.
     """
     views: list[Any] = [handle.view for handle, _ in accesses]
     narrow = [view for view in views if view.dtype in NARROW]
@@ -123,18 +123,18 @@ def emit(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority:
     if runtime.has_gpus and not own and has_cuda(op) and all(view.dtype == BF16 for view in narrow):
         runtime.submit(_codelet_of(op, None, kernel(op, "cuda")), accesses, constants, priority=priority)
         return
-    found, accesses = _on_cpu(runtime, op, accesses, constants)
-    runtime.submit(found, accesses, constants, priority=priority)
+    cpu_codelet, accesses = _on_cpu(runtime, op, accesses, constants)
+    runtime.submit(cpu_codelet, accesses, constants, priority=priority)
 
 
 def emit_on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], *, priority: int = 0, **constants: Any) -> None:
-    """As `emit`, for CPU workers alone, whatever else there is."""
-    found, accesses = _on_cpu(runtime, op, accesses, constants)
-    runtime.submit(_cpu_only(found), accesses, constants, priority=priority)
+    """Submit one task as `emit` does, but for CPU workers only."""
+    cpu_codelet, accesses = _on_cpu(runtime, op, accesses, constants)
+    runtime.submit(_cpu_only(cpu_codelet), accesses, constants, priority=priority)
 
 
 def _on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], constants: Mapping[str, Any]) -> tuple[Codelet, Sequence[Access]]:
-    """The codelet of an operation on the CPU, and the accesses with the scratch that 16-bit tiles need there."""
+    """Return the codelet of an operation on the CPU, and the accesses with the scratch memory that 16-bit tiles need there."""
     views: list[Any] = [handle.view for handle, _ in accesses]
     narrow = [view for view in views if view.dtype in NARROW]
     if not narrow:
@@ -142,15 +142,15 @@ def _on_cpu(runtime: TaskRuntime, op: str, accesses: Sequence[Access], constants
     native = native_for(op, views, constants)
     if native is None:
         nbytes = sum(_aligned(4 * prod(view.shape)) for view in narrow)
-        found = _widening_codelet(op, kernel(op, "cpu"), tuple(mode for _, mode in accesses))
+        chosen = _widening_codelet(op, kernel(op, "cpu"), tuple(mode for _, mode in accesses))
     else:
         nbytes = native.scratch_nbytes(views, constants)
-        found = _codelet_of(op, native.kernel, None)
-    return found, [*accesses, (scratch(runtime, nbytes), SCRATCH)] if nbytes else accesses
+        chosen = _codelet_of(op, native.kernel, None)
+    return chosen, [*accesses, (scratch(runtime, nbytes), SCRATCH)] if nbytes else accesses
 
 
 def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> Native | None:
-    """The kernel that takes these tiles as they are, if there is one and this machine can run it."""
+    """Return the kernel that takes these tiles without widening; None if there is none or this machine cannot run it."""
     native = bf16_kernel(op)
     if native is None or any(view.dtype == np.float16 for view in views) or not native.takes(views, constants):
         return None
@@ -162,5 +162,5 @@ def native_for(op: str, views: Sequence[Any], constants: Mapping[str, Any]) -> N
 
 
 def scratch(runtime: TaskRuntime, nbytes: int) -> Any:
-    """A handle of `nbytes` bytes of working memory for one task: pass it with mode SCRATCH; the kernel gets a uint8 array."""
+    """Return a handle of `nbytes` bytes of working memory for one task: pass it with mode SCRATCH; the kernel gets a uint8 array."""
     return runtime.handle(nbytes, TileView((nbytes,), np.dtype(np.uint8)), name="scratch", data_class="scratch")

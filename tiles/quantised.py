@@ -1,9 +1,9 @@
-"""Tile tensors whose tiles are blocks of quantised weights (`block_format`): a matrix of numbers to operations, bytes to the scheduler.
+"""Tile tensors whose tiles are blocks of quantised weights (`block_format`): matrices of numbers to operations, bytes to the scheduler.
 
-Shape, tiling and dtype are those of the numbers, so that shape rules hold as for any matrix. The view of a handle is what is stored, uint8 (rows,
-bytes of a row): budgets, files as sources and movement count these bytes, and 16-bit copies never touch them. A matrix (in, out) is stored turned:
-blocks lie along the features in, so that a product reads whole rows. Only operations that name block formats take such tiles (`ops.matmul`,
-`ops.embedding`, and `ops.loss`, which decodes them first). Nothing trains them.
+Shape, tiling and dtype are those of the numbers, so that shape rules hold as for any matrix. The view of a handle is the stored array, uint8
+(rows, bytes of a row): budgets, file sources and copies count these bytes, and they are never converted to 16-bit floats. A matrix (in, out) is
+stored transposed: blocks lie along the input features, so that a product reads whole rows. Only operations that name block formats accept such
+tiles (`ops.matmul`, `ops.embedding`, and `ops.loss`, which decodes them first). Quantised weights are not trained.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class QuantisedTensor(TileTensor):
     Args:
         shape: extents of the numbers.
         tile: extents of a tile, -1 for a whole axis.
-        dtype: element type that its numbers are computed with.
-        block_format: how they are stored.
-        is_turned: whether what is stored is the transpose of the matrix, so that blocks lie along axis 0.
-        kind, data_class, name: as of `TileTensor`.
+        dtype: element type of computations with the decoded numbers.
+        block_format: storage format of a block.
+        is_turned: whether the stored array is the transpose of the matrix, so that blocks lie along axis 0.
+        kind, data_class, name: the parameters of `TileTensor`.
 
     Raises:
-        ValueError: it is no matrix, or a row or a tile is not whole blocks.
+        ValueError: the shape is not that of a matrix, or a row or a tile does not consist of whole blocks.
     """
 
     __slots__ = ("block_format", "is_turned")
@@ -75,12 +75,12 @@ class QuantisedTensor(TileTensor):
         return rows * self.block_format.row_bytes(columns)
 
     def _stored(self, pair: Sequence[T]) -> tuple[T, T]:
-        """What is of the two axes, in the order of what is stored."""
+        """Return `pair`, which has an item for each axis of the matrix, in the order of the axes of the stored array."""
         first, second = pair
         return (second, first) if self.is_turned else (first, second)
 
     def stored_slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
-        """Where tile `index` lies among the bytes (rows, bytes of a row) of the whole matrix."""
+        """Return the slices of the whole matrix's bytes (rows, bytes of a row) that tile `index` occupies."""
         rows, columns = self._stored(self.tiling.slices(index))
         return rows, slice(self.block_format.row_bytes(columns.start), self.block_format.row_bytes(columns.stop))
 

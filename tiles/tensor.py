@@ -1,7 +1,7 @@
 """Tile tensors: a shape, a tiling, a dtype, and one scheduler handle per tile.
 
-A tile tensor is storage without history: gradients and tapes live a floor above. Creating one takes no memory; the first task that writes a
-tile does.
+A tile tensor is storage without history: gradients and tapes belong to `nntask`. Creating one takes no memory; the first task that writes a tile
+allocates it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TileTensor:
         tile: extents of a tile, -1 for a whole axis.
         dtype: element type.
         kind: "persistent" (parameters, optimizer state), "input" (written by the program before a step) or "temporary".
-        data_class: under which heading the ledger counts the bytes.
-        name: for stories, traces and errors.
+        data_class: category under which the memory ledger counts the bytes.
+        name: name in reports, traces and errors.
     """
 
     __slots__ = ("__weakref__", "data_class", "dtype", "handles", "kind", "name", "runtime", "tiling")
@@ -61,7 +61,7 @@ class TileTensor:
         return self.runtime.handle(view.nbytes, view, name=name, kind=self.kind, data_class=self.data_class, combine=combine)
 
     def forget(self, axis: int, number: int) -> None:
-        """Make the tiles of that number along an axis as new: without data, so they take no memory once the tasks that use them are done."""
+        """Replace the tiles with index `number` along `axis` by new ones without data; the tasks that use the old ones keep them until they end."""
         for flat, index in enumerate(self.tiling.indices()):
             if index[axis] == number:
                 self.handles[flat] = self._handle(index)
@@ -87,19 +87,19 @@ class TileTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def stored_slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
-        """Where tile `index` lies in the whole tensor as it is stored."""
+        """Return the slices of the whole stored tensor that tile `index` occupies."""
         return self.tiling.slices(index)
 
     def __getitem__(self, index: tuple[int, ...]) -> Handle:
-        """The handle of the tile at a grid index (one integer per axis)."""
+        """Return the handle of the tile at a grid index (one integer per axis)."""
         return self.handles[self.tiling.flat(index)]
 
     def read(self) -> npt.NDArray[Any]:
-        """The whole tensor as an array; waits for the tasks that write it."""
+        """Return the whole tensor as an array, after the tasks that write it."""
         return self.gather(lambda handle: self.runtime.acquire(handle, "R"))
 
     def gather(self, borrow: Callable[[Handle], AbstractContextManager[npt.NDArray[Any]]]) -> npt.NDArray[Any]:
-        """The whole tensor as an array, tile by tile through `borrow`, a handle's context manager."""
+        """Return the whole tensor as an array, reading each tile through `borrow`, which returns a context manager for a handle."""
         out = np.empty(self.shape, self.dtype)
         for index, handle in zip(self.tiling.indices(), self.handles, strict=True):
             with borrow(handle) as view:
@@ -107,7 +107,7 @@ class TileTensor:
         return out
 
     def write(self, values: npt.ArrayLike) -> None:
-        """Overwrite the whole tensor; waits for the tasks that still use it.
+        """Overwrite the whole tensor, after the tasks that still use it.
 
         Raises:
             ValueError: the shape differs.
@@ -120,11 +120,11 @@ class TileTensor:
                 view[...] = self._held(array[self.tiling.slices(index)])
 
     def _shown(self, view: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The numbers of a tile, from what its handle holds."""
+        """Return the numbers of a tile, given the array that its handle stores."""
         return view
 
     def _held(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """What the handle of a tile of these numbers holds."""
+        """Return the array that the handle of a tile stores, given the tile's numbers."""
         return values
 
     def like(
@@ -135,7 +135,7 @@ class TileTensor:
         data_class: DataClass = "activations",
         name: str = "",
     ) -> TileTensor:
-        """A new tensor of the same shape and tiling, without data."""
+        """Return a new tensor of the same shape and tiling, without data."""
         return TileTensor(self.runtime, self.shape, self.tile, dtype or self.dtype, kind=kind, data_class=data_class, name=name)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""How a tensor is cut: a regular grid of tiles whose last row in each axis may be ragged.
+"""Tilings of tensors: a regular grid of tiles whose last tiles along each axis may be smaller.
 
-Knows shapes only; no data, no runtime.
+This module knows shapes only, no data and no runtime.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Tiling:
-    """A shape and the tile it is cut into.
+    """A shape and the tile size that cuts it.
 
     Args:
         shape: extents of the tensor.
-        tile: extents of a tile, one per axis; -1 means the whole axis. Any size is legal; a larger one than the axis is the whole axis.
+        tile: extents of a tile, one per axis; -1 means the whole axis. Any size is legal; a size larger than the axis means the whole axis.
 
     Raises:
         ValueError: the lengths differ, an extent is not positive, or a tile extent is zero or below -1.
@@ -49,11 +49,11 @@ class Tiling:
         return prod(self.grid)
 
     def indices(self) -> Iterator[Index]:
-        """All grid indices, last axis fastest."""
+        """Return all grid indices, last axis fastest."""
         return itertools.product(*map(range, self.grid))
 
     def flat(self, index: Sequence[int]) -> int:
-        """Position of the tile `index` in the order of `indices`."""
+        """Return the position of tile `index` in the order of `indices`."""
         position = 0
         for i, n in zip(index, self.grid, strict=True):
             if not 0 <= i < n:
@@ -62,13 +62,13 @@ class Tiling:
         return position
 
     def origin(self, index: Sequence[int]) -> Shape:
-        """Global position of the first element of tile `index`."""
+        """Return the global position of the first element of tile `index`."""
         return tuple(i * t for i, t in zip(index, self.tile, strict=True))
 
     def extents(self, index: Sequence[int]) -> Shape:
-        """Extents of tile `index`; smaller than `tile` at a ragged edge."""
+        """Return the extents of tile `index`, which are smaller than `tile` at a ragged edge."""
         return tuple(min(t, n - i * t) for i, t, n in zip(index, self.tile, self.shape, strict=True))
 
     def slices(self, index: Sequence[int]) -> tuple[slice, ...]:
-        """Where tile `index` lies in the whole tensor."""
+        """Return the slices of the whole tensor that tile `index` occupies."""
         return tuple(slice(o, o + e) for o, e in zip(self.origin(index), self.extents(index), strict=True))

@@ -43,7 +43,7 @@ class LowRank:
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, transpose_w: bool = False, added: LowRank | None = None) -> Tensor:
     """x (.., K) @ w (K, N) + b (N,) [+ added] -> (.., N); with `transpose_w`, w is (N, K)."""
     is_next_token = not tape_enabled() and x.data.shape[-2] == 1
-    y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w, beside=is_next_token)
+    y = matmul.linear(x.data, w.data, None if b is None else b.data, transpose_w=transpose_w, in_parallel=is_next_token)
     through = _weight_backward(x, w, b, transpose_w=transpose_w)
     if added is not None:
         through = _low_rank_backward(x.data, added, _add_low_rank(x.data, added, y), through)

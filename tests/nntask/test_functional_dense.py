@@ -98,7 +98,7 @@ def test_features_that_turn_are_an_even_part_of_a_head(rotary_size: int) -> None
     """Other numbers are refused, with the numbers."""
     runtime = InlineRuntime()
     x, angles = data(runtime, np.zeros((B, T, H * D)), (-1, -1, -1)), data(runtime, np.zeros((T, 3)), (-1, -1))
-    with pytest.raises(ValueError, match=f"an even number of features of a head turn, 2 to its size {D}; got {rotary_size}"):
+    with pytest.raises(ValueError, match=f"rotary_size must be even and from 2 to the head size {D}, got {rotary_size}"):
         elementwise.rotary(x, angles, angles, D, rotary_size)
 
 

@@ -168,15 +168,15 @@ def test_rules_that_do_not_fit_are_refused() -> None:
         attention.attention(x, k, v, head_size=4, scale=1.0, causal=causal, scoring=attention.Scoring(**rules))  # type: ignore[arg-type]
 
     for window, causal in ((0, True), (3, False)):
-        with pytest.raises(ValueError, match="a window is of one position or more"):
+        with pytest.raises(ValueError, match="a window needs causal attention and at least one position"):
             attend(causal, window=window)
-    with pytest.raises(ValueError, match="a cap of scores is positive"):
+    with pytest.raises(ValueError, match="a cap of scores must be positive"):
         attend(cap=0.0)
     with pytest.raises(ValueError, match="must have the same extent and tile"):
         attend(documents=(data(runtime, (1, 4), np.zeros((1, 8), np.int32)),) * 2)
-    with pytest.raises(ValueError, match="documents are int32 numbers"):
+    with pytest.raises(ValueError, match="documents must be int32 numbers"):
         attend(documents=(data(runtime, (1, 2), np.zeros((1, 8))),) * 2)
-    with pytest.raises(ValueError, match="the table of a bias has a row for each bucket"):
+    with pytest.raises(ValueError, match="the table of a bias must have a row per bucket"):
         attend(bias=attention.Bias(data(runtime, (-1, -1), np.zeros((8, 2))), Buckets(8, False, 20)))
     with pytest.raises(ValueError, match="max_distance lies beyond these"):
         Buckets(8, False, 4)

@@ -41,11 +41,11 @@ def test_products_side_by_side(k: int, transpose: bool) -> None:
         return [tensor(runtime, (B, 1, K), (-1, -1, k), x), matrix, tensor(runtime, (N,), (n,), bias)]
 
     for n in (-1, 5):
-        y = matmul.linear(*given(InlineRuntime(), n), transpose_w=transpose, beside=True)
+        y = matmul.linear(*given(InlineRuntime(), n), transpose_w=transpose, in_parallel=True)
         np.testing.assert_allclose(y.read(), x @ (w.T if transpose else w) + bias, atol=1e-12)
     operands = given(step, -1)
     with step.record():
-        matmul.linear(*operands, transpose_w=transpose, beside=True)
+        matmul.linear(*operands, transpose_w=transpose, in_parallel=True)
     plan = step.plan
     products = [at for at, task in enumerate(plan.tasks) if task.name in ("linear_bias", "matmul")]
     count = -(-K // k) if k > 0 else 1

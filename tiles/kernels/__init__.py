@@ -1,4 +1,4 @@
-"""Kernels: plain functions on arrays, one table for all backends."""
+"""Kernels: plain functions on arrays, in one registry for all backends."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
-"""All kernels of ours, imported when one is first wanted, and those of the program over them.
+"""Lookup of kernels: imports the built-in ones at first use; the program's own registrations take precedence.
 
-Kernel modules register themselves (`registry`); lookups of kernels come here, so that the tables are full by then.
+Kernel modules register themselves (`registry`). Lookups go through this module, so that the registry is complete by then.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ def load() -> None:
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
-    """Register the program's kernel of operation `op`: see `registry.register`. Kernels of ours are imported first, so that the program's win."""
+    """Register the program's kernel of operation `op` as `registry.register` does; built-in kernels are imported first, so that it replaces them."""
     load()
     return registry.register(op, backend, flops=flops, is_bounded=is_bounded)
 
 
 def kernel(op: str, backend: Backend) -> Kernel:
-    """The registered kernel.
+    """Return the kernel of operation `op` on `backend`.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no kernel is registered.
     """
     load()
-    found = registry.registered(op, backend)
-    if found is None:
+    function = registry.registered(op, backend)
+    if function is None:
         raise KeyError(f"no {backend} kernel for {op!r}; there are {', '.join(operations(backend))}")
-    return found
+    return function
 
 
 def operations(backend: Backend) -> list[str]:
-    """Names of all operations that have a kernel on `backend`."""
+    """Return the names of all operations that have a kernel on `backend`."""
     load()
     return registry.registered_operations(backend)
 
 
 def has_cuda(op: str) -> bool:
-    """Whether operation `op` has a kernel for GPUs."""
+    """Return whether operation `op` has a kernel for GPUs."""
     load()
     return registry.registered(op, "cuda") is not None
 
 
 def bf16_kernel(op: str) -> Native | None:
-    """The kernel that takes bf16 tiles of operation `op` as they are, if there is one."""
+    """Return the kernel of operation `op` for bf16 tiles; None if there is none."""
     load()
     return registry.registered_bf16(op)
 
 
 def bf16_operations() -> list[str]:
-    """Names of all operations that have a kernel for bf16 tiles as they are."""
+    """Return the names of all operations that have a kernel for bf16 tiles."""
     load()
     return registry.registered_bf16_operations()

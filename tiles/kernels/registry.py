@@ -1,20 +1,13 @@
-"""One table of kernels: (operation, backend) -> function.
+"""Registry of kernels: (operation, backend) -> function.
 
-A kernel is a plain function on arrays: ``kernel(*tiles, **constants)``, writing its outputs in place. Registering it is one line::
+A kernel is a plain function on arrays, ``kernel(*tiles, **constants)``, that writes its outputs in place; `register` is its decorator.
+`register_activation` does the same for an activation function.
 
-    @register("scale", "cpu")
-    def scale(x, out, *, alpha): ...
+Such a kernel never sees 16-bit floats: a task with 16-bit tiles gets fp32 copies in scratch memory declared to the scheduler, and its outputs are
+rounded back. So no operation needs a 16-bit kernel. An operation that gains from one registers a second kernel with `register_bf16`, which takes
+bf16 tiles without copies. It runs if oneDNN and the processor can multiply bf16 (`cpu.onednn`).
 
-Arrays of 16-bit floats do not reach such a kernel: a task that touches any is given fp32 copies in scratch memory declared to the
-scheduler, and its outputs are rounded back. So no operation needs a kernel for 16 bits.
-
-Where it pays, an operation has a second kernel, registered with `register_bf16`, that takes bf16 tiles as they are. It is used where
-oneDNN and the processor can multiply bf16 (`cpu.onednn`), and the copies everywhere else.
-
-A program's own registrations replace ours, here and everywhere the kernel is used from then on::
-
-    @register_activation("gelu_new")
-    def gelu(x, y): ...
+A program's own registrations replace the built-in kernels in all tasks submitted from then on.
 """
 
 from __future__ import annotations
@@ -37,16 +30,16 @@ K = TypeVar("K", bound=Kernel)
 BF16: Final = np.dtype(ml_dtypes.bfloat16)
 NARROW: Final = frozenset({BF16, np.dtype(np.float16)})
 BUFFER_ELEMENTS: Final = 1024
-"""Elements in each of NumPy's casting and broadcasting buffers while a CPU kernel runs; its default of 8192 is 64 KiB of fp64 per operand."""
+"""Elements in each of NumPy's casting and broadcasting buffers while a CPU kernel runs. NumPy's default of 8192 is 64 KiB of fp64 per operand."""
 
 
 class Native(NamedTuple):
-    """A kernel for bf16 tiles as they are.
+    """A kernel that takes bf16 tiles without fp32 copies.
 
     Attributes:
-        kernel: gets the tiles of the task, and last the scratch memory it asked for, if any.
-        takes: from the task's views and constants: whether it can do this task. A 16-bit tile it is offered is always bf16.
-        scratch_nbytes: from the same: working memory in bytes.
+        kernel: function on the tiles of the task, then its scratch memory, if it has any.
+        takes: function of the task's views and constants: whether the kernel supports this task. Its 16-bit tiles are always bf16.
+        scratch_nbytes: function of the same arguments: working memory in bytes.
     """
 
     kernel: Kernel
@@ -59,7 +52,7 @@ class Activation(NamedTuple):
 
     Attributes:
         forward: forward(x, y) overwrites y with f(x); equal shapes, any number of axes.
-        backward: backward(x, dy, dx) overwrites dx with dy * f'(x); None for the one of the built-in activation of that name.
+        backward: backward(x, dy, dx) overwrites dx with dy * f'(x); None for that of the built-in activation of the same name.
     """
 
     forward: Kernel
@@ -76,14 +69,16 @@ _many: dict[Kernel, Many] = {}
 
 
 def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bounded: bool = False) -> Callable[[K], K]:
-    """Register a kernel of operation `op`; the latest registration wins, over kernels of ours for bf16 tiles and for GPUs, too: with GPUs, an
-    operation whose CPU kernel a program has replaced runs on CPU workers, until the program brings its "cuda" kernel as well.
+    """Register a kernel of operation `op`; tasks that are submitted or recorded afterwards use it. The latest registration wins.
 
-    Tasks that are submitted or recorded afterwards use it.
+    A program's CPU kernel also replaces the built-in kernels for bf16 tiles and for GPUs: the operation then runs on CPU workers, unless the program
+    registers a "cuda" kernel as well.
 
     Args:
-        flops: from the tiles' views (objects with ``shape``) and the constants to a floating-point operation count.
-        is_bounded: it uses no buffers of NumPy's, so a CPU kernel need not spend the 3 us that bounding them takes.
+        op: name of the operation.
+        backend: "reference", "cpu" or "cuda".
+        flops: function of the tiles' views (objects with ``shape``) and the constants that returns the number of floating-point operations.
+        is_bounded: whether the kernel uses none of NumPy's buffers; a CPU kernel then avoids the 3 us that limiting them takes.
     """
 
     def enter(kernel: K) -> K:
@@ -101,18 +96,19 @@ def register(op: str, backend: Backend, *, flops: FlopCount | None = None, is_bo
 
 
 def register_activation(kind: str, *, backward: Kernel | None = None) -> Callable[[K], K]:
-    """Register the function ``forward(x, y)`` as activation `kind` on the CPU: a way of its own to compute a built-in one, or a new one.
+    """Register the function ``forward(x, y)`` as activation `kind` on the CPU: a replacement of a built-in activation, or a new one.
 
-    The operations `activation`, `linear_activation` and `gate`, which models are made of, call it at every element type: 16-bit tiles are widened
-    around it. With GPUs, they run on CPU workers then. The gated unit `silu_gate` is an operation of its own. The function must release nothing of
-    `x`, overwrite all of `y`, and give the same bits every time.
+    The operations `activation`, `linear_activation` and `gate`, which models consist of, call it at every element type: 16-bit tiles are widened
+    around it. With GPUs, these operations then run on CPU workers. The gated unit `silu_gate` is a separate operation. The function must not
+    change `x`; it must overwrite all of `y`, with the same bits every time.
 
     Args:
-        kind: its name, as layers take it.
-        backward: ``backward(x, dy, dx)``, which writes dy * f'(x); None keeps that of the built-in activation, whose function it then must be.
+        kind: name of the activation, as layers accept it.
+        backward: ``backward(x, dy, dx)``, which writes dy * f'(x); None for the gradient of the built-in activation `kind`, which `forward` must then
+            compute.
 
     Raises:
-        ValueError: there is no built-in activation of that name, and no backward.
+        ValueError: `kind` is not a built-in activation, and `backward` is None.
     """
     if backward is None and kind not in BUILT_IN_ACTIVATIONS:
         raise ValueError(f"a new activation needs its gradient, and {kind!r} is none of {', '.join(BUILT_IN_ACTIVATIONS)}; pass backward=")
@@ -125,12 +121,12 @@ def register_activation(kind: str, *, backward: Kernel | None = None) -> Callabl
 
 
 def activations() -> list[str]:
-    """Names of all activations, built in and registered."""
+    """Return the names of all activations, built in and registered."""
     return [*BUILT_IN_ACTIVATIONS, *sorted(set(_activations) - set(BUILT_IN_ACTIVATIONS))]
 
 
 def own_activation(kind: str) -> Activation | None:
-    """What the program has registered as activation `kind`; None for the built-in one."""
+    """Return the functions that the program has registered as activation `kind`; None if the built-in activation is in use."""
     return _activations.get(kind)
 
 
@@ -140,7 +136,7 @@ def register_bf16(
     takes: Callable[[Sequence[Any], Mapping[str, Any]], bool],
     scratch_nbytes: Callable[[Sequence[Any], Mapping[str, Any]], int] = lambda views, constants: 0,
 ) -> Callable[[K], K]:
-    """Register the kernel of operation `op` for bf16 tiles as they are; arguments as of `Native`."""
+    """Register a kernel of operation `op` that takes bf16 tiles without fp32 copies; the arguments are the fields of `Native`."""
 
     def enter(kernel: K) -> K:
         _native[op] = Native(_bounded(kernel), takes, scratch_nbytes)
@@ -150,7 +146,7 @@ def register_bf16(
 
 
 def _bounded(kernel: Kernel) -> Kernel:
-    """`kernel` with NumPy's buffers of `BUFFER_ELEMENTS`; the setting belongs to the thread and is put back."""
+    """Return `kernel` with NumPy's buffers limited to `BUFFER_ELEMENTS`; the setting belongs to the thread and is restored."""
 
     @wraps(kernel)
     def run(*tiles: Any, **constants: Any) -> None:
@@ -164,8 +160,7 @@ def _bounded(kernel: Kernel) -> Kernel:
 
 
 def register_many(kernel: Kernel) -> Callable[[Many], Many]:
-    """Register a function that runs several tasks of a "cuda" kernel with few starts, bit by bit as the kernel would one after another; none of them
-    writes what another one uses."""
+    """Register a function that runs several independent tasks of a "cuda" kernel with few launches, with the same bits as one launch per task."""
 
     def enter(many: Many) -> Many:
         _many[kernel] = many
@@ -175,30 +170,30 @@ def register_many(kernel: Kernel) -> Callable[[Many], Many]:
 
 
 def registered_many(kernel: Kernel | None) -> Many | None:
-    """What runs several tasks of a "cuda" kernel at once, if there is something."""
+    """Return the function that runs several tasks of a "cuda" kernel at once; None if there is none."""
     return None if kernel is None else _many.get(kernel)
 
 
 def registered(op: str, backend: Backend) -> Kernel | None:
-    """The kernel of operation `op` on `backend`, if one is registered by now."""
+    """Return the kernel of operation `op` on `backend`; None if none is registered yet."""
     return _kernels.get((op, backend))
 
 
 def registered_bf16(op: str) -> Native | None:
-    """The kernel of operation `op` for bf16 tiles as they are, if one is registered by now."""
+    """Return the kernel of operation `op` for bf16 tiles; None if none is registered yet."""
     return _native.get(op)
 
 
 def registered_bf16_operations() -> list[str]:
-    """Names of all operations with a kernel for bf16 tiles as they are by now."""
+    """Return the names of all operations with a registered kernel for bf16 tiles."""
     return sorted(_native)
 
 
 def registered_operations(backend: Backend) -> list[str]:
-    """Names of all operations with a kernel on `backend` by now."""
+    """Return the names of all operations with a registered kernel on `backend`."""
     return sorted(op for op, where in _kernels if where == backend)
 
 
 def registered_flops(op: str) -> FlopCount | None:
-    """The count of floating-point operations that was registered with operation `op`, if any."""
+    """Return the function that counts floating-point operations of operation `op`; None if none is registered."""
     return _flops.get(op)

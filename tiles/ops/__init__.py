@@ -1,4 +1,4 @@
-"""Tile operations: a pure shape rule, then the loop that emits tasks."""
+"""Operations over tile tensors: a pure shape rule each, then the loop that emits its tasks."""
 
 import lazy_loader
 

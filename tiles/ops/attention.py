@@ -1,9 +1,9 @@
 """Attention over sequence tiles: chains over key tiles forward, one task per pair of tiles backward; fully masked pairs are not emitted.
 
-Legend: q, o (B, T, H * D) cut into (b, t, h * D); k, v (B, S, G * D) cut into (b, s, g * D), where H / G = h / g heads of queries in a row share each
-head of keys and values (Ainslie et al., GQA, 2023): a task gets the tiles of k and v as they are, and adds the gradients of a shared head in the
-order of its heads of queries; lse (B, H, T). Causal attention is of a sequence with itself: S = T and s = t. So many keys may lie outside a window
-that whole pairs of tiles do: these are not emitted. Documents are values, which nobody knows here: their masks are the kernels'.
+Legend: q, o (B, T, H * D) cut into (b, t, h * D); k, v (B, S, G * D) cut into (b, s, g * D), where H / G = h / g consecutive heads of queries share
+each head of keys and values (Ainslie et al., GQA, 2023): a task gets the tiles of k and v as they are, and adds the gradients of a shared head in
+the order of its heads of queries; lse (B, H, T). Causal attention is self-attention: S = T and s = t. Pairs of tiles that lie entirely outside a
+window are not emitted. Document numbers are data, unknown while tasks are emitted, so kernels apply their masks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Dropout:
     """Dropout of attention weights.
 
     Args:
-        p: probability of dropping.
+        p: probability of dropping a weight.
         key: (2,) uint64, (seed, step).
-        stream: tells this place in the network from others.
+        stream: number of this place in the network; each place draws a mask of its own.
     """
 
     p: float
@@ -46,11 +46,11 @@ class Dropout:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Numbers that are added to scores by the distance of key and query.
+    """Relative position bias: numbers added to scores by the distance of key and query.
 
     Args:
         table: (buckets, H), cut like the heads of queries.
-        buckets: of the distances.
+        buckets: rule that assigns distances to rows of `table`.
     """
 
     table: TileTensor
@@ -59,13 +59,13 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What is done to scores besides the causal mask; see `kernels.reference.attention.Pattern`.
+    """Changes of the scores besides the causal mask; see `kernels.reference.attention.Pattern`.
 
     Args:
-        cap: of the scores; None for none.
-        bias: added to them.
-        window: keys that a query sees at most, its own position the last; None for all.
-        documents: int32 numbers of queries (B, T) and keys (B, S): only equal ones see each other. One tensor for both may be given twice.
+        cap: limit c of the scores, which become c tanh(score / c); None for no limit.
+        bias: numbers added to the scores; None for none.
+        window: number of keys that a query sees at most, its own position included; None for all.
+        documents: int32 document numbers of queries (B, T) and keys (B, S): a query sees keys of its own document. Both may be the same tensor.
     """
 
     cap: float | None = None
@@ -79,7 +79,7 @@ UNCHANGED: Final = Scoring()
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """What all tasks of one attention share."""
+    """The arguments that all tasks of one attention share."""
 
     q: TileTensor
     k: TileTensor
@@ -90,7 +90,7 @@ class _Attention:
     scoring: Scoring
 
     def pair(self, b: int, h: int, i: int, j: int) -> Pair:
-        """The pair of query tile i and key tile j."""
+        """Return the description of the pair of query tile i and key tile j."""
         q, drop = self.q, self.dropout
         return Pair(
             self.head_size,
@@ -109,21 +109,21 @@ class _Attention:
         )
 
     def pattern(self, documents: int) -> Pattern:
-        """That of a task with so many tiles of documents."""
+        """Return the pattern of a task with `documents` tiles of document numbers."""
         how = self.scoring
         if how == UNCHANGED:
             return PLAIN
         return Pattern(how.cap or 0.0, how.bias.buckets if how.bias else None, how.window or 0, documents)
 
     def document_tiles(self, b: int, i: int, j: int) -> list[Handle]:
-        """Of queries and keys of a pair; one where they are the same."""
+        """Return the document numbers of a pair's queries and keys; one tile if both are the same."""
         if self.scoring.documents is None:
             return []
         of_queries, of_keys = self.scoring.documents
         return list(dict.fromkeys((of_queries[b, i], of_keys[b, j])))
 
     def keys(self, i: int) -> range:
-        """Key tiles that query tile i sees at all."""
+        """Return the key tiles that query tile i sees at all."""
         if not self.causal:
             return range(self.k.grid[1])
         last_query = min((i + 1) * self.q.tile[1], self.q.shape[1]) - 1
@@ -131,44 +131,44 @@ class _Attention:
         return range(max(0, i * self.q.tile[1] + 1 - window) // self.k.tile[1], min(self.k.grid[1], last_query // self.k.tile[1] + 1))
 
     def panels(self) -> Iterator[tuple[int, int, int]]:
-        """(sequence tile, head tile, query tile)."""
+        """Return all (sequence tile, head tile, query tile)."""
         return itertools.product(range(self.q.grid[0]), range(self.q.grid[2]), range(self.q.grid[1]))
 
     def key(self) -> list[Access]:
-        """The dropout key, if any."""
+        """Return the access to the dropout key, if there is dropout."""
         return [(self.dropout.key[0,], R)] if self.dropout else []
 
     def pattern_tiles(self, b: int, h: int, i: int, j: int) -> list[Access]:
-        """What the pattern of a pair needs: documents, the table of the bias."""
+        """Return the accesses that the pattern of a pair needs: documents, the table of the bias."""
         accesses: list[Access] = [(tile, R) for tile in self.document_tiles(b, i, j)]
         return [*accesses, (self.scoring.bias.table[0, h], R)] if self.scoring.bias else accesses
 
     def scratch(self) -> Access:
-        """Working memory for one task."""
+        """Return the access to working memory of one task."""
         itemsize, (b, t, width), s = 8 if self.q.dtype == np.float64 else 4, self.q.tile, self.k.tile[1]
         p, bias = self.dropout.p if self.dropout else 0.0, self.scoring.bias
         nbytes = bias_scratch_nbytes(b, width // self.head_size, t, s, bias.buckets.count, itemsize) if bias else 0
         return scratch(self.q.runtime, attention_scratch_nbytes(t, s, itemsize, p, nbytes)), SCRATCH
 
     def is_for_library(self) -> bool:
-        """Whether a library may compute it on GPUs: bf16, whole sequences in one pair of tiles, nothing done to scores but the causal mask."""
+        """Return whether a library may compute it on GPUs: bf16, whole sequences in one pair of tiles, no change of scores but the causal mask."""
         if self.q.dtype != BF16 or self.dropout or self.scoring != UNCHANGED or not self.q.runtime.has_gpus:
             return False
         return takes_heads(self.head_size) and self.q.grid[1] == self.k.grid[1] == 1
 
     def whole_scratch(self) -> Access:
-        """Working memory for one task of whole sequences."""
+        """Return the access to working memory of one task over whole sequences."""
         b, t, width = self.q.tile
         return scratch(self.q.runtime, whole_scratch_nbytes(b * t * width // self.head_size, t, self.k.tile[1], 4)), SCRATCH
 
     def lse_scratch(self) -> Access:
-        """Working memory for one sum over kept scores."""
+        """Return the access to working memory of one `attention_lse` task over stored scores."""
         itemsize, (b, t, width) = 8 if self.q.dtype == np.float64 else 4, self.q.tile
         nbytes = lse_scratch_nbytes(b * t * width // self.head_size, self.k.tile[1], itemsize)
         return scratch(self.q.runtime, nbytes), SCRATCH
 
     def per_row(self, name: str) -> TileTensor:
-        """One number per head and query  # (B, H, T)."""
+        """Return a new tensor with one number per head and query  # (B, H, T)."""
         q, size = self.q, self.head_size
         shape, tile = (q.shape[0], q.shape[2] // size, q.shape[1]), (q.tile[0], q.tile[2] // size, q.tile[1])
         return TileTensor(q.runtime, shape, tile, np.float64 if q.dtype == np.float64 else np.float32, name=name)
@@ -192,19 +192,19 @@ def _describe(
 
 def _check(q: TileTensor, k: TileTensor, head_size: int, causal: bool, scoring: Scoring) -> None:
     if scoring.window is not None and (scoring.window < 1 or not causal):
-        raise ValueError(f"a window is of one position or more, of causal attention; got {scoring.window} and causal {causal}; pass window=None")
+        raise ValueError(f"a window needs causal attention and at least one position, got {scoring.window} and causal {causal}; pass window=None")
     if scoring.cap is not None and not scoring.cap > 0:
-        raise ValueError(f"a cap of scores is positive, got {scoring.cap}; pass cap=None for none")
+        raise ValueError(f"a cap of scores must be positive, got {scoring.cap}; pass cap=None for none")
     for numbers, x in zip(scoring.documents or (), (q, k), strict=False):
         if numbers.dtype != np.int32 or len(numbers.shape) != 2:
-            raise ValueError(f"documents are int32 numbers of each sequence and position, got {numbers!r} for {x!r}; make them so")
+            raise ValueError(f"documents must be int32 numbers, one per sequence and position, got {numbers!r} for {x!r}; convert them")
         same_axis(numbers, 0, x, 0)
         same_axis(numbers, 1, x, 1)
     if scoring.bias:
         table, count = scoring.bias.table, scoring.bias.buckets.count
         shape, tile = (count, q.shape[2] // head_size), (count, q.tile[2] // head_size)
         if table.shape != shape or table.tile != tile:
-            raise ValueError(f"the table of a bias has a row for each bucket and is cut like heads: {shape} by {tile}; got {table!r}; cut it so")
+            raise ValueError(f"the table of a bias must have a row per bucket and be cut like heads, {shape} by {tile}; got {table!r}; cut it that way")
 
 
 def attention(
@@ -219,11 +219,11 @@ def attention(
     scoring: Scoring = UNCHANGED,
     library: bool = False,
 ) -> tuple[TileTensor, TileTensor]:
-    """o = dropout(softmax(scale * q k^T)) v per head, without the scores. Returns (o, lse).
+    """o = dropout(softmax(scale * q k^T)) v per head, without storing the scores. Returns (o, lse).
 
     Args:
-        library: let a library compute it that the program has opened on its GPUs, where it can (`CudaDevice.open_attention`); the backward pass must
-            get the same value.
+        library: whether the attention library that the program has opened on its GPUs (`CudaDevice.open_attention`) computes the operation if it
+            can; pass the same value to the backward pass.
     """
     whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
     if library and whole.is_for_library():
@@ -281,7 +281,7 @@ def attention_backward(
     dtable: TileTensor | None = None,
     library: bool = False,
 ) -> tuple[TileTensor, TileTensor, TileTensor]:
-    """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse; that of a bias goes to `dtable` as REDUX contributions."""
+    """Gradients (dq, dk, dv) of `attention`, recomputing the weights from lse; `dtable` receives the bias gradient as REDUX contributions."""
     whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
     if library and whole.is_for_library():
         return _backward_by_library(whole, v, o, do, lse)
@@ -324,7 +324,7 @@ def stored_attention(
     dropout: Dropout | None = None,
     scoring: Scoring = UNCHANGED,
 ) -> tuple[TileTensor, TileTensor]:
-    """The same attention with its weights kept for the backward pass. Returns (o, weights (B, H, T, S))."""
+    """Compute the same attention and keep its weights for the backward pass. Returns (o, weights (B, H, T, S))."""
     whole = _describe(q, k, v, head_size, scale, causal, dropout, scoring)
     o, lse, peak, total = q.like(name="attention"), whole.per_row("lse"), whole.per_row("row maximum"), whole.per_row("row sum")
     shape, tile = (*lse.shape, k.shape[1]), (*lse.tile, k.tile[1])
@@ -341,7 +341,7 @@ def stored_attention(
 
 
 def _keep_scores(whole: _Attention, b: int, h: int, i: int, weights: TileTensor, sums: list[Handle]) -> None:
-    """Scores of a query tile, and in `sums` their maxima, sums of exponentials and log-sum-exps."""
+    """Compute the scores of a query tile, and in `sums` their maxima, sums of exponentials and log-sum-exps."""
     q, seen, scoring = whole.q, whole.keys(i), whole.scoring
     blind = {"may_blind": True} if scoring.window or scoring.documents else {}
     for j in seen:

@@ -1,8 +1,8 @@
 """A cache of keys and values that grows along its positions, and attention of new tokens over it.
 
-Legend: q, o (B, w, H * D), k, v (B, w, G * D) of w new tokens in a row, cut along sequences and heads only; positions (B, w) int32, those of one
-sequence one after another; keys, values (B, P, G * D) the cache, cut along all three. A sequence may be anywhere, so sequences of unequal length
-need no padding: each new token writes at its own position and sees what lies at positions up to its own.
+Legend: q, o (B, w, H * D), k, v (B, w, G * D) of w new tokens in a row, cut along sequences and heads only; positions (B, w) int32, consecutive
+within a sequence; keys, values (B, P, G * D) the cache, cut along all three axes. Each sequence has a position of its own, so sequences of unequal
+length need no padding: each new token writes at its own position and attends to positions up to its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .grid import chained, same_axis, same_tiling
 
 
 def clear(keys: TileTensor, values: TileTensor, tile: int) -> None:
-    """Fill tile number `tile` of the positions with zeros: from now on it takes memory and may be appended to."""
+    """Fill tile number `tile` of the positions with zeros, which allocates it; a tile must be cleared before tokens are appended."""
     for tensor in (keys, values):
         for b, h in itertools.product(range(tensor.grid[0]), range(tensor.grid[2])):
             emit(tensor.runtime, "fill", [(tensor[b, tile, h], W)], value=0.0)
@@ -32,7 +32,7 @@ def append(k: TileTensor, v: TileTensor, positions: TileTensor, keys: TileTensor
     """Write the new keys and values at their positions.
 
     Args:
-        tiles: of the cache's positions, all that any of `positions` lies in.
+        tiles: numbers of the tiles along the cache's positions; they include every tile that a position in `positions` falls into.
     """
     _check(k, positions, keys)
     same_tiling(k, v)
@@ -43,25 +43,25 @@ def append(k: TileTensor, v: TileTensor, positions: TileTensor, keys: TileTensor
 
 
 def gather_rows(source: TileTensor, rows: TileTensor, target: TileTensor, tiles: Iterable[int]) -> None:
-    """target[b, p] = source[rows[b], p] at the positions p of some tiles, whatever was there.
+    """target[b, p] = source[rows[b], p] at the positions p of some tiles, overwriting them.
 
     Args:
         source: (A, P, G * D).
-        rows: (B,) int32, cut like the sequences of `target`. Each tile of it has rows of the tile of `source` with its number only: others fail
-            the task with IndexError.
-        target: (B, P, G * D), cut like `source` but for the sequences; another tensor.
-        tiles: of the positions.
+        rows: (B,) int32, cut like the sequences of `target`. A tile of `rows` may name only rows in the tile of `source` with the same number;
+            other rows fail the task with IndexError.
+        target: (B, P, G * D), cut like `source` except along the sequences; another tensor.
+        tiles: numbers of the tiles along the positions.
     """
     same_axis(target, 0, rows, 0)
     if target is source or source.grid != target.grid or source.shape[1:] != target.shape[1:] or source.tile[1:] != target.tile[1:]:
-        raise ValueError(f"rows are gathered into another tensor with the same positions, features and grid, got {source!r} and {target!r}")
+        raise ValueError(f"rows must be gathered into another tensor with the same positions, features and grid, got {source!r} and {target!r}")
     for b, h, t in itertools.product(range(source.grid[0]), range(source.grid[2]), tiles):
         accesses: list[Access] = [(source[b, t, h], R), (rows[b,], R), (target[b, t, h], W)]
         emit(source.runtime, "gather_rows", accesses, start=b * source.tile[0])
 
 
 def reorder_rows(x: TileTensor, rows: TileTensor, tiles: Iterable[int]) -> None:
-    """x[b, p] = x[rows[b], p] at the positions p of some tiles, by way of a tile beside each; arguments as of `gather_rows`."""
+    """x[b, p] = x[rows[b], p] at the positions p of some tiles, through temporary tiles; the arguments are those of `gather_rows`."""
     moved = x.like(name="reordered")
     for t in tiles:
         gather_rows(x, rows, moved, [t])
@@ -70,7 +70,7 @@ def reorder_rows(x: TileTensor, rows: TileTensor, tiles: Iterable[int]) -> None:
 
 
 def first_seen_tile(window: int | None, written: range, tile: int) -> int:
-    """The first tile of positions that any token of the tiles `written` sees, through a window if there is one."""
+    """Return the number of the first tile of positions that a token in the tiles `written` attends to, given a window if there is one."""
     return max(0, written.start * tile + 1 - window) // tile if window else 0
 
 
@@ -85,14 +85,17 @@ def cached_attention(
     scale: float,
     scoring: Scoring = UNCHANGED,
 ) -> TileTensor:
-    """o = softmax(scale * q k^T) v per head over tiles of the cache; a token sees positions up to its own.
+    """o = softmax(scale * q k^T) v per head over tiles of the cache; a token attends to positions up to its own.
 
     Args:
-        tiles: all that any token sees anything of.
-        scoring: without documents.
+        tiles: numbers of all tiles that some token attends to.
+        scoring: changes of the scores; documents are not supported.
+
+    Raises:
+        ValueError: `scoring` has documents, or tilings do not fit together.
     """
     if scoring.documents:
-        raise ValueError(f"a cache holds one document for each sequence, got documents {scoring.documents}; attend without a cache")
+        raise ValueError(f"attention over a cache does not support documents, got {scoring.documents}; attend without a cache")
     group, rest = divmod(q.shape[2], keys.shape[2])
     if rest or q.tile[2] != group * keys.tile[2] or keys.tile[2] % head_size:
         raise ValueError(f"a tile of queries must hold the heads that share the heads of a tile of keys, got head size {head_size}, {q!r}, {keys!r}")

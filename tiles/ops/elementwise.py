@@ -34,7 +34,7 @@ def _binary(op: str, a: TileTensor, b: TileTensor, **constants: Any) -> TileTens
 
 
 def accumulate(addend: TileTensor, total: TileTensor) -> None:
-    """total += part, as one contribution per tile."""
+    """total += addend, as one contribution per tile."""
     same_tiling(addend, total)
     for source, target in zip(addend.handles, total.handles, strict=True):
         emit(addend.runtime, "add_into", [(source, R), (target, REDUX)])
@@ -54,12 +54,12 @@ def cast(a: TileTensor, dtype: npt.DTypeLike) -> TileTensor:
 
 
 def copy(a: TileTensor) -> TileTensor:
-    """A copy of `a`."""
+    """Return a copy of `a`."""
     return copy_into(a, a.like(name="copy"))
 
 
 def copy_into(a: TileTensor, out: TileTensor, tiles: Iterable[int] | None = None) -> TileTensor:
-    """Overwrite `out` with `a`, converted to its element type, or only the tiles of these numbers; returns `out`."""
+    """Overwrite `out`, or only its tiles with the numbers `tiles`, with `a` converted to the element type of `out`; return `out`."""
     same_tiling(a, out)
     for number in range(out.tiling.num_tiles) if tiles is None else tiles:
         emit(a.runtime, "copy", [(a.handles[number], R), (out.handles[number], W)])
@@ -67,14 +67,14 @@ def copy_into(a: TileTensor, out: TileTensor, tiles: Iterable[int] | None = None
 
 
 def fill(a: TileTensor, value: float, tiles: Iterable[int] | None = None) -> TileTensor:
-    """Overwrite every element of `a`, or only of the tiles of these numbers; returns `a`."""
+    """Overwrite every element of `a`, or only of its tiles with the numbers `tiles`; return `a`."""
     for number in range(a.tiling.num_tiles) if tiles is None else tiles:
         emit(a.runtime, "fill", [(a.handles[number], W)], value=value)
     return a
 
 
 def add_rows(x: TileTensor, p: TileTensor) -> TileTensor:
-    """x + p[:T] for every sequence  # (B, T, C) + (>= T, C) -> (B, T, C)."""
+    """x + p[:T] for every sequence  # (B, T, C) + (at least T, C) -> (B, T, C)."""
     _check_rows(x, p)
     out = x.like(name="add_rows")
     for index in x.tiling.indices():
@@ -84,7 +84,7 @@ def add_rows(x: TileTensor, p: TileTensor) -> TileTensor:
 
 
 def add_rows_backward(dy: TileTensor, dp: TileTensor) -> None:
-    """dp[:T] (+)= sum of dy over sequences; tiles of dp wholly beyond T receive no contribution."""
+    """dp[:T] (+)= sum of dy over sequences; tiles of dp entirely beyond T receive no contribution."""
     _check_rows(dy, dp)
     for index in dy.tiling.indices():
         _, t, c = index
@@ -122,7 +122,7 @@ def _check_kind(kind: str) -> None:
 
 
 def gated(gates: TileTensor, up: TileTensor, kind: str) -> TileTensor:
-    """activation(gates) * up; kinds as of `activation`."""
+    """activation(gates) * up, for the kinds of `activation`."""
     _check_kind(kind)
     return _binary("silu_gate", gates, up) if kind == "silu" else _binary("gate", gates, up, kind=kind)
 
@@ -163,8 +163,8 @@ def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[Tile
 
     Args:
         frequencies: (D / 2,), one tile, in radians per position.
-        length: T.
-        tile: positions per tile.
+        length: number of positions T.
+        tile: number of positions in a tile.
     """
     _check_frequencies(frequencies)
     shape, width = (length, frequencies.shape[0]), frequencies.shape[0]
@@ -191,20 +191,20 @@ def _check_frequencies(frequencies: TileTensor) -> None:
 
 
 def rotary(x: TileTensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_size: int | None = None, *, inverse: bool = False) -> TileTensor:
-    """Rotary position embedding of every head; the inverse rotation is its backward pass.
+    """Apply rotary position embedding to every head; the inverse rotation is its backward pass.
 
     Args:
         x: (B, T, H * D), tiles of whole heads.
-        cos, sin: (T, R / 2), rows cut like T; or (B, T, R / 2), cut like B and T, where sequences are at positions of their own.
-        head_size: D.
-        rotary_size: R, even: as many first features of each head turn, and the others stay; None for D.
-        inverse: rotate by the negative angles.
+        cos, sin: (T, R / 2), rows cut like T; or (B, T, R / 2), cut like B and T, if sequences have positions of their own.
+        head_size: number of features D of a head.
+        rotary_size: even number R of leading features of each head that rotate; the others are copied. None for D.
+        inverse: whether to rotate by the negative angles.
     """
     rotary_size = head_size if rotary_size is None else rotary_size
     if x.shape[2] % head_size or x.tile[2] % head_size:
         raise ValueError(f"heads must fill whole tiles; got head size {head_size} and {x!r}")
     if rotary_size % 2 or not 0 < rotary_size <= head_size:
-        raise ValueError(f"an even number of features of a head turn, 2 to its size {head_size}; got {rotary_size}")
+        raise ValueError(f"rotary_size must be even and from 2 to the head size {head_size}, got {rotary_size}")
     for table in (cos, sin):
         rank = len(table.shape)
         for axis in range(rank - 1):

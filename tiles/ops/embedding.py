@@ -1,4 +1,4 @@
-"""Embedding lookup over vocabulary tiles, which may be quantised, and its gradient."""
+"""Embedding lookup over vocabulary tiles, which may be quantised, and the gradient of the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .grid import chained, same_axis
 def embedding(tokens: TileTensor, table: TileTensor, first: int = 0) -> TileTensor:
     """x[b, t] = table[first + tokens[b, t]]  # (B, T) int32, (V, C) -> (B, T, C).
 
-    A token id outside [0, V - first) fails the task with IndexError, naming the id and its position.
+    A token id outside [0, V - first) fails the task with IndexError, which names the id and its position.
     """
     (b, t), (vocab, width) = tokens.shape, table.shape
     x = TileTensor(tokens.runtime, (b, t, width), (*tokens.tile, table.tile[1]), table.dtype, name="embedding")

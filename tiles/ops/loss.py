@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, vocabulary tile by vocabulary tile; the whole logits never exist.
+"""Cross-entropy of a linear head, one vocabulary tile at a time, so that the full logits are never stored.
 
 Legend: x (B, T, C), head w (V, C), targets (B, T) int32 with -1 for ignored tokens, bias (V,), factor (1,) fp32. A quantised head is decoded, tile by
 tile, for each pass.
@@ -36,9 +36,9 @@ def linear_cross_entropy(
     """loss = scale [* factor] * sum of -log softmax(logits)[target]. Returns (loss (1,) fp64, lse (B, T)).
 
     Args:
-        bias: logits are x w^T + bias.
-        factor: known when the task runs.
-        cap: c; logits become c tanh(logits / c), after the bias.
+        bias: (V,) added to the logits; None for none.
+        factor: (1,) factor of the loss, known only when the task runs; None for 1.
+        cap: limit c of the logits, which become c tanh(logits / c) after the bias; None for no limit.
     """
     _check(x, w, targets, bias, factor, cap)
     w = _as_floats(w)
@@ -71,7 +71,7 @@ def linear_cross_entropy_backward(
     factor: TileTensor | None = None,
     cap: float | None = None,
 ) -> TileTensor:
-    """dx of `linear_cross_entropy`, recomputing the logits; dw and dbias receive contributions, unless None."""
+    """dx of `linear_cross_entropy`, recomputing the logits; dw and dbias, unless they are None, receive contributions."""
     _check(x, w, targets, bias, factor, cap)
     w = _as_floats(w)
     if dbias is not None:
@@ -90,7 +90,7 @@ def linear_cross_entropy_backward(
             accesses += [*_tile(sums, 0, W), _scratch(x, w)]
             constants: dict[str, Any] = {"num_c": num_c, "v_start": v * w.tile[0], "scale": scale, "first": v == 0, "accumulate": False}
             emit(x.runtime, "head_backward", accesses, **constants, **_constants(how))
-            if dbias is not None and sums is not None:  # in a task of its own: dw may have had contributions that dbias has not
+            if dbias is not None and sums is not None:  # a separate task, since dw may have had contributions that dbias has not
                 emit(x.runtime, "add_into", [(sums[0,], R), (dbias[v,], REDUX)])
     return dx
 
@@ -100,7 +100,7 @@ def _as_floats(w: TileTensor) -> TileTensor:
 
 
 def _constants(how: Head) -> dict[str, Any]:
-    """Nothing for a plain head, whose tasks are then as they have always been."""
+    """Return the constant of the head's tasks; a plain head has none."""
     return {} if how == PLAIN else {"how": how}
 
 
@@ -109,7 +109,7 @@ def _tile(vector: TileTensor | None, number: int, mode: Mode = R) -> list[Access
 
 
 def _row_sums(dbias: TileTensor, v: int) -> TileTensor:
-    """Where one task leaves its sums of the logits' gradients over rows."""
+    """Return a new tensor for one task's sums of the logits' gradients over rows."""
     extents = dbias.tiling.extents((v,))
     return TileTensor(dbias.runtime, extents, extents, dbias.dtype, name="d bias sums")
 
@@ -121,7 +121,7 @@ def _check(x: TileTensor, w: TileTensor, targets: TileTensor, bias: TileTensor |
     if bias is not None:
         same_axis(bias, 0, w, 0)
     if factor is not None and factor.shape != (1,):
-        raise ValueError(f"the factor of a loss is one number, got {factor!r}; make it (1,)")
+        raise ValueError(f"the factor of a loss must have shape (1,), got {factor!r}")
     if cap is not None and not cap > 0:
         raise ValueError(f"the cap of logits must be positive, got {cap}; leave it out for none")
 

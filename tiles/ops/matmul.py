@@ -1,5 +1,6 @@
-"""Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading. `linear` can also
-make the products of a chain side by side and add them in the chain's order.
+"""Matrix products over tiles: chains of accumulating tasks along the contracted axis, the first of which writes without reading.
+
+`linear` can also compute the products of a chain in parallel and add them in the chain's order.
 
 Legend: x (..., K) activations whose leading axes are rows, w (K, N) or with `transpose_w` (N, K), bias (N,). The weight of `linear`, `linear_gelu`
 and `linear_backward_input` may be quantised.
@@ -23,16 +24,16 @@ from . import elementwise
 from .grid import chained, leading, same_axis, with_last
 
 
-def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, transpose_w: bool = False, beside: bool = False) -> TileTensor:
+def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, transpose_w: bool = False, in_parallel: bool = False) -> TileTensor:
     """y = x @ op(w) + bias  # (..., K) @ (K, N) -> (..., N).
 
     Args:
-        beside: make the products of a chain side by side, each in memory of its own, where y is one tile. It is for few rows: else one worker alone
-            would read the whole matrix.
+        in_parallel: whether to compute the products of a chain in parallel, each in its own memory, if y is one tile. It is for few rows, for which a
+            single worker would otherwise read the whole matrix.
     """
     y = _linear_output(x, w, bias, transpose_w)
-    if beside and prod(y.grid) == 1:
-        _sum_beside(x, w, bias, y, transpose_w)
+    if in_parallel and prod(y.grid) == 1:
+        _sum_in_parallel(x, w, bias, y, transpose_w)
         return y
     for row, n in itertools.product(leading(x), range(y.grid[-1])):
         for k in range(x.grid[-1]):
@@ -40,8 +41,8 @@ def linear(x: TileTensor, w: TileTensor, bias: TileTensor | None = None, *, tran
     return y
 
 
-def _sum_beside(x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, transpose_w: bool) -> None:
-    """y, of one tile, as the sum of products that wait for no other. No sum overwrites its terms, so that several workers may make it."""
+def _sum_in_parallel(x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, transpose_w: bool) -> None:
+    """Compute y, of one tile, as the sum of independent products. No sum overwrites its terms, so different workers may compute the sums."""
     (row,) = leading(x)
     count = x.grid[-1]
     products = [y.like(name="product") for _ in range(count)] if count > 1 else [y]
@@ -70,7 +71,7 @@ def add_linear(x: TileTensor, w: TileTensor, y: TileTensor, *, transpose_w: bool
 def linear_gelu(x: TileTensor, w: TileTensor, bias: TileTensor | None, kind: str, *, transpose_w: bool = False) -> tuple[TileTensor, TileTensor]:
     """pre = x @ op(w) + bias; y = activation(pre), applied by the last task of each chain. Returns (pre, y).
 
-    Where w is quantised, activations are tasks of their own.
+    If w is quantised, activations are separate tasks.
     """
     if isinstance(w, QuantisedTensor):
         pre = linear(x, w, bias, transpose_w=transpose_w)
@@ -100,7 +101,7 @@ def _linear_output(x: TileTensor, w: TileTensor, bias: TileTensor | None, transp
 def _linear_task(
     x: TileTensor, w: TileTensor, bias: TileTensor | None, y: TileTensor, row: tuple[int, ...], n: int, k: int, transpose_w: bool, *, adds: bool
 ) -> None:
-    """One product; the first has the bias, and one that `adds` is added to y."""
+    """Emit one product; the first of a chain adds the bias. If `adds`, the product is added to y."""
     operands: list[Access] = [(x[*row, k], R), (w[(n, k) if transpose_w else (k, n)], R)]
     if isinstance(w, QuantisedTensor):
         with_bias: list[Access] = [(bias[n,], R)] if k == 0 and bias is not None else []
@@ -114,11 +115,11 @@ def _linear_task(
 
 
 def _quantised_task(w: QuantisedTensor, accesses: list[Access], transpose_w: bool, *, adds: bool) -> None:
-    """One product with a quantised tile; `accesses` are x, w, [bias,] y. What is stored is (N, K), or its transpose."""
+    """Emit one product with a quantised tile; `accesses` are x, w, [bias,] y. The stored matrix is (N, K), or its transpose."""
     views: list[Any] = [handle.view for handle, _ in accesses]
     trans_b, itemsize = transpose_w != w.is_turned, 8 if views[0].dtype == np.float64 else 4
     nbytes = panel_scratch_nbytes(views[0].shape, views[1].shape, w.block_format, itemsize, trans_b=trans_b)
-    if nbytes and w.runtime.has_gpus:  # where a whole tile is decoded
+    if nbytes and w.runtime.has_gpus:  # GPU kernels decode a whole tile
         nbytes = max(nbytes, views[1].shape[0] * w.block_format.columns(views[1].shape[1]) * views[0].dtype.itemsize)
     if nbytes:
         accesses = [*accesses, (scratch(w.runtime, nbytes), SCRATCH)]
@@ -127,9 +128,9 @@ def _quantised_task(w: QuantisedTensor, accesses: list[Access], transpose_w: boo
 
 
 def decoded(w: QuantisedTensor) -> TileTensor:
-    """The numbers of quantised weights as a new tensor of floats, for operations that take no others."""
+    """Return the numbers of quantised weights as a new tensor of floats, for operations that do not support quantised weights."""
     if w.is_turned:
-        raise ValueError(f"only what is stored as it is can be decoded tile by tile, got {w!r}, which is turned; multiply by it instead")
+        raise ValueError(f"weights that are stored transposed cannot be decoded tile by tile, got {w!r}; multiply by them instead")
     values = TileTensor(w.runtime, w.shape, w.tile, w.dtype, name="decoded")
     for index in w.tiling.indices():
         emit(w.runtime, "decode_blocks", [(w[index], R), (values[index], W)], block_format=w.block_format.name)
@@ -172,7 +173,7 @@ def matmul(
     """out (+)= alpha * op(a) @ op(b)  # (..., M, K) @ (..., K, N) -> (..., M, N), leading axes equal.
 
     Args:
-        out: receives the product as REDUX contributions; None for a new tensor.
+        out: tensor that receives the product as REDUX contributions; None for a new tensor.
     """
     rank = len(a.shape)
     m, k = (rank - 1, rank - 2) if transpose_a else (rank - 2, rank - 1)

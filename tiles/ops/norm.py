@@ -1,4 +1,4 @@
-"""Normalisations and softmax over the last axis: one fused task where a row is one tile, else sums chained over the row's tiles.
+"""Normalisations and softmax over the last axis: one fused task if a row is one tile, else sums chained over the row's tiles.
 
 Legend: x (..., C); mean, rstd (...,); gamma, beta (C,).
 """
@@ -115,7 +115,7 @@ def head_norm_backward(
     dresidual: TileTensor | None = None,
     offset: float = 0.0,
 ) -> TileTensor:
-    """dx of `head_norm` (+ dresidual); dgamma receives a contribution of each tile, unless None."""
+    """dx of `head_norm` (+ dresidual); dgamma, unless it is None, receives a contribution from each tile."""
     if dresidual is dy:  # a task reads a tile once
         return add(head_norm_backward(x, gamma, rstd, dy, dgamma, offset=offset), dy)
     _check_heads(x, gamma)
@@ -132,7 +132,7 @@ def head_norm_backward(
 
 
 def _shift(gamma: TileTensor, offset: float) -> tuple[list[Access], dict[str, Any]]:
-    """What a task whose weights are gamma + offset has beyond others: working memory for them, its last access, and the constant."""
+    """Return the extra accesses and constants of a task whose weights are gamma + offset: working memory as the last access, and the offset."""
     if not offset:
         return [], {}
     itemsize = 8 if gamma.dtype == np.float64 else 4
@@ -140,7 +140,7 @@ def _shift(gamma: TileTensor, offset: float) -> tuple[list[Access], dict[str, An
 
 
 def _between(x: TileTensor, *names: str) -> list[TileTensor]:
-    """What the tasks of a row hand each other; made once for all rows, of which each uses its tiles."""
+    """Return tensors for the intermediate results of the tasks of a row; one set serves all rows, each of which uses its own tiles."""
     return [statistics(x, name) for name in names]
 
 
@@ -154,23 +154,23 @@ def _norm_row(
     eps: float,
     offset: float = 0.0,
 ) -> None:
-    """One row of tiles: sums, squared deviations, then apply.
+    """Emit the tasks of one row of tiles: sums, squared deviations, then the normalisation.
 
     Args:
-        beta: None for an RMS norm.
-        numbers: mean and rstd, which stay; sums and squares between the tasks. In an RMS norm the mean is zero from the start, and what
-            `norm_finish` finds of it goes where the sums would.
+        beta: shift of a layer norm; None for an RMS norm.
+        numbers: mean and rstd, which are results; sums and squares, which pass between the tasks. In an RMS norm the mean is zero from the start,
+            and the mean that `norm_finish` computes is written over the unused sums.
     """
     runtime, width = x.runtime, x.shape[-1]
     mean, rstd, first, squares = numbers
-    sums, found = (mean, first) if beta is None else (first, mean)
+    sums, computed_mean = (mean, first) if beta is None else (first, mean)
     if beta is not None:
         for c in range(x.grid[-1]):
             emit(runtime, "row_sums", [(x[*row, c], R), (sums[row], chained(c))], accumulate=c > 0)
     for c in range(x.grid[-1]):
         accesses: list[Access] = [(x[*row, c], R), (sums[row], R), (squares[row], chained(c)), _scratch(x)]
         emit(runtime, "row_squares", accesses, width=width, accumulate=c > 0)
-    emit(runtime, "norm_finish", [(sums[row], R), (squares[row], R), (found[row], W), (rstd[row], W)], width=width, eps=eps)
+    emit(runtime, "norm_finish", [(sums[row], R), (squares[row], R), (computed_mean[row], W), (rstd[row], W)], width=width, eps=eps)
     for c in range(x.grid[-1]):
         accesses = [(x[*row, c], R), (mean[row], R), (rstd[row], R), (gamma[c,], R)]
         if beta is not None:
@@ -190,7 +190,7 @@ def layer_norm_backward(
     *,
     dresidual: TileTensor | None = None,
 ) -> TileTensor:
-    """dx of `layer_norm` (+ dresidual); dgamma and dbeta receive contributions, unless None."""
+    """dx of `layer_norm` (+ dresidual); dgamma and dbeta, unless they are None, receive contributions."""
     return _norm_backward(x, gamma, mean, rstd, dy, [dgamma, dbeta], dresidual)
 
 
@@ -204,7 +204,7 @@ def rms_norm_backward(
     dresidual: TileTensor | None = None,
     offset: float = 0.0,
 ) -> TileTensor:
-    """dx of `rms_norm` (+ dresidual); dgamma receives contributions, unless None."""
+    """dx of `rms_norm` (+ dresidual); dgamma, unless it is None, receives contributions."""
     return _norm_backward(x, gamma, None, rstd, dy, [dgamma], dresidual, offset)
 
 
@@ -274,7 +274,7 @@ def _norm_backward_row(
 
 
 def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access:
-    """Where a task leaves its part of the gradient of tile `c` of gamma or beta: in the sum, or in working memory where it is not wanted."""
+    """Return the access with which a task adds to the gradient of tile `c` of gamma or beta; working memory if the gradient is not wanted."""
     if total is not None:
         return total[c,], REDUX
     view = TileView((gamma.tiling.extents((c,))[0],), np.dtype(np.float64 if gamma.dtype == np.float64 else np.float32))
@@ -282,7 +282,7 @@ def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access
 
 
 def softmax(x: TileTensor) -> TileTensor:
-    """Softmax over the last axis."""
+    """y = softmax(x) over the last axis."""
     y = x.like(name="softmax")
     peak, total = statistics(x, "row maximum"), statistics(x, "row sum")
     for row in leading(x):
@@ -314,7 +314,7 @@ def softmax_backward(y: TileTensor, dy: TileTensor) -> TileTensor:
 
 
 def _scratch(x: TileTensor) -> Access:
-    """Working memory of one task over a tile of `x`."""
+    """Return the access to working memory of one task over a tile of `x`."""
     itemsize = 8 if x.dtype == np.float64 else 4
     return scratch(x.runtime, norm_scratch_nbytes(prod(x.tile[:-1]), x.tile[-1], itemsize)), SCRATCH
 

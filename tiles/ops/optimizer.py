@@ -1,4 +1,4 @@
-"""Optimizer updates, one task per tile, and the sum of squares that clipping needs, as a tree of fixed shape."""
+"""Optimizer updates, one task per tile, and the sum of squares for gradient clipping, as a tree of fixed shape."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..tensor import TileTensor
 from .grid import same_tiling
 
 FAN_IN: Final = 32
-"""Numbers one task of a summation tree adds."""
+"""Number of terms that one task of a summation tree adds."""
 
 
 def sum_scalars(terms: TileTensor, name: str) -> TileTensor:
-    """Sum of a vector of one-element tiles as a tree  # (n,) fp64 -> (1,) fp64."""
+    """Return the sum of a vector of one-element tiles, computed as a tree  # (n,) fp64 -> (1,) fp64."""
     while True:
         groups = [terms.handles[i : i + FAN_IN] for i in range(0, len(terms.handles), FAN_IN)]
         sums = TileTensor(terms.runtime, (len(groups),), (1,), np.float64, name=name)
@@ -33,10 +33,10 @@ def sum_scalars(terms: TileTensor, name: str) -> TileTensor:
 
 
 def sum_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
-    """Sum of squares of all elements of all tensors  # -> (1,) fp64.
+    """Return the sum of squares of all elements of all tensors  # -> (1,) fp64.
 
     Raises:
-        ValueError: there are no tensors.
+        ValueError: `tensors` is empty.
     """
     if not tensors:
         raise ValueError("the sum of squares needs at least one tensor, got none")
@@ -48,18 +48,18 @@ def sum_of_squares(tensors: Sequence[TileTensor]) -> TileTensor:
 
 
 def squares_of_tiles(tensors: Sequence[TileTensor]) -> TileTensor:
-    """A number for each tile of the tensors, in order, for its sum of squares  # -> (n,) fp64."""
+    """Return a new tensor for the sums of squares of the tiles: one number per tile, in order  # -> (n,) fp64."""
     count = sum(tensor.tiling.num_tiles for tensor in tensors)
     return TileTensor(tensors[0].runtime, (count,), (1,), np.float64, name="squares")
 
 
 def square(runtime: TaskRuntime, tile: Handle, term: Handle, *, priority: int = 0) -> None:
-    """Sum of squares of one tile."""
+    """Write the sum of squares of one tile to `term`."""
     emit(runtime, "sum_squares", [(tile, R), (term, W)], priority=priority)
 
 
 def sum_squares(terms: TileTensor) -> TileTensor:
-    """The sum of squares from those of the tiles  # (n,) fp64 -> (1,) fp64."""
+    """Return the total of the tiles' sums of squares  # (n,) fp64 -> (1,) fp64."""
     return sum_scalars(terms, "sum of squares")
 
 
@@ -80,18 +80,18 @@ def adamw(
     priority: int = 0,
     cpu_only: bool = False,
 ) -> None:
-    """One step of AdamW (`decoupled`) or of Adam with L2, as torch.optim computes it.
+    """Compute one step of AdamW (`decoupled`) or of Adam with L2, as torch.optim does.
 
     Args:
-        param: updated in place; with `master` only overwritten by its rounded value.
+        param: parameter, updated in place; with `master` it is only overwritten by the rounded master.
         hyper: (num_groups, HYPER) fp64, one tile, written before the step; its columns are listed in `tiles.kernels.reference.optimizer`.
-        row: of `hyper`, that of the parameter's group.
-        decays: whether to declare working memory for weight decay, which takes some if it is not decoupled. Without it, weight decay works too.
+        row: row of `hyper` for the parameter's group.
+        decays: whether to declare the working memory that weight decay takes if it is not decoupled. Weight decay works without it, too.
         norm: (1,) sum of squares of all gradients; with `max_norm` > 0 gradients are clipped by it.
         master: fp32 copy of a 16-bit parameter.
-        tiles: numbers of those that are updated; None for all.
-        priority: of the tasks.
-        cpu_only: whether CPU workers alone run them.
+        tiles: numbers of the tiles to update; None for all.
+        priority: priority of the tasks.
+        cpu_only: whether the tasks run on CPU workers only.
     """
     constants = {"row": row, "decoupled": decoupled}
     _update("adam", param, grad, [m, v], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, decays=decays and not decoupled)
@@ -113,12 +113,12 @@ def sgd(
     priority: int = 0,
     cpu_only: bool = False,
 ) -> None:
-    """One step of SGD as torch.optim computes it.
+    """Compute one step of SGD as torch.optim does.
 
     Args:
-        buffer: of momentum; zero before the first step. None for no momentum, whatever `hyper` has.
-        nesterov: whether momentum looks ahead.
-        param, grad, hyper, row, decays, norm, max_norm, master, tiles, priority, cpu_only: see `adamw`.
+        buffer: momentum buffer; zero before the first step. None for no momentum, regardless of `hyper`.
+        nesterov: whether to use Nesterov momentum.
+        param, grad, hyper, row, decays, norm, max_norm, master, tiles, priority, cpu_only: the arguments of `adamw`.
     """
     constants = {"row": row, "has_buffer": buffer is not None, "nesterov": nesterov}
     _update("sgd", param, grad, [], hyper, norm, max_norm, master, constants, tiles, priority, cpu_only, buffer, decays=decays)

@@ -4,8 +4,8 @@ Legend: q, o (R, 1, H * D), k, v (R, 1, G * D), each row a token of some text, i
 the tokens; table (R, M) int32: the pages of the row's text in the order of its positions, below 0 for none; keys, values (N, T, G * D): N pages of T
 positions, cut along pages and heads, whole pages in a tile.
 
-A row without pages is idle: it writes nothing and gets 0. Texts may have pages in common; a page that several texts have is written by none of them.
-Several rows may be tokens of one text, if all of them are appended before they attend.
+A row without pages is idle: it writes nothing and its output is 0. Texts may share pages; no text may write to a shared page. Several rows may be
+tokens of one text, if all of them are appended before they attend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .grid import chained, same_axis, same_tiling
 
 
 def clear(keys: TileTensor, values: TileTensor, tile: int) -> None:
-    """Fill the pages of tile number `tile` with zeros: from now on they take memory and may be appended to."""
+    """Fill the pages of tile number `tile` with zeros, which allocates the tile; pages must be cleared before tokens are appended."""
     for tensor in (keys, values):
         for h in range(tensor.grid[2]):
             emit(tensor.runtime, "fill", [(tensor[tile, 0, h], W)], value=0.0)
@@ -34,7 +34,7 @@ def append(k: TileTensor, v: TileTensor, positions: TileTensor, table: TileTenso
     """Write the new keys and values at their positions.
 
     Args:
-        tiles: of pages, all that `table` names any of.
+        tiles: numbers of the tiles of pages; they include every page that `table` names.
     """
     _check(k, positions, table, keys)
     same_tiling(k, v)
@@ -60,11 +60,14 @@ def attention(
     """o = softmax(scale * q k^T) v per head over the pages of each row's text; a token sees positions up to its own.
 
     Args:
-        tiles: of pages, all that `table` names any of.
-        scoring: without documents and bias.
+        tiles: numbers of the tiles of pages; they include every page that `table` names.
+        scoring: changes of the scores; documents and a bias are not supported.
+
+    Raises:
+        ValueError: `scoring` has documents or a bias, or tilings do not fit together.
     """
     if scoring.documents or scoring.bias:
-        raise ValueError(f"pages hold one document for each text and know no bias, got {scoring}; use a cache without pages")
+        raise ValueError(f"pages support neither documents nor a bias, got {scoring}; use a cache without pages")
     group, rest = divmod(q.shape[2], keys.shape[2])
     if rest or q.tile[2] != group * keys.tile[2] or keys.tile[2] % head_size:
         raise ValueError(f"a tile of queries must hold the heads that share the heads of a tile of keys, got head size {head_size}, {q!r}, {keys!r}")
@@ -91,7 +94,7 @@ def attention(
 def _check(x: TileTensor, positions: TileTensor, table: TileTensor, keys: TileTensor) -> None:
     if x.shape[1] != 1 or x.grid[0] != 1 or positions.shape != x.shape[:2] or table.grid != (1, 1) or keys.grid[1] != 1:
         raise ValueError(
-            f"tokens over pages are rows of one tile, with a position and a row of the table each, and pages are whole in tiles; got {x!r}, "
+            f"tokens over pages must be rows of one tile, with a position and a row of the table each, and tiles must hold whole pages; got {x!r}, "
             f"{positions!r}, {table!r}, {keys!r}"
         )
     same_axis(x, 0, positions, 0)

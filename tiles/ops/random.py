@@ -11,12 +11,12 @@ from ..tensor import TileTensor
 
 
 def dropout(x: TileTensor, p: float, key: TileTensor, stream: int) -> TileTensor:
-    """x / (1 - p) where an element survives, else 0; the same call on a gradient applies the same mask.
+    """y = x / (1 - p) for elements that survive, else 0; the same call on a gradient applies the same mask.
 
     Args:
-        p: probability of dropping, in [0, 1).
+        p: probability of dropping an element, in [0, 1).
         key: (2,) uint64, (seed, step).
-        stream: tells this place in the network from others.
+        stream: number of this place in the network; each place draws a mask of its own.
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"a dropout probability must be in [0, 1), got {p}")
@@ -28,7 +28,7 @@ def dropout(x: TileTensor, p: float, key: TileTensor, stream: int) -> TileTensor
 
 
 def random_normal(tensor: TileTensor, std: float, seed: int, stream: int) -> TileTensor:
-    """Overwrite with N(0, std^2); returns `tensor`."""
+    """Overwrite `tensor` with samples of N(0, std^2); return it."""
     for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
         constants: dict[str, Any] = {"std": std, "seed": seed, "stream": stream, "shape": tensor.shape, "origin": tensor.tiling.origin(index)}
         emit(tensor.runtime, "random_normal", [(handle, W)], **constants)
@@ -36,7 +36,7 @@ def random_normal(tensor: TileTensor, std: float, seed: int, stream: int) -> Til
 
 
 def random_uniform(tensor: TileTensor, low: float, high: float, seed: int, stream: int) -> TileTensor:
-    """Overwrite with U(low, high); returns `tensor`."""
+    """Overwrite `tensor` with samples of U(low, high); return it."""
     for index, handle in zip(tensor.tiling.indices(), tensor.handles, strict=True):
         origin = tensor.tiling.origin(index)
         constants: dict[str, Any] = {"low": low, "high": high, "seed": seed, "stream": stream, "shape": tensor.shape, "origin": origin}

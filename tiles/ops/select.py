@@ -1,4 +1,4 @@
-"""Choosing one token of each sequence, at positions known only when the task runs."""
+"""Selection of one token of each sequence, at positions known only when the task runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def select_rows(x: TileTensor, positions: TileTensor) -> TileTensor:
     """out[b, 0] = x[b, positions[b]]  # (B, T, C), (B,) int32 -> (B, 1, C).
 
     Args:
-        x: (B, T, C).
+        x: (B, T, C) tokens.
         positions: (B,) int32, cut like the sequences of `x`. A position outside 0 .. T - 1 fails the task with IndexError.
     """
     same_axis(x, 0, positions, 0)

@@ -1,6 +1,6 @@
-"""From the tokens of a sequence to one vector, and tokens in the place of features.
+"""Operations from the tokens of a sequence to one vector, and the swap of tokens and features.
 
-Legend: x (B, T, C) of sequences, tokens, features.
+Legend: x (B, T, C): sequences, tokens, features.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .grid import chained
 
 
 def first_token(x: TileTensor) -> TileTensor:
-    """The first token of each sequence  # (B, T, C) -> (B, 1, C)."""
+    """Return the first token of each sequence  # (B, T, C) -> (B, 1, C)."""
     y = _one_token(x, "first token")
     for b, _, c in y.tiling.indices():
         emit(x.runtime, "first_token", [(x[b, 0, c], R), (y[b, 0, c], W)])
@@ -27,8 +27,8 @@ def first_token_backward(dy: TileTensor, length: int, tile: int) -> TileTensor:
     """dx = dy at the first token, else 0  # (B, 1, C) -> (B, T, C).
 
     Args:
-        length: T.
-        tile: tokens per tile.
+        length: number of tokens T.
+        tile: number of tokens in a tile.
     """
     dx = _all_tokens(dy, length, tile, "d first token")
     for b, t, c in dx.tiling.indices():
@@ -38,7 +38,7 @@ def first_token_backward(dy: TileTensor, length: int, tile: int) -> TileTensor:
 
 
 def mean_tokens(x: TileTensor) -> TileTensor:
-    """The mean over all tokens of each sequence, summed from the first to the last  # (B, T, C) -> (B, 1, C)."""
+    """Return the mean over all tokens of each sequence, summed from the first to the last  # (B, T, C) -> (B, 1, C)."""
     y = _one_token(x, "mean token")
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     total = TileTensor(x.runtime, (x.shape[0], x.shape[2]), (x.tile[0], x.tile[2]), dtype, name="sum of tokens")
@@ -52,7 +52,7 @@ def mean_tokens(x: TileTensor) -> TileTensor:
 
 
 def mean_tokens_backward(dy: TileTensor, length: int, tile: int) -> TileTensor:
-    """dx = dy / T at every token  # (B, 1, C) -> (B, T, C); arguments as of `first_token_backward`."""
+    """dx = dy / T at every token  # (B, 1, C) -> (B, T, C); the arguments are those of `first_token_backward`."""
     dx = _all_tokens(dy, length, tile, "d mean token")
     for b, t, c in dx.tiling.indices():
         emit(dx.runtime, "mean_tokens_backward", [(dy[b, 0, c], R), (dx[b, t, c], W)], length=length)
@@ -60,7 +60,7 @@ def mean_tokens_backward(dy: TileTensor, length: int, tile: int) -> TileTensor:
 
 
 def swapped(x: TileTensor) -> TileTensor:
-    """Tokens in the place of features  # (B, T, C) -> (B, C, T), and tiles with them."""
+    """Swap tokens and features, and the axes of tiles with them  # (B, T, C) -> (B, C, T)."""
     _check_axes(x)
     (batch, length, width), (b_tile, t_tile, c_tile) = x.shape, x.tile
     y = TileTensor(x.runtime, (batch, width, length), (b_tile, c_tile, t_tile), x.dtype, name="swapped")
@@ -77,10 +77,10 @@ def _one_token(x: TileTensor, name: str) -> TileTensor:
 def _all_tokens(dy: TileTensor, length: int, tile: int, name: str) -> TileTensor:
     _check_axes(dy)
     if dy.shape[1] != 1:
-        raise ValueError(f"this is the gradient of one token of each sequence, (B, 1, C); got {dy!r}")
+        raise ValueError(f"dy must be the gradient of one token of each sequence, (B, 1, C); got {dy!r}")
     return TileTensor(dy.runtime, (dy.shape[0], length, dy.shape[2]), (dy.tile[0], tile, dy.tile[2]), dy.dtype, name=name)
 
 
 def _check_axes(x: TileTensor) -> None:
     if len(x.shape) != 3:
-        raise ValueError(f"tokens of sequences have three axes, (B, T, C); got {x!r}")
+        raise ValueError(f"tokens of sequences must have three axes, (B, T, C); got {x!r}")

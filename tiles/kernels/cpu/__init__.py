@@ -1,7 +1,7 @@
 """Fast CPU kernels: in place, cache-blocked, one thread each, the GIL released in the heavy calls.
 
-Importing them sets NumPy's BLAS to one thread for the whole process: workers are the parallelism, and a kernel's bits must not depend on how
-many cores happen to be free.
+Importing this package sets NumPy's BLAS to one thread for the whole process: parallelism comes from the workers, and a kernel's bits must not depend
+on the number of idle cores.
 """
 
 from importlib.metadata import version
@@ -32,5 +32,5 @@ set_blas_threads(1)
 
 
 def kernel_versions() -> dict[str, str]:
-    """Versions of what computes on the CPU, by name: with others, durations and last bits differ."""
+    """Return the versions of the libraries that compute on the CPU, by name. With other versions, durations and last bits differ."""
     return {**{package: version(package) for package in ("numpy", "numba")}, "fp32_products": fp32_products()}

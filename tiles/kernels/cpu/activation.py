@@ -1,11 +1,10 @@
-"""Activations and units with a gate on the CPU: compiled loops for what fp32 models are made of, else pieces of 64 KiB that stay in cache.
+"""Activations and gated units on the CPU: compiled loops for fp32 "gelu_new" and silu_gate, else pieces of 64 KiB that stay in cache.
 
-Ladder for gelu_new, 1024 x 3072 fp32, one core, forward / backward: whole arrays and x**3 150 / 160 ms; in place in pieces of 32 KiB
-3.5 / 6.9 ms, of 64 KiB 2.5 / 5.1 ms, of 128 KiB 2.1 / 4.1 ms (torch's forward 3.7 ms). 64 KiB
-with temporaries in the unwritten rest of the output, 4.9 to 5.0 ms backward. On a later day, arrays in no cache: one compiled loop 0.69 / 1.04 ms
-(torch 3.7 / 3.7 ms, a copy of as many bytes 0.63 / 0.94 ms); tanh as a sigmoid, so one exponential and one division. "gelu" calls
-the C library's erf in fp64 per element: through Python 320 ms, compiled 21 ms with the same bits. For silu_gate, 1024 x 3072, forward / backward:
-in pieces 3.5 / 6.0 ms, compiled 0.72 / 1.4 ms.
+Ladder for gelu_new, 1024 x 3072 fp32, one core, forward / backward: whole arrays and x**3 150 / 160 ms; in place in pieces of 32 KiB 3.5 / 6.9 ms,
+of 64 KiB 2.5 / 5.1 ms, of 128 KiB 2.1 / 4.1 ms (torch's forward 3.7 ms); 64 KiB with temporaries in the unwritten rest of the output, 4.9 to 5.0 ms
+backward. On a later day, arrays in no cache: one compiled loop 0.69 / 1.04 ms (torch 3.7 / 3.7 ms, a copy of the same size 0.63 / 0.94 ms); tanh is
+computed as a sigmoid, with one exponential and one division. "gelu" calls the C library's erf in fp64 per element: through Python 320 ms, compiled
+21 ms with the same bits. For silu_gate, 1024 x 3072, forward / backward: in pieces 3.5 / 6.0 ms, compiled 0.72 / 1.4 ms.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _sigmoid(x: Array, out: Array) -> None:
 
 
 def _erf(x: Array) -> None:
-    """x = erf(x); what is not fp32 few at a time: each is a Python float on the way."""
+    """x = erf(x). Types other than fp32 go in small pieces, since each element becomes a Python float in between."""
     if single(x):
         from .numba import exp_loops
 
@@ -53,7 +52,7 @@ def _erf(x: Array) -> None:
 
 
 def activate_into(x: Array, y: Array, kind: str) -> None:
-    """y = activation(x): the program's own, if it has registered one."""
+    """y = activation(x), by the program's own function if it has registered one."""
     own = own_activation(kind)
     if own is None:
         _activate_into(x, y, kind)
@@ -115,7 +114,7 @@ def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
         for a, g, d, t in pieces_with_work(x, dy, dx, num_work=1):
             np.multiply(g, np.greater(a, 0, out=t.view(np.bool_)[: a.size]), out=d)
         return
-    nbytes = WORK_BYTES // 4 if kind == "gelu" else WORK_BYTES  # erf takes memory too
+    nbytes = WORK_BYTES // 4 if kind == "gelu" else WORK_BYTES  # erf allocates memory too
     for a, g, d, t, *more in pieces_with_work(x, dy, dx, num_work=2 if kind == "gelu_new" else 1, nbytes=nbytes):
         if kind == "gelu_new":
             _gelu_new_slope(a, t, more[0], d)
@@ -148,14 +147,14 @@ def activation_backward(x: Array, dy: Array, dx: Array, *, kind: str) -> None:
 
 
 def _gelu_new_slope(x: Array, t: Array, work: Array, out: Array) -> None:
-    """out = 0.5 (1 + t) (1 + x (1 - t) u), u = scale (1 + 3 cubic x^2), t = tanh(...): the slope with 1 - t^2 = (1 - t)(1 + t)."""
+    """out = 0.5 (1 + t) (1 + x (1 - t) u), u = scale (1 + 3 cubic x^2), t = tanh(...): the slope, using 1 - t^2 = (1 - t)(1 + t)."""
     _gelu_tanh(x, t)
     np.multiply(x, x, out=out)
     out *= x.dtype.type(3.0 * GELU_CUBIC * GELU_SCALE)
     out += x.dtype.type(GELU_SCALE)
     out *= x
     t += 1
-    # x (1 - t) u with t now 1 + t: 1 - t = 2 - (1 + t)
+    # x (1 - t) u, with t now holding 1 + t: 1 - t = 2 - (1 + t)
     np.subtract(2, t, out=work)
     out *= work
     out += 1
@@ -211,7 +210,7 @@ def gate(gates: Array, up: Array, y: Array, *, kind: str) -> None:
 
 @register("gate_backward", "cpu")
 def gate_backward(gates: Array, up: Array, dy: Array, dgates: Array, dup: Array, *, kind: str) -> None:
-    """Gradients of `gate`; dy * up lies in `dup` until its turn."""
+    """Gradients of `gate`; `dup` holds dy * up in between."""
     if kind == "gelu_new" and own_activation(kind) is None and single(gates, up, dy, dgates, dup):
         from .numba import exp_loops
 
@@ -243,7 +242,7 @@ def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
 
 
 def _tanh_slope(t: Array, dy: Array, dx: Array) -> None:
-    """dx = dy * (1 - t^2) = dy * (1 - t) * (1 + t), t = tanh(..), which is overwritten."""
+    """dx = dy * (1 - t^2) = dy * (1 - t) * (1 + t) for t = tanh(..), which is overwritten."""
     np.subtract(1, t, out=dx)
     t += 1
     dx *= t

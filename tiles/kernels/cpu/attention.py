@@ -2,7 +2,7 @@
 
 Heads are strided columns of the (t, h * D) matrices, which BLAS reads in place. Ladder (1024 positions, 12 heads of 64, causal,
 fp32, one core, forward / backward): all scores of a head at once 46 / 89 ms; blocks of 256 queries with masked keys cut off 28 / 56 ms, of 128
-26 / 52 ms, of 64 27 / 53 ms. Weights in one compiled pass over each row, masked keys never touched, 23 / 50 ms, with the running
+26 / 52 ms, of 64 27 / 53 ms; weights in one compiled pass over each row, which skips masked keys, 23 / 50 ms; with the running
 maximum in vector lanes, too, 20 / 46 ms (torch 26 / 65 ms).
 """
 
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 
 def attention_flops(factor: float) -> Any:
-    """A count of `factor` products of a pair of tiles."""
+    """Return a function that counts the operations of `factor` products of a pair of tiles."""
 
     def count(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
         (b, tq, width), tk, at = views[0].shape, views[1].shape[1], constants["at"]
@@ -38,7 +38,7 @@ def attention_flops(factor: float) -> Any:
 
 @register("attention", "cpu", flops=attention_flops(2.0))
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
-    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, and scratch."""
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, then scratch."""
     *extra, scratch = rest
     more = optional_tiles(extra, at, has_lse=last)
     add_keys(q, k, v, o, peak, total, more, scratch, at, first)
@@ -53,7 +53,7 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
 def add_keys(
     q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, more: OptionalTiles[Array], scratch: Array, at: Pair, first: bool
 ) -> None:
-    """Add one key tile to the running attention of a query tile, not normalised."""
+    """Add one key tile to the running attention of a query tile, without normalising it."""
     size = at.head_size
     if first and at.pattern.may_blind:
         begin_floored(o, peak, total)
@@ -71,9 +71,9 @@ def add_keys(
 
 
 def weigh(s: Array, out: Array, peak: Array, total: Array, block: Block, at: Pair, first: bool) -> None:
-    """s = exp(s - running maximum) for the scores of a block, 0 where the key is later than the query.
+    """s = exp(s - running maximum) for the scores of a block, 0 if the key is later than the query.
 
-    Older sums and outputs shrink to the new maximum (Milakov and Gimelshein 2018).
+    Older sums and outputs are scaled down to the new maximum (Milakov and Gimelshein 2018).
     """
     if single(s, peak, total):
         from .numba import exp_loops
@@ -140,7 +140,7 @@ def attention_backward(
     first_q: bool,
     accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv, and of the gradient of a bias. See the reference."""
+    """Compute the contribution of one pair to dq, dk, dv, and to the gradient of a bias. The reference describes the arguments."""
     *extra, scratch = rest
     more = optional_tiles(extra, at, has_dtable=accumulate is not None)
     _clear(dq, dk, dv, first_k, first_q)
@@ -158,7 +158,7 @@ def attention_backward(
 
 
 def weigh_again(s: Array, lse: Array, block: Block, at: Pair) -> None:
-    """s = the weights of a block, from its scores and the log-sum-exp of its rows."""
+    """Recompute s = the weights of a block, from its scores and the log-sum-exp of its rows."""
     if single(s, lse):
         from .numba import exp_loops
 
@@ -193,7 +193,7 @@ def _pair_backward(
     block: Block,
     at: Pair,
 ) -> None:
-    """Gradients of one block from its weights `s`, which it overwrites; `ds` is working memory of the same shape."""
+    """Add the gradients of one block, given its weights `s`, which are overwritten; `ds` is working memory of the same shape."""
     size = at.head_size
     rows, keys = block.queries, block.keys
     tdo, tv = columns(do, block, size, rows), columns(v, block, size, keys)
@@ -210,7 +210,7 @@ def _pair_backward(
 
 
 def slopes(s: Array, ds: Array, delta: Array, key: Array | None, scratch: Array, block: Block, at: Pair) -> None:
-    """From weights s and their gradients ds: ds = gradients of the scores, s = what of the weights dropout has kept."""
+    """Turn the gradients `ds` of the weights `s` into those of the scores, and `s` into the weights after dropout."""
     if key is not None:
         drop(ds, key, scratch, block, at)
     if single(ds, s, delta):

@@ -1,6 +1,6 @@
-"""What attention on the CPU does to a block of scores that has a pattern: cap, bias, masks, and the way back through them.
+"""Patterns of attention on the CPU: cap, bias and masks of a block of scores, and their gradients.
 
-A bias depends on distances only, so a block of R queries and N keys has R + N - 1 numbers, one for each of its diagonals; so has its gradient.
+A bias depends on distances only, so a block of R queries and N keys has R + N - 1 values, one for each of its diagonals; so has its gradient.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from .elementwise import WORK_BYTES, cells, pieces, single
 Array = npt.NDArray[Any]
 
 DEVICE_ROWS = 32
-"""Queries of a block of the device's kernels, each of which has a partial sum of a table's gradient in the scratch."""
+"""Number of queries in a block of the GPU kernels, which keep a partial sum of the table's gradient per block in the scratch."""
 
 
 def bias_scratch_nbytes(batch: int, num_heads: int, tq: int, tk: int, count: int, itemsize: int) -> int:
-    """Working memory for a bias of `count` buckets: here two rows of diagonals; on a device those of all heads, and partial sums of the gradient."""
+    """Return the working memory for a bias of `count` buckets: two rows of diagonals here; on a GPU those of all heads, and sums of the gradient."""
     here = 2 * (min(QUERIES, tq) + tk) * itemsize
     device = 4 * num_heads * (tq + tk - 1 + batch * -(-tq // DEVICE_ROWS) * count)
     return -(-max(here, device) // 8) * 8
 
 
 def begin_floored(o: Array, peak: Array, total: Array) -> None:
-    """What running attention is before any key where rows may see none."""
+    """Initialise the running attention for rows that may see no key."""
     o.view(f"u{o.itemsize}").fill(0)
     peak.fill(FLOOR)
     total.fill(0)
 
 
 def fill_empty(total: Array) -> None:
-    """Sums that stayed 0, those of rows that saw no key, become 1: their outputs stay 0."""
+    """Set sums that stayed 0, of rows that saw no key, to 1, so that their outputs stay 0."""
     for (piece,) in pieces(total):
         piece[piece == 0] = 1
 
 
 def change_scores(s: Array, more: OptionalTiles[Array], scratch: Array, block: Block, at: Pair) -> None:
-    """From scale * q k^T to scores: cap, bias, -inf outside the window and across documents; later keys are left to the weights."""
+    """Change scale * q k^T into scores: cap, bias, -inf outside the window and across documents; later keys are masked with the weights."""
     pattern = at.pattern
     if pattern == PLAIN:
         return
@@ -72,7 +72,7 @@ def cap_scores(s: Array, cap: float) -> None:
 
 
 def cap_slopes(ds: Array, s: Array, cap: float) -> None:
-    """ds *= 1 - tanh(s / cap)^2, for scores `s` before the cap, which are overwritten."""
+    """ds *= 1 - tanh(s / cap)^2; `s` holds the scores before the cap and is overwritten."""
     if single(ds, s):
         from .numba import exp_loops
 
@@ -86,7 +86,7 @@ def cap_slopes(ds: Array, s: Array, cap: float) -> None:
 
 
 def add_slopes(ds: Array, more: OptionalTiles[Array], scratch: Array, block: Block, at: Pair) -> None:
-    """Add a block's gradients of scores to those of its buckets."""
+    """Add a block's gradients of scores to the gradients of their buckets."""
     assert more.dtable is not None
     _, sums = _diagonals(ds, scratch, at)
     sums.fill(0)
@@ -103,7 +103,7 @@ def add_slopes(ds: Array, more: OptionalTiles[Array], scratch: Array, block: Blo
 
 
 def _diagonals(s: Array, scratch: Array, at: Pair) -> tuple[Array, Array]:
-    """Two rows for the diagonals of a block, in front of the random bits in the scratch; the first is of the last query and the first key."""
+    """Return two rows for the diagonals of a block, before the random bits in the scratch; diagonal 0 is that of the last query and the first key."""
     count = s.shape[0] + s.shape[1] - 1
     end = scratch.nbytes - (DRAW_BYTES if at.p else 0)
     one, other = (np.ndarray(count, s.dtype, buffer=scratch, offset=end - n * count * s.itemsize) for n in (1, 2))
@@ -111,7 +111,7 @@ def _diagonals(s: Array, scratch: Array, at: Pair) -> tuple[Array, Array]:
 
 
 def _runs(block: Block, at: Pair) -> Iterator[tuple[slice, int]]:
-    """(diagonals of a block, their bucket)."""
+    """Yield (diagonals of a block, their bucket)."""
     assert at.pattern.buckets is not None
     base = at.k_start + block.low - (at.q_start + block.last - 1)
     count = block.last - block.first + block.num_keys - 1
@@ -133,8 +133,8 @@ def _add_diagonals(s: Array, bias: Array) -> None:
 
 
 def _mask_window(s: Array, block: Block, at: Pair) -> None:
-    """-inf where the key is too far before the query."""
-    start = at.q_start + block.first + 1 - at.pattern.window - at.k_start - block.low  # the first column that the first row sees
+    """Set scores to -inf if the key lies before the query's window."""
+    start = at.q_start + block.first + 1 - at.pattern.window - at.k_start - block.low  # first column that the first row sees
     if start + s.shape[0] - 1 <= 0:
         return
     if single(s):
@@ -147,7 +147,7 @@ def _mask_window(s: Array, block: Block, at: Pair) -> None:
 
 
 def mask_documents(s: Array, of_queries: Array, of_keys: Array) -> None:
-    """-inf where the numbers of documents differ  # (R, N), (R,), (N,)."""
+    """Set scores to -inf if the document numbers differ  # (R, N), (R,), (N,)."""
     low, high = of_keys.min(), of_keys.max()
     if low == high and (of_queries == low).all():
         return

@@ -1,18 +1,13 @@
-"""Matrix products straight from a BLAS: accumulation (beta = 1), transposes and strides without copies, the GIL released.
+"""Matrix products by direct calls of a BLAS: accumulation (beta = 1), transposes and strides without copies, the GIL released.
 
 `np.matmul` cannot add to its output; a product followed by `+=` is one more pass over the output and a temporary. NumPy's wheels ship OpenBLAS
-under names with a prefix and suffix (64-bit integers), which ctypes finds. Where NumPy was built on another BLAS, products go through
-`np.matmul` in pieces. Where OpenBLAS runs code for processors without AVX-512 on one that has it (it does not know the processor, or
-OPENBLAS_CORETYPE says so) and oneDNN is installed, fp32 products go to oneDNN's sgemm: which of the two is a matter of the installation, never of
-measurements, since their sums differ in the last bits.
+under names with a prefix and suffix (64-bit integers), which ctypes finds. If NumPy was built with another BLAS, products go through `np.matmul` in
+pieces. Some fp32 products go to oneDNN (`quick_sgemm`).
 
 Ladder for 1024 x 768 x 768 on one core: matmul then add 10.4 ms, gemm with beta = 1 10.1 ms (with OPENBLAS_CORETYPE=Haswell; 5.4 ms with the
 AVX-512 kernels OpenBLAS picks by itself on the same machine), oneDNN's sgemm 4.7 ms. At 128 x 128 x 128 oneDNN reaches 213 GF/s and OpenBLAS
-(Haswell) 120, at 64 x 64 x 64 both 83.
-
-Ladder for what a call of the `matmul` kernel costs besides the product: cblas through ctypes with converted arguments, addresses from
-`ndarray.ctypes` 15.6 us; addresses read from the array's own fields, everything else prepared once per shape and passed by reference, as the
-Fortran interface takes it, 2.2 us.
+(Haswell) 120, at 64 x 64 x 64 both 83. Cost of a call besides the product: cblas through ctypes with converted arguments and addresses from
+`ndarray.ctypes` 15.6 us; the Fortran interface with addresses from the array's own fields and all other arguments prepared per shape 2.2 us.
 """
 
 from __future__ import annotations
@@ -33,23 +28,23 @@ from .onednn import library as onednn
 Array = npt.NDArray[Any]
 Pair = tuple[int, int]
 _Call = tuple[Callable[..., None], tuple[int, ...], int, int, int, int, object]
-"""A BLAS function; addresses of transposes, sizes and alpha; of ldb, lda, beta and ldc, each on its own; and the memory they are all in."""
+"""BLAS function; addresses of transposes, sizes and alpha; addresses of ldb, lda, beta and ldc; and the memory that holds these values."""
 
 _NAMES: Final = ("scipy_{}_64_", "scipy_openblas_{}_64_", "{}_64_", "scipy_{}_", "{}_")
 _DATA: Final = object.__basicsize__
-"""Where an array keeps the address of its elements: the first field behind the object's head, fixed by NumPy's binary interface."""
+"""Offset of the address of the elements in an array object: the first field after the object header, fixed by NumPy's binary interface."""
 _PREPARED: Final = 4096
-"""Shapes whose arguments are kept; a training step has some dozens."""
+"""Number of shapes whose arguments are cached; a training step has some dozens."""
 
 
 def set_blas_threads(num_threads: int) -> None:
-    """Set how many threads each BLAS call uses, for the whole process: one per worker is what a task runtime wants."""
+    """Set the number of threads of each BLAS call, for the whole process. A task runtime needs one thread per worker."""
     threadpoolctl.threadpool_limits(num_threads, user_api="blas")
 
 
 @cache
 def _find(name: str) -> tuple[Callable[..., None], Any] | None:
-    """The Fortran function `name` and its type of integers, or None when NumPy's BLAS is not an OpenBLAS that exports it."""
+    """Return the Fortran function `name` and its integer type; None if NumPy's BLAS is not an OpenBLAS that exports it."""
     for info in threadpoolctl.threadpool_info():
         if info["internal_api"] != "openblas" or "numpy" not in info["filepath"]:
             continue
@@ -70,13 +65,17 @@ _WIDE: Final = frozenset({"SkylakeX", "Cooperlake", "SapphireRapids"})
 
 @cache
 def quick_sgemm() -> Callable[..., int] | None:
-    """oneDNN's fp32 product, where it is to be used."""
+    """Return oneDNN's fp32 product if oneDNN is installed and OpenBLAS runs code without AVX-512 on a processor that has AVX-512; else None.
+
+    OpenBLAS does so if it does not know the processor, or if OPENBLAS_CORETYPE says so. The choice depends on the installation, never on
+    measurements, since the sums of the two libraries differ in the last bits.
+    """
     codes = {info["architecture"] for info in threadpoolctl.threadpool_info() if info["internal_api"] == "openblas" and "numpy" in info["filepath"]}
     return onednn.sgemm() if codes and not codes & _WIDE else None
 
 
 def fp32_products() -> str:
-    """Who computes fp32 products, in words."""
+    """Return the name of the library that computes fp32 products."""
     if quick_sgemm() is not None:
         return onednn.name()
     codes = [info for info in threadpoolctl.threadpool_info() if info["user_api"] == "blas" and "numpy" in info["filepath"]]
@@ -88,7 +87,7 @@ _DGEMM: Final = _find("dgemm")
 
 
 def _address_in_fields(array: Array) -> int:
-    """Address of the first element; 0.1 us, `array.ctypes.data` takes 2."""
+    """Return the address of the first element; this takes 0.1 us, `array.ctypes.data` 2."""
     return ctypes.c_void_p.from_address(id(array) + _DATA).value or 0
 
 
@@ -98,7 +97,7 @@ def _address_by_ctypes(array: Array) -> int:
 
 
 def _choose_address() -> Callable[[Array], int]:
-    """The quick way to an array's address, where it is right."""
+    """Return the fast function for an array's address if it is correct here; else the slow one."""
     probe = np.zeros(3)[1:]
     return _address_in_fields if _address_in_fields(probe) == probe.ctypes.data else _address_by_ctypes
 
@@ -107,7 +106,7 @@ _address: Final = _choose_address()
 
 
 def _are_rows(size: int, shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, Pair, Pair]) -> bool:
-    """Whether every matrix has contiguous rows that lie one behind the other: what a leading dimension can say."""
+    """Return whether every matrix consists of contiguous rows that do not overlap, as a leading dimension requires."""
     return all(last == size and (rows < 2 or step >= columns * size) for (rows, columns), (step, last) in zip(shapes, strides, strict=True))
 
 
@@ -115,14 +114,14 @@ def _are_rows(size: int, shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, P
 def _prepared(
     size: int, shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, Pair, Pair], trans_a: bool, trans_b: bool, alpha: float, beta: float
 ) -> _Call | None:
-    """What a product of a, b and out of these shapes and strides passes besides their addresses; None where a stride does not suit.
+    """Return the arguments of a product for a, b and out of these shapes and strides, except their addresses; None if a stride does not fit.
 
     Fortran stores columns first and so computes out^T = op(b)^T op(a)^T.
     """
-    found = _SGEMM if size == 4 else _DGEMM
-    if found is None or not _are_rows(size, shapes, strides):
+    blas = _SGEMM if size == 4 else _DGEMM
+    if blas is None or not _are_rows(size, shapes, strides):
         return None
-    function, integer = found
+    function, integer = blas
     (rows_a, columns_a), _, (m, n) = shapes
     lda, ldb, ldc = (max(step // size, columns) for (step, _), (_, columns) in zip(strides, shapes, strict=True))
     sizes = (integer * 6)(n, m, rows_a if trans_a else columns_a, ldb, lda, ldc)
@@ -135,12 +134,12 @@ def _prepared(
 
 
 class _Joined(threading.local):
-    """Whether a thread computes alone in oneDNN."""
+    """State of a thread: whether it has limited oneDNN to itself alone."""
 
     done = False
 
     def join(self) -> None:
-        """It does from now on."""
+        """Limit oneDNN to this thread."""
         onednn.join()
         self.done = True
 
@@ -152,7 +151,7 @@ _joined: Final = _Joined()
 def _quick_call(
     shapes: tuple[Pair, Pair, Pair], strides: tuple[Pair, Pair, Pair], trans_a: bool, trans_b: bool
 ) -> tuple[Callable[..., int], bytes, bytes, int, int, int, int, int, int] | None:
-    """What an fp32 product by oneDNN passes besides addresses and factors; None where it goes to BLAS."""
+    """Return the arguments of an fp32 product by oneDNN except addresses and factors; None if BLAS computes it."""
     function = quick_sgemm()
     if function is None or not _are_rows(4, shapes, strides) or not all(all(shape) for shape in shapes):
         return None
@@ -165,9 +164,9 @@ def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool
     """out = alpha * op(a) @ op(b) + beta * out.
 
     Args:
-        a: (M, K), or (K, M) with `trans_a`; fp32 or fp64. Quick where the last axis is contiguous and rows do not overlap, right everywhere.
-        b: (K, N), or (N, K) with `trans_b`; likewise.
-        out: (M, N), likewise; with beta = 0 its contents are never read.
+        a: (M, K), or (K, M) with `trans_a`; fp32 or fp64. Any strides are correct; a contiguous last axis and rows that do not overlap are fast.
+        b: (K, N), or (N, K) with `trans_b`; types and strides as for `a`.
+        out: (M, N); types and strides as for `a`. With beta = 0 its contents are never read.
     """
     shapes, strides = (a.shape, b.shape, out.shape), (a.strides, b.strides, out.strides)
     if out.itemsize == 4:
@@ -190,7 +189,7 @@ def gemm(a: Array, b: Array, out: Array, *, trans_a: bool = False, trans_b: bool
 
 
 def _fallback(a: Array, b: Array, out: Array, alpha: float, beta: float) -> None:
-    """`gemm` by `np.matmul`, a few rows and columns at a time to keep temporaries small."""
+    """Compute `gemm` with `np.matmul`, a few rows and columns at a time to keep temporaries small."""
     for piece, columns in cells(out.shape[0], out.shape[1], out.itemsize, WORK_BYTES // 2):
         product, target = a[piece] @ b[:, columns], out[piece, columns]
         if alpha != 1.0:

@@ -1,8 +1,8 @@
 """Attention of a few new tokens over cached keys and values, on the CPU.
 
-One token per sequence goes through a compiled loop that reads keys and values row by row, in the order they lie in memory: reading them is the
-whole cost. More tokens take the blocks of `attention`, sequence by sequence. Ladder for the loop, 256 keys of 6 heads of 64 from memory, scores /
-values, one core: slices of rows 12 GB/s; arrays with an axis of heads, four rows at a time 22 / 20, one at a time 23 / 22.
+One token per sequence goes through a compiled loop that reads keys and values row by row, in memory order: reading them is the whole cost. More
+tokens go through the blocks of `attention`, sequence by sequence. Ladder for the loop, 256 keys of 6 heads of 64 from memory, scores / values, one
+core: slices of rows 12 GB/s; arrays with an axis of heads, four rows at a time 22 / 20, one at a time 23 / 22.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def cache_scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsize: int, *, has_bias: bool = False) -> int:
-    """Working memory of one task: the scores of all heads of one token, or those of `attention`."""
+    """Return the working memory of one task: the scores of all heads of one token, or those of `attention`."""
     bias = 2 * (min(QUERIES, num_tokens) + num_keys) * itemsize if has_bias else 0
     return max(num_heads * num_keys * itemsize, attention_scratch_nbytes(num_tokens, num_keys, itemsize, bias=bias))
 
@@ -32,7 +32,7 @@ def cache_scratch_nbytes(num_tokens: int, num_heads: int, num_keys: int, itemsiz
 @register_bf16("append_to_cache", takes=lambda views, constants: True)
 @register("append_to_cache", "cpu")
 def append_to_cache(k: Array, v: Array, positions: Array, keys: Array, values: Array, *, start: int) -> None:
-    """keys[b, positions[b, i] - start] = k[b, i], and values likewise, where that lies in the tile; of equal element types."""
+    """keys[b, positions[b, i] - start] = k[b, i] if the position lies in the tile, and the same for values; element types are equal."""
     num_tokens = positions.shape[1]
     for b in range(positions.shape[0]):
         at = int(positions[b, 0]) - start
@@ -64,13 +64,13 @@ def cached_attention(
     last: bool,
     pattern: Pattern = PLAIN,
 ) -> None:
-    """Add one tile of the cache to the running attention of the new tokens; the last one normalises. See the reference."""
+    """Add one tile of the cache to the running attention of the new tokens; the last one normalises. The reference describes the arguments."""
     *table, scratch = rest
     batch, num_tokens, width = q.shape
     if first and pattern.may_blind:
         begin_floored(o, peak, total)
         first = False
-    is_seen = not pattern.window or int(positions.max()) - pattern.window < start  # all of the tile, by every token
+    is_seen = not pattern.window or int(positions.max()) - pattern.window < start  # whether every token's window covers the tile's beginning
     if num_tokens == 1 and single(q, keys) and is_seen and not pattern.cap and not table:
         from .numba import exp_loops
 

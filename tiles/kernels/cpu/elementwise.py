@@ -1,4 +1,4 @@
-"""Elementwise CPU kernels: compiled loops where fp32 needs several passes, else pieces of 64 KiB that stay in cache, `WORK_BYTES` of temporaries.
+"""Elementwise CPU kernels: compiled loops if fp32 needs several passes, else pieces of 64 KiB that stay in cache, with `WORK_BYTES` of temporaries.
 
 Ladder for rotary, 1024 x 768 in heads of 64: position by position 6.6 ms, in boxes of 24 KiB 1.1 to 1.6 ms, compiled 0.08 ms.
 """
@@ -19,51 +19,51 @@ Array = npt.NDArray[Any]
 _BF16: Final = np.dtype(ml_dtypes.bfloat16)
 
 PIECE_BYTES: Final = 64 << 10
-"""Bytes of a piece whose passes need no memory of their own."""
+"""Bytes of a piece whose passes need no temporaries."""
 
 WORK_BYTES: Final = 48 << 10
-"""Bytes of all arrays a kernel makes for itself, at a time; the rest of 64 KiB is for numbers per row and NumPy's buffers."""
+"""Bytes of all arrays that a kernel allocates at a time; the rest of 64 KiB is for numbers per row and NumPy's buffers."""
 
 MOST_ROWS: Final = 512
-"""Rows of a block, however short: kernels keep a few numbers per row."""
+"""Largest number of rows in a block, even of short ones, since kernels keep a few numbers per row."""
 
 
 def single(*arrays: Array) -> bool:
-    """Whether all are fp32, the type that compiled `loops` are made for; NumPy computes the rest."""
+    """Return whether all arrays are fp32, the type of the compiled `loops`; NumPy computes other types."""
     return all(array.dtype == np.float32 for array in arrays)
 
 
 def cut(extent: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step`, at least 1."""
+    """Yield slices of at most `step`, and at least 1, elements."""
     step = max(1, step)
     for start in range(0, extent, step):
         yield slice(start, min(start + step, extent))
 
 
 def row_blocks(num_rows: int, row_bytes: int, nbytes: int = PIECE_BYTES) -> Iterator[slice]:
-    """Slices of rows that hold about `nbytes` each; one row at least, `MOST_ROWS` at most."""
+    """Yield slices of rows that hold about `nbytes` each: at least one row, at most `MOST_ROWS`."""
     return cut(num_rows, min(MOST_ROWS, nbytes // max(1, row_bytes)))
 
 
 def cells(num_rows: int, width: int, itemsize: int, nbytes: int = WORK_BYTES) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of boxes that never exceed `nbytes`, row by row of boxes: whole rows if one fits."""
+    """Yield (rows, columns) of boxes of at most `nbytes`, row by row of boxes: whole rows if one fits."""
     for piece in row_blocks(num_rows, width * itemsize, nbytes):
         for columns in cut(width, nbytes // itemsize):
             yield piece, columns
 
 
 def pieces(*arrays: Array, nbytes: int = PIECE_BYTES) -> Iterator[tuple[Array, ...]]:
-    """The arrays, flattened, in pieces of `nbytes`."""
+    """Yield the arrays, flattened, in pieces of `nbytes`."""
     flat = [array.reshape(-1) for array in arrays]
     for piece in cut(flat[0].size, nbytes // arrays[0].itemsize):
         yield tuple(array[piece] for array in flat)
 
 
 def pieces_with_work(*arrays: Array, num_work: int, nbytes: int = WORK_BYTES) -> Iterator[tuple[Array, ...]]:
-    """Pieces of the arrays, each followed by `num_work` arrays of its size to work in, without allocating for most of them.
+    """Yield pieces of the arrays, each followed by `num_work` temporaries of its size, mostly without allocating them.
 
-    They lie in the rest of the last array, which must be a pure output that overlaps no other: what lies behind the piece is garbage until its turn
-    comes. Only near the end, where too little of it is left, pieces are small and work in `nbytes` of their own.
+    The temporaries lie in the rest of the last array, which must be a pure output that overlaps no other: its elements after the piece are not yet
+    computed. Near the end, where too little of it is left, pieces are small and use `nbytes` of their own memory.
     """
     flat = [array.reshape(-1) for array in arrays]
     out, own, start = flat[-1], None, 0
@@ -82,7 +82,7 @@ def pieces_with_work(*arrays: Array, num_work: int, nbytes: int = WORK_BYTES) ->
 
 @register("accumulate", "cpu")
 def accumulate(total: Array, addend: Array) -> None:
-    """total += part."""
+    """total += addend."""
     np.add(total, addend, out=total)
 
 
@@ -111,7 +111,7 @@ def copy(x: Array, out: Array) -> None:
 
 
 def convert(x: Array, out: Array) -> None:
-    """out = x: between bf16 and fp32 in one compiled pass (ml_dtypes converts number by number), all else, and what is strided, by NumPy."""
+    """out = x: contiguous arrays between bf16 and fp32 in one compiled pass, since ml_dtypes converts number by number; all others by NumPy."""
     flat = x.flags.c_contiguous and out.flags.c_contiguous
     if flat and x.dtype == _BF16 and out.dtype == np.float32:
         from .numba import loops
@@ -133,13 +133,13 @@ def fill(out: Array, *, value: float) -> None:
 
 @register("add_rows", "cpu")
 def add_rows(x: Array, p: Array, out: Array) -> None:
-    """out[b] = x[b] + p[:t]  # (mb, t, c) + (>= t, c)."""
+    """out[b] = x[b] + p[:t]  # (mb, t, c) + (at least t, c)."""
     np.add(x, p[: x.shape[1]], out=out)
 
 
 @register("add_rows_backward", "cpu")
 def add_rows_backward(dy: Array, dp: Array, *, accumulate: bool) -> None:
-    """dp[:t] (+)= sum of dy over b; rows beyond t receive nothing."""
+    """dp[:t] (+)= sum of dy over b; rows beyond t get no contribution."""
     target = dp[: dy.shape[1]]
     if not accumulate:
         target[...] = dy[0]
@@ -150,7 +150,7 @@ def add_rows_backward(dy: Array, dp: Array, *, accumulate: bool) -> None:
 
 @register("rotary", "cpu")
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles; see the reference."""
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles; shapes as in the reference."""
     half = cos.shape[-1]
     source = x.reshape(*x.shape[:-1], -1, head_size)
     target = y.reshape(source.shape)
@@ -165,7 +165,7 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
     turn = np.subtract if inverse else np.add
     back = np.add if inverse else np.subtract
     batch, length, num_heads, _ = source.shape
-    most = WORK_BYTES // (2 * x.itemsize * half)  # pairs of half heads at a time
+    most = WORK_BYTES // (2 * x.itemsize * half)  # number of half heads at a time
     work = np.empty(most * half, x.dtype)
     for h in cut(num_heads, most):
         for t in cut(length, most // (h.stop - h.start)):
@@ -182,7 +182,7 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
 
 @register("add_into", "cpu")
 def add_into(addend: Array, total: Array, *, accumulate: bool) -> None:
-    """total (+)= part."""
+    """total (+)= addend."""
     if accumulate:
         np.add(total, addend, out=total)
     else:
@@ -191,7 +191,7 @@ def add_into(addend: Array, total: Array, *, accumulate: bool) -> None:
 
 @register("rotary_angles", "cpu")
 def rotary_angles(frequencies: Array, cos: Array, sin: Array, *, start: int) -> None:
-    """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`; the angles lie in `sin` until their turn."""
+    """cos and sin of position * frequency  # (D / 2,) -> (t, D / 2) each, positions from `start`; `sin` holds the angles in between."""
     for rows in cut(cos.shape[0], MOST_ROWS):
         positions = np.arange(start + rows.start, start + rows.stop, dtype=cos.dtype)
         np.multiply(positions[:, None], frequencies, out=sin[rows])
@@ -201,7 +201,7 @@ def rotary_angles(frequencies: Array, cos: Array, sin: Array, *, start: int) -> 
 
 @register("rotary_angles_at", "cpu")
 def rotary_angles_at(frequencies: Array, positions: Array, cos: Array, sin: Array) -> None:
-    """cos and sin of position * frequency  # (D / 2,), (b, t) -> (b, t, D / 2) each; the angles lie in `sin` until their turn."""
+    """cos and sin of position * frequency  # (D / 2,), (b, t) -> (b, t, D / 2) each; `sin` holds the angles in between."""
     for b in range(cos.shape[0]):
         for rows in cut(cos.shape[1], MOST_ROWS):
             np.multiply(positions[b, rows, None].astype(cos.dtype), frequencies, out=sin[b, rows])

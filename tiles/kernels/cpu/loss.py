@@ -1,9 +1,9 @@
-"""Cross-entropy of a linear head on the CPU: a vocabulary tile in blocks of columns, never the whole logits.
+"""Cross-entropy of a linear head on the CPU: a vocabulary tile in blocks of columns, so that the full logits are never stored.
 
-Ladder (1024 rows, width 768, vocabulary tile 6,283, fp32, one core): the products alone 81 ms forward, 245 ms backward; with everything 86 to 88
+Ladder (1024 rows, width 768, vocabulary tile 6,283, fp32, one core): the products alone 81 ms forward, 245 ms backward; all of it 86 to 88
 and 249 to 250 ms for blocks of 512 to 6,283 columns, so the block is chosen for memory: 4 MiB of logits at a time.
-With the exponentials compiled, 7,232 columns, forward 91 ms, both 361 ms (torch, which keeps all logits and so needs three products and not four,
-124 and 330 ms).
+With compiled exponentials, 7,232 columns: forward 91 ms, both passes 361 ms (torch, which keeps all logits and so needs three products instead of
+four, 124 and 330 ms).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Blocks = Iterator[tuple[int, int, Array]]
 """(first column, last column, logits) of each block of columns."""
 
 COLUMNS: Final = 1024
-"""Logits per row that exist at a time."""
+"""Number of logits per row that exist at a time."""
 
 
 @register("head_finish", "cpu")
@@ -45,12 +45,12 @@ def head_finish(targets: Array, peak: Array, total: Array, picked: Array, *rest:
 
 
 def loss_scratch_nbytes(num_rows: int, num_columns: int, itemsize: int) -> int:
-    """Working memory of one task: one block of logits."""
+    """Return the working memory of one task: one block of logits."""
     return num_rows * min(COLUMNS, num_columns) * itemsize
 
 
 def blocks(xs: Sequence[Array], ws: Sequence[Array], dtype: np.dtype[Any], buffer: Array, product: Product) -> Blocks:
-    """The logits, block by block of columns, in one buffer."""
+    """Yield the logits, block by block of columns, in one buffer."""
     num_columns = ws[0].shape[0]
     for first in range(0, num_columns, COLUMNS):
         last = min(first + COLUMNS, num_columns)
@@ -60,13 +60,13 @@ def blocks(xs: Sequence[Array], ws: Sequence[Array], dtype: np.dtype[Any], buffe
         yield first, last, s
 
 
-def shaped(found: Blocks, bias: Array | None, cap: float) -> Blocks:
-    """The blocks with the bias (v,) added, and capped; where there is neither, as they are."""
-    return found if bias is None and not cap else _shaped(found, bias, cap)
+def shaped(logit_blocks: Blocks, bias: Array | None, cap: float) -> Blocks:
+    """Return the blocks with the bias (v,) added, and then capped; the same blocks if there is neither."""
+    return logit_blocks if bias is None and not cap else _shaped(logit_blocks, bias, cap)
 
 
-def _shaped(found: Blocks, bias: Array | None, cap: float) -> Blocks:
-    for first, last, s in found:
+def _shaped(logit_blocks: Blocks, bias: Array | None, cap: float) -> Blocks:
+    for first, last, s in logit_blocks:
         if bias is not None:
             s += bias[first:last].astype(s.dtype)
         if cap:
@@ -81,35 +81,35 @@ def _product(x: Array, w: Array, s: Array, accumulate: bool) -> None:
 
 
 def _inside(ids: Array, first: int, last: int) -> Iterator[tuple[Array, Array]]:
-    """(rows whose id lies in [first, last), that id less `first`), a piece of rows at a time."""
+    """Yield (rows whose id lies in [first, last), that id minus `first`), a piece of rows at a time."""
     for piece in cut(ids.size, MOST_ROWS):
         rows_in = np.flatnonzero((ids[piece] >= first) & (ids[piece] < last)) + piece.start
         yield rows_in, ids[rows_in] - first
 
 
 def _product_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Of x @ w^T."""
+    """Return the operations of x @ w^T."""
     num_c = constants["num_c"]
     width = sum(view.shape[-1] for view in views[:num_c])
     return 2.0 * float(np.prod(views[0].shape[:-1])) * float(width * views[num_c].shape[0])
 
 
 def _backward_flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """The logits again, dx, and dw if it is there."""
+    """Return the operations of the recomputed logits, of dx, and of dw if it is wanted."""
     has_dw = bool(backward_tiles(views, constants["num_c"], constants.get("how", PLAIN)).dws)
     return (3.0 if has_dw else 2.0) * _product_flops(views, constants)
 
 
 @register("head_forward", "cpu", flops=_product_flops)
 def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
-    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    """Add one vocabulary tile to the running statistics; `tiles` are those of `forward_tiles`."""
     given = forward_tiles(tiles, num_c, how)
     xs = [rows(x) for x in given.xs]
-    found = shaped(blocks(xs, given.ws, xs[0].dtype, given.scratch, _product), given.bias, how.cap)
-    add_blocks(found, *given.statistics, v_start=v_start, vocab=vocab, first=first)
+    logit_blocks = shaped(blocks(xs, given.ws, xs[0].dtype, given.scratch, _product), given.bias, how.cap)
+    add_blocks(logit_blocks, *given.statistics, v_start=v_start, vocab=vocab, first=first)
 
 
-def add_blocks(found: Blocks, targets: Array, peak: Array, total: Array, picked: Array, *, v_start: int, vocab: int, first: bool) -> None:
+def add_blocks(logit_blocks: Blocks, targets: Array, peak: Array, total: Array, picked: Array, *, v_start: int, vocab: int, first: bool) -> None:
     """Add blocks of logits to each row's running maximum and sum of exponentials, and pick the targets' logits."""
     check_ids(targets, vocab, -1)
     ids, peak, total, picked = targets.reshape(-1), peak.reshape(-1), total.reshape(-1), picked.reshape(-1)
@@ -117,7 +117,7 @@ def add_blocks(found: Blocks, targets: Array, peak: Array, total: Array, picked:
         peak.fill(-np.inf)
         total.fill(0)
         picked.fill(0)
-    for start, end, s in found:
+    for start, end, s in logit_blocks:
         for here, column in _inside(ids, v_start + start, v_start + end):
             picked[here] = s[here, column]
         if single(s, peak, total):
@@ -136,9 +136,9 @@ def add_blocks(found: Blocks, targets: Array, peak: Array, total: Array, picked:
 
 
 def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, scale: float, cap: float = 0.0) -> None:
-    """p = scale * (exp(logits - lse) - 1 at the target), 0 for ignored tokens; p holds the logits of [first, last).
+    """p = scale * (exp(logits - lse) - 1 at the target), 0 for ignored tokens; p holds the logits of columns [first, last).
 
-    Of logits capped to c tanh(z / c), the gradients by z: times 1 - tanh^2.
+    If the logits z are capped to c tanh(z / c), the gradients by z get the factor 1 - tanh^2.
     """
     if cap:
         for block in row_blocks(p.shape[0], p.shape[1] * p.itemsize, WORK_BYTES // 2):
@@ -166,7 +166,7 @@ def logit_gradients(p: Array, ids: Array, lse: Array, first: int, last: int, sca
 
 @register("head_backward", "cpu", flops=_backward_flops)
 def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
-    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`."""
+    """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`."""
     given = backward_tiles(tiles, num_c, how)
     xs, dxs = [rows(x) for x in given.xs], [rows(dx) for dx in given.dxs]
     ids, lse, scale = given.targets.reshape(-1), given.lse.reshape(-1), scaled(scale, given.factor)

@@ -1,4 +1,4 @@
-"""Matrix products on the CPU: one BLAS call each, but for a few rows that are tokens of texts of their own, which have loops (`are_tokens`).
+"""Matrix products on the CPU: one BLAS call each, except for a few rows that are single tokens of texts, which take compiled loops (`are_tokens`).
 
 Ladder (1024 x 768 x 768 fp32, one core): the product 10.4 ms; with bias added in a pass after it or written first under beta = 1, 10.4 to 10.5 ms.
 Column sums of 1024 x 3072, arrays in no cache: NumPy on the whole 0.36 ms, compiled four rows at a time 0.39 ms (torch 1.1 ms).
@@ -21,12 +21,14 @@ from .elementwise import WORK_BYTES, cut, row_blocks, single
 Array = npt.NDArray[Any]
 
 TOKEN_ROWS: Final = 32
-"""Most rows of one token each that take the loops; a BLAS is quicker with more."""
+"""Largest number of single-token rows that take the loops; a BLAS is faster for more."""
 
 
 def are_tokens(shape: Sequence[int]) -> bool:
-    """Whether activations (R, 1, C) are a few rows of one token each. The products of a row have the bits that it has alone, so a step may take as
-    many rows as there are texts, and no text depends on its neighbours."""
+    """Return whether activations (R, 1, C) are a few rows of one token each.
+
+    The products of such a row have the same bits as for the row alone. So a step may have any number of texts, and no text depends on the others.
+    """
     return len(shape) == 3 and shape[1] == 1 and shape[0] <= TOKEN_ROWS
 
 
@@ -42,12 +44,12 @@ def _product(x: Array, w: Array, out: Array, *, trans_b: bool, accumulate: bool)
 
 
 def rows(x: Array) -> Array:
-    """All axes but the last as rows, without a copy."""
+    """Return `x` with all axes but the last merged into rows, without a copy."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """2 M N K of op(a) @ op(b)."""
+    """Return 2 M N K of op(a) @ op(b)."""
     a, b = views[0].shape, views[1].shape
     size_a = float(np.prod(a))
     return float(2.0 * size_a * (b[-2] if constants.get("trans_b") else b[-1]))
@@ -64,7 +66,7 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
 
 @register("batched_matmul", "cpu", flops=_flops, is_bounded=True)
 def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
-    """The same for each index of the leading axes, which all three share."""
+    """out (+)= alpha * op(a) @ op(b) for each index of the leading axes, which all three share."""
     for index in grid(*map(range, out.shape[:-2])):
         gemm(a[index], b[index], out[index], trans_a=trans_a, trans_b=trans_b, alpha=alpha, beta=float(accumulate))
 

@@ -1,12 +1,12 @@
-"""Normalisations on the CPU: a block of rows of about 128 KiB goes through every pass before the next one is touched.
+"""Normalisations on the CPU: a block of rows of about 128 KiB goes through every pass before the next block.
 
 Ladder for layer_norm, 1024 x 768 fp32, one core, forward / backward: whole arrays 1.0 / 1.6 ms; blocks of 32 KiB 1.5 / 2.5 ms (NumPy's cost per
 call shows), of 64 KiB 1.0 / 1.8 ms, of 128 KiB 0.83 / 1.4 ms, of 512 KiB 0.69 / 1.2 ms (torch's forward 0.36 ms).
-Blocks of 128 KiB with NumPy's broadcasting buffers cut to 1024 elements (`registry.BUFFER_ELEMENTS`) and no temporaries, 0.64 / 1.24 ms: xhat lies in
-dx, its products in the blocks of dx still to come, or in declared scratch. Compiled loops row by row, arrays in no cache (torch 0.20 / 0.31 ms, a
-copy of as many bytes 0.17 / 0.25 ms): 0.25 / 0.40 ms. Forward, the next row is summed while one is written. Backward, without gain and
-dropped: sums over four rows at a time (0.46 against 0.42 ms), one loop for dx and both sums (0.50 ms, not vectorised), prefetching the next rows
-(no difference). For rms_norm, 1024 x 2048: blocks of 128 KiB 1.0 / 2.6 ms, compiled 0.25 / 0.74 ms (a copy 0.18 ms).
+Blocks of 128 KiB with NumPy's broadcasting buffers limited to 1024 elements (`registry.BUFFER_ELEMENTS`) and no temporaries: 0.64 / 1.24 ms. Here
+xhat is in dx, and its products are in the following blocks of dx, or in declared scratch. Compiled loops row by row, arrays in no cache:
+0.25 / 0.40 ms (torch 0.20 / 0.31 ms, a copy of the same size 0.17 / 0.25 ms); forward, the next row is summed while one is written. Tried without
+gain for the backward pass: sums over four rows at a time (0.46 against 0.42 ms), one loop for dx and both sums (0.50 ms, not vectorised),
+prefetching the next rows (no difference). For rms_norm, 1024 x 2048: blocks of 128 KiB 1.0 / 2.6 ms, compiled 0.25 / 0.74 ms (a copy 0.18 ms).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ BLOCK_BYTES: Final = 2 * PIECE_BYTES
 
 
 def row_blocks(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Slices of rows that hold about `BLOCK_BYTES` each."""
+    """Yield slices of rows that hold about `BLOCK_BYTES` each."""
     return small_blocks(num_rows, row_bytes, BLOCK_BYTES)
 
 
 def norm_scratch_nbytes(num_rows: int, width: int, itemsize: int) -> int:
-    """Working memory of the operations that have no large output to work in: a block of rows, or a part of a long row."""
+    """Return the working memory of operations without a large output to work in: a block of rows, or a part of a long row."""
     return min(BLOCK_BYTES, num_rows * width * itemsize)
 
 
 def _work_beside(dx: Array, block: slice) -> Array:
-    """Working memory for a block of the pure output `dx`: the block after it, which is garbage until its turn, or at the end own memory. Flat."""
+    """Return flat working memory for a block of the pure output `dx`: the following block, which is not computed yet; after the last, a new array."""
     rest = dx[block.stop : 2 * block.stop - block.start]
     if len(rest) == block.stop - block.start:
         return rest.reshape(-1)
@@ -48,7 +48,7 @@ def _work_beside(dx: Array, block: slice) -> Array:
 
 
 def boxes(x: Array, work: Array) -> Iterator[tuple[slice, slice, Array]]:
-    """(rows, columns, working memory of that shape): boxes of whole rows, or of a piece of one row where a row exceeds `work`."""
+    """Yield (rows, columns, working memory of that shape): boxes of whole rows, or of a piece of one row if a row exceeds `work`."""
     for piece, columns in cells(x.shape[0], x.shape[1], x.itemsize, work.nbytes):
         shape = (piece.stop - piece.start, columns.stop - columns.start)
         yield piece, columns, work[: shape[0] * shape[1]].reshape(shape)
@@ -61,7 +61,7 @@ def _add_column_dots(a: Array, b: Array, total: Array) -> None:
 
 
 def dot_rows(a: Array, b: Array) -> Array:
-    """Row by row sum of a * b  # (R, c), (R, c) -> (R,)."""
+    """Return the sum of a * b over each row  # (R, c), (R, c) -> (R,)."""
     result: Array = np.einsum("rc,rc->r", a, b)
     return result
 
@@ -78,7 +78,7 @@ def _layer_norm_block(x: Array, gamma: Array, beta: Array, y: Array, mean: Array
 
 
 def _weights(gamma: Array, offset: float, rest: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
-    """gamma + offset, which lies in the scratch behind `rest`, and `rest` without it; both as they are where there is no offset."""
+    """Return gamma + offset, stored in the scratch at the end of `rest`, and `rest` without the scratch; without an offset, both arguments."""
     if not offset:
         return gamma, rest
     shifted = rest[-1].view(gamma.dtype)[: gamma.size]
@@ -167,7 +167,7 @@ def _subtract_from_scaled(g: Array, gamma: Array, out: Array, work: Array) -> No
 
 @register("layer_norm_backward", "cpu")
 def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; see the reference."""
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; g as in the reference."""
     *extra, dx, dgamma, dbeta = rest
     x, dy, dx, mean, rstd = rows(x), rows(dy), rows(dx), mean.reshape(-1), rstd.reshape(-1)
     if not accumulate:
@@ -190,7 +190,7 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
 
 @register("rms_norm_backward", "cpu")
 def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
-    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; see the reference."""
+    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; g as in the reference."""
     gamma, tiles = _weights(gamma, offset, rest)
     *extra, dx, dgamma = tiles
     x, dy, dx, rstd = rows(x), rows(dy), rows(dx), rstd.reshape(-1)
@@ -217,7 +217,7 @@ def head_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, ep
 
 @register("head_norm_backward", "cpu")
 def head_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
-    """Gradients of `head_norm`, as of `rms_norm` over (.., h, D); see the reference."""
+    """Gradients of `head_norm`, which are those of `rms_norm` over (.., h, D)."""
     heads = (-1, gamma.size)
     given = [array.reshape(heads) if array.ndim > 1 else array for array in rest]
     rms_norm_backward(x.reshape(heads), gamma, rstd, dy.reshape(heads), *given, accumulate=accumulate, residual=residual, offset=offset)
@@ -257,7 +257,7 @@ def norm_finish(sums: Array, squares: Array, mean: Array, rstd: Array, *, width:
 
 @register("norm_apply", "cpu")
 def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array, offset: float = 0.0) -> None:
-    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch if there is an offset]."""
+    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch with an offset]."""
     gamma, tiles = _weights(gamma, offset, rest)
     *beta, y = tiles
     x, y, mean, rstd = rows(x), rows(y), mean.reshape(-1), rstd.reshape(-1)
@@ -315,7 +315,7 @@ def norm_backward_apply(
     accumulate: bool,
     offset: float = 0.0,
 ) -> None:
-    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch if there is an offset]."""
+    """Finish the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch with an offset]."""
     gamma, tiles = _weights(gamma, offset, rest)
     arrays = [rows(array) if array.ndim > 1 else array for array in tiles]
     extra = arrays.pop(0) if residual else None
@@ -327,7 +327,7 @@ def norm_backward_apply(
             total[...] = 0
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
         out, g = dx[block], dy[block]
-        np.subtract(x[block], mean[block][:, None], out=out)  # xhat, to become dx in place
+        np.subtract(x[block], mean[block][:, None], out=out)  # xhat, which becomes dx in place
         out *= rstd[block][:, None]
         _add_column_dots(g, out, sums[0])
         if center:

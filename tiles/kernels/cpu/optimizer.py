@@ -1,9 +1,9 @@
 """Optimizer updates on the CPU: one pass over a tile in pieces that stay in cache.
 
-Ladder for AdamW over 768 x 3072 fp32, one core: whole arrays 6.2 ms; in place in pieces of 32 KiB 5.1 to 5.6 ms, of 64 KiB
-3.9 ms, of 128 KiB 3.4 ms. Temporaries within 64 KiB, on a later day: two of 64 KiB 4.0 ms, clipped 4.0 ms; one of 56 KiB, the gradient scaled twice
+Ladder for AdamW over 768 x 3072 fp32, one core: whole arrays 6.2 ms; in place in pieces of 32 KiB 5.1 to 5.6 ms, of 64 KiB 3.9 ms, of 128 KiB
+3.4 ms. With temporaries limited to 64 KiB, on a later day: two of 64 KiB in all 4.0 ms, clipped 4.0 ms; one of 56 KiB, scaling the gradient twice
 if clipped, 4.1 and 4.4 ms. One compiled loop, arrays in no cache: 1.15 ms, 57 GB/s (torch's fused one 1.02 ms). Sum of squares of 1024 x 3072: dots
-of pieces 0.63 ms, compiled 0.30 ms. Adam with L2 and clipping needs two, in declared scratch: 4.2 ms as before.
+of pieces 0.63 ms, compiled 0.30 ms. Adam with L2 and clipping needs two temporaries, in declared scratch: 4.2 ms as before.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .elementwise import PIECE_BYTES, WORK_BYTES, pieces, single
 Array = npt.NDArray[Any]
 
 OWN_BYTES: Final = 56 << 10
-"""Bytes of the one temporary of most updates."""
+"""Bytes of the single temporary of most updates."""
 
 register("sum_scalars", "cpu")(sum_scalars)
 
 
 def _gradient(p: Array, raw: Array, factor: Any, penalty: Any, out: Array, *spare: Array) -> Array:
-    """raw * factor + penalty * p: `raw` itself, or in `out`; clipped and penalised it needs a spare array."""
+    """Return raw * factor + penalty * p: `raw` itself, or in `out`. If it is clipped and penalised, it needs a spare array."""
     plain = factor == 1 and raw.dtype == out.dtype
     if plain and not penalty:
         return raw
@@ -40,16 +40,20 @@ def _gradient(p: Array, raw: Array, factor: Any, penalty: Any, out: Array, *spar
 
 
 def optimizer_scratch_nbytes(size: int, itemsize: int, penalty: bool, clip: bool, nesterov: bool) -> int:
-    """Working memory to declare for an update: 0 where one piece is enough, which the kernel makes itself.
+    """Return the working memory to declare for an update: 0 if one piece is enough, which the kernel allocates itself.
 
     Args:
-        penalty: whether weight decay is added to the gradient, as all but AdamW do. Where it comes up later, smaller pieces are enough.
+        size: number of elements of the tile.
+        itemsize: bytes of an element.
+        penalty: whether weight decay is added to the gradient, as in all optimizers but AdamW. If it is turned on later, smaller pieces are enough.
+        clip: whether gradients are clipped.
+        nesterov: whether SGD uses Nesterov momentum.
     """
     return 2 * min(PIECE_BYTES, size * itemsize) if (penalty or nesterov) and (clip or (nesterov and penalty)) else 0
 
 
 def _work(like: Array, rest: tuple[Array, ...], two: bool) -> Array:
-    """One array of the size of a piece, or two: in the declared scratch, the last of `rest`, if there is one  # (n, elements of a piece)."""
+    """Return one or `two` arrays for temporaries of a piece, in the declared scratch if `rest` ends with it  # (n, elements of a piece)."""
     if not two:
         return np.empty((1, OWN_BYTES // like.itemsize), like.dtype)
     if rest and rest[-1].dtype == np.uint8:
@@ -106,7 +110,7 @@ def _adam_in_pieces(
     factor: Any,
     penalty: Any,
 ) -> None:
-    """The update by NumPy, with `work` for temporaries."""
+    """Compute the update with NumPy, piece by piece."""
     number = target.dtype.type
     work = _work(target, rest, bool(penalty) and (factor != 1 or grad.dtype != target.dtype))
     for p, raw, mean, square in pieces(target, grad, m, v, nbytes=work[0].nbytes):
@@ -118,7 +122,7 @@ def _adam_in_pieces(
         np.multiply(g, number(1.0 - beta1), out=u)
         mean += u
         if not spare:
-            g = _gradient(p, raw, factor, penalty, u)  # once more: cheaper than keeping it, which would halve the pieces
+            g = _gradient(p, raw, factor, penalty, u)  # recomputed: cheaper than keeping it, which would halve the pieces
         square *= number(beta2)
         np.multiply(g, g, out=u)
         u *= number(1.0 - beta2)
@@ -192,7 +196,7 @@ def sum_squares(x: Array, out: Array) -> None:
 
 
 def load_update_loops() -> None:
-    """Load the compiled loops of fp32 updates by running each on one element, which needs 50 MB of the compiler's code for a moment."""
+    """Load the compiled loops of fp32 updates by running each on one element; loading briefly needs 50 MB for the compiler's code."""
     from .numba import loops
 
     one = np.zeros(1, np.float32)

@@ -1,7 +1,7 @@
-"""Attention of tokens over cached keys and values in pages, on the CPU; see the reference.
+"""Attention of tokens over cached keys and values in pages, on the CPU; the reference has the legend.
 
-fp32 goes through compiled loops that read keys and values page by page, in the order they lie in memory; other types through the blocks of
-`attention`, row by row and page by page.
+fp32 goes through compiled loops that read keys and values page by page, in memory order; other types go through the blocks of `attention`, row by
+row and page by page.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Array = npt.NDArray[Any]
 
 
 def paged_scratch_nbytes(num_heads: int, length: int, itemsize: int) -> int:
-    """Working memory of one task: the scores of all heads of one token with one page."""
+    """Return the working memory of one task: the scores of all heads of one token with one page."""
     return cache_scratch_nbytes(1, num_heads, length, itemsize)
 
 
 @register_bf16("append_to_pages", takes=lambda views, constants: True)
 @register("append_to_pages", "cpu")
 def append_to_pages(k: Array, v: Array, positions: Array, table: Array, keys: Array, values: Array, *, first_page: int) -> None:
-    """keys[table[r, p / t] - first_page, p % t] = k[r] for position p of each row, and values likewise; of equal element types."""
+    """keys[table[r, p / t] - first_page, p % t] = k[r] for position p of each row, and the same for values; element types are equal."""
     num_pages, length, _ = keys.shape
     for r in range(positions.shape[0]):
         index, at = divmod(int(positions[r, 0]), length)
@@ -61,7 +61,7 @@ def paged_attention(
     first_page: int,
     pattern: Pattern = PLAIN,
 ) -> None:
-    """Attention to each page of the tile that a row sees anything of, kept apart; see the reference."""
+    """Compute the attention of each row to the pages of the tile that hold positions up to its own, one result per page."""
     rows, most = table.shape
     num_pages, length, _ = keys.shape
     if single(q, keys):
@@ -77,15 +77,15 @@ def paged_attention(
         for i in range(at // length + 1):
             page = int(table[r, i]) - first_page
             if 0 <= page < num_pages:
-                row, each = slice(r, r + 1), slice(page, page + 1)
+                row, this_page = slice(r, r + 1), slice(page, page + 1)
                 pair = Pair(head_size, scale, True, at, i * length, 0, 0, 0, 0, pattern=pattern)
-                kept = partial[row, i : i + 1], peaks[row, i, :, None], totals[row, i, :, None]
-                whole.add_keys(q[row], keys[each], values[each], *kept, NOTHING, scratch, pair, True)
+                sums = partial[row, i : i + 1], peaks[row, i, :, None], totals[row, i, :, None]
+                whole.add_keys(q[row], keys[this_page], values[this_page], *sums, NOTHING, scratch, pair, True)
 
 
 @register("combine_pages", "cpu")
 def combine_pages(partial: Array, peaks: Array, totals: Array, positions: Array, table: Array, o: Array, *, length: int) -> None:
-    """The attention of each row over all its pages, added in the order of the text; 0 of a row without pages."""
+    """Add the attention of each row over its pages in the order of the text; rows without pages become 0."""
     rows, most, num_heads = peaks.shape
     parted, out = partial.reshape(rows, most, num_heads, -1), o.reshape(rows, num_heads, -1)
     if single(partial, o):

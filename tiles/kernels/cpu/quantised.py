@@ -1,15 +1,14 @@
 """Products and lookups with quantised weights on the CPU.
 
-A few fp32 rows take a compiled loop that widens the weights in registers, once for up to 8 rows; reading them is most of the cost of one row, so a
-quarter (q8_0) or a seventh (q4_0) of the bytes is what counts. More rows decode a panel of the weights into scratch that stays in cache, and multiply
-that by BLAS. Sums are of fp32 products with fp32 activations: activations rounded to 8 bits, as llama.cpp multiplies them, would be wrong by half a
-percent. Rows that are tokens of texts (`matmul.are_tokens`) take the loop up to 32, as each then has the bits that it has alone.
+A few fp32 rows take a compiled loop that widens the weights in registers, once for up to 8 rows. Reading the weights is most of the cost of one row,
+so it falls to that of a quarter (q8_0) or a seventh (q4_0) of the bytes. More rows decode a panel of the weights into scratch that stays in cache
+and multiply it by BLAS. Activations stay fp32: rounding them to 8 bits, as llama.cpp does, would change results by half a percent. Up to 32 rows of
+tokens (`matmul.are_tokens`) take the loop, so that each row has the bits that it has alone.
 
-Ladder, rows x (R, 1024) @ (4096, 1024)^T from memory, one core with AVX-512 beside busy ones, for R = 1, 4, 16, 32: q8_0 in registers
-0.58 / 0.83 / 2.2 / 4.3 ms, by panels 1.1 / 1.4 / 4.2 / 5.5 ms, and with a row of weights decoded for each row alone 0.64 / 1.8 ms; q4_0 in registers
-0.43 / 0.66 / 2.2 / 4.2 ms, by panels 0.94 / 1.3 / 4.3 / 5.3 ms. R = 64 of q8_0: 8.5 and 6.9 ms.
-One row in registers on a busy day, in ms: q4_0 0.35, iq4_xs 0.36, iq4_nl 0.38, q4_k 0.41, q8_0 and q2_k 0.43, q4_1 0.46, q5_k 0.48, q6_k 0.51,
-q5_0 0.52, q3_k 0.54, f16 0.55, bf16 and q5_1 0.60.
+Ladder, (R, 1024) @ (4096, 1024)^T from memory, one core with AVX-512 while others are busy, for R = 1, 4, 16, 32: q8_0 in registers
+0.58 / 0.83 / 2.2 / 4.3 ms, by panels 1.1 / 1.4 / 4.2 / 5.5 ms; with each row of weights decoded for each row of x (R = 1, 4) 0.64 / 1.8 ms; q4_0 in
+registers 0.43 / 0.66 / 2.2 / 4.2 ms, by panels 0.94 / 1.3 / 4.3 / 5.3 ms. R = 64 of q8_0: 8.5 and 6.9 ms. One row in registers, busy day, in ms: q4_0
+0.35, iq4_xs 0.36, iq4_nl 0.38, q4_k 0.41, q8_0 and q2_k 0.43, q4_1 0.46, q5_k 0.48, q6_k 0.51, q5_0 0.52, q3_k 0.54, f16 0.55, bf16 and q5_1 0.60.
 """
 
 from __future__ import annotations
@@ -31,21 +30,22 @@ from .matmul import are_tokens, rows
 Array = npt.NDArray[Any]
 
 FEW_ROWS: Final = 4
-"""Rows up to which the weights are decoded in registers, whatever the rows are."""
+"""Largest number of rows of any kind for which the weights are decoded in registers."""
 PANEL: Final = (128, 1024)
-"""Rows and columns of weights that are decoded at a time; 512 KiB in fp32."""
+"""Numbers of rows and columns of weights that are decoded at a time; 512 KiB in fp32."""
 _DECODED: Final = 2048
-"""Numbers that NumPy decodes at a time, so that its temporaries stay small."""
+"""Number of weights that NumPy decodes at a time, so that its temporaries stay small."""
 
 
 def panel_scratch_nbytes(activations: Sequence[int], blocks: tuple[int, ...], block_format: BlockFormat, itemsize: int, *, trans_b: bool) -> int:
-    """Working memory of `quantised_linear`.
+    """Return the working memory of `quantised_linear`.
 
     Args:
-        activations: their shape, features last.
+        activations: shape of the activations, features last.
         blocks: shape of the weight's tile, in bytes.
-        itemsize: of the type that is computed in.
-        trans_b: as of the kernel.
+        block_format: format of the weights.
+        itemsize: bytes of an element of the type that the product is computed in.
+        trans_b: whether the tile is multiplied as its transpose, an argument of the kernel.
     """
     if trans_b and itemsize == 4 and (prod(activations[:-1]) <= FEW_ROWS or are_tokens(activations)):
         return 0
@@ -53,7 +53,7 @@ def panel_scratch_nbytes(activations: Sequence[int], blocks: tuple[int, ...], bl
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """2 M N K of the product."""
+    """Return 2 M N K of the product."""
     numbers = views[1].shape[0] * BLOCK_FORMATS[constants["block_format"]].columns(views[1].shape[1])
     return float(2.0 * prod(views[0].shape[:-1]) * numbers)
 
@@ -74,16 +74,16 @@ def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_
 
     assert x.flags.c_contiguous
     assert w.flags.c_contiguous
-    assert y.flags.c_contiguous  # the loop knows no strides
+    assert y.flags.c_contiguous  # the loop does not support strides
     multiply(x, w.view(ELEMENTS[block_format]), y, accumulate)
 
 
 def load_block_loops(block_formats: Iterable[BlockFormat]) -> None:
-    """Compile or load the loops of formats now: what the compiler needs for a while is then not needed beside weights."""
+    """Compile or load the loops of some formats before weights are allocated, since the compiler needs much memory for a while."""
     from .numba import block_loops
 
-    for each in block_formats:
-        blocks, numbers = np.zeros((1, 1), block_loops.ELEMENTS[each.name]), np.zeros((1, each.block_values), np.float32)
+    for block_format in block_formats:
+        blocks, numbers = np.zeros((1, 1), block_loops.ELEMENTS[block_format.name]), np.zeros((1, block_format.block_values), np.float32)
         block_loops.decode(blocks, numbers)
         block_loops.multiply(numbers, blocks, np.zeros((1, 1), np.float32), False)
 
@@ -101,7 +101,7 @@ def _by_panels(x: Array, w: Array, y: Array, scratch: Array, block_format: Block
 
 
 def _column_pieces(w: Array, block_format: BlockFormat, count: int) -> Iterator[tuple[slice, slice]]:
-    """(columns of the numbers, bytes of a row) of pieces of `count` columns."""
+    """Yield (columns of the numbers, bytes of a row) of pieces of `count` columns."""
     for columns in cut(block_format.columns(w.shape[1]), count):
         yield columns, slice(block_format.row_bytes(columns.start), block_format.row_bytes(columns.stop))
 
@@ -120,7 +120,7 @@ def decode_into(w: Array, out: Array, block_format: BlockFormat) -> None:
 
 @register("quantised_embedding", "cpu")
 def quantised_embedding(tokens: Array, table: Array, x: Array, *, block_format: str, v_start: int, vocab: int, accumulate: bool) -> None:
-    """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
+    """x[b, t] = table[tokens[b, t]] for the rows in this tile; the first tile's task zeroes the rest."""
     check_ids(tokens, vocab)
     out, ids = rows(x), tokens.reshape(-1)
     if not accumulate:

@@ -1,9 +1,8 @@
 """Random kernels on the CPU: the reference's arithmetic in pieces that stay in cache, with 32-bit counters.
 
-Ladder for dropout over 1024 x 768, one core: 64-bit indices for every element 4.3 ns per element; 32-bit counters from a row's base, in
-place, 3.5 ns. On a later day: pieces with 144 KiB of temporaries 2.1 ns, drawn in the unwritten rest of the output 2.3 ns. A compiled hash in
-place, fp32: 0.9 ns, with indices worked out for 512 rows at a time 0.58 ns. Uniform
-initial values: row by row 22 ms, in pieces 5.3 ms.
+Ladder for dropout over 1024 x 768, one core: 64-bit indices for every element 4.3 ns per element; 32-bit counters from a row's base, in place,
+3.5 ns. On a later day: pieces with 144 KiB of temporaries 2.1 ns, drawn in the unwritten rest of the output 2.3 ns. A compiled hash in place, fp32:
+0.9 ns, with indices computed for 512 rows at a time 0.58 ns. Uniform initial values: row by row 22 ms, in pieces 5.3 ms.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _HIGH_FACTOR: Final = np.uint32(0x9E3779B9)
 
 
 def row_bits(key: tuple[int, int], base: Array, width: int, buffer: Array | None = None) -> Array:
-    """Random bits of rows of consecutive indices: row r holds base[r], base[r] + 1, ... (uint64)  # (R,) -> (R, width).
+    """Return random bits for rows of consecutive indices: row r has indices base[r], base[r] + 1, ... (uint64)  # (R,) -> (R, width).
 
     Args:
-        buffer: uint8, 8 bytes for each element, to work in; its first half becomes the result.
+        buffer: uint8 working memory, 8 bytes for each element; its first half becomes the result.
     """
     size = base.size * width
     x, work = (np.empty(8 * size, np.uint8) if buffer is None else buffer[: 8 * size]).view(np.uint32).reshape(2, base.size, width)
@@ -53,27 +52,27 @@ def row_bits(key: tuple[int, int], base: Array, width: int, buffer: Array | None
 
 
 def _mix_high(x: Array, low: Array, high: Array) -> None:
-    """x ^= a multiple of the upper half of each element's index; `x` holds the lower halves, from `low` on in each row."""
+    """x ^= a multiple of the upper half of each element's index; `x` holds the lower halves, which begin with `low` in each row."""
     width = x.shape[1]
     if high.any():
         np.bitwise_xor(x, (high * _HIGH_FACTOR)[:, None], out=x)
-    for row in np.flatnonzero(low > 2**32 - width):  # within these rows the lower half starts again at 0
+    for row in np.flatnonzero(low > 2**32 - width):  # in these rows the lower half wraps around to 0
         first = 2**32 - int(low[row])
         x[row, first:] ^= (high[row : row + 1] * _HIGH_FACTOR) ^ ((high[row : row + 1] + np.uint32(1)) * _HIGH_FACTOR)
 
 
 def _keep(key: tuple[int, int], base: Array, width: int, least: np.uint32, buffer: Array) -> Array:
-    """Which elements of rows of consecutive indices survive; the mask lives in `buffer`, 8 bytes per element  # -> (R, width)."""
-    found = row_bits(key, base, width, buffer)
-    keep: Array = buffer[4 * found.size : 5 * found.size].view(np.bool_).reshape(found.shape)
-    return np.greater_equal(found, least, out=keep)
+    """Return the mask of surviving elements in rows of consecutive indices; it lies in `buffer`, 8 bytes per element  # -> (R, width)."""
+    random_bits = row_bits(key, base, width, buffer)
+    keep: Array = buffer[4 * random_bits.size : 5 * random_bits.size].view(np.bool_).reshape(random_bits.shape)
+    return np.greater_equal(random_bits, least, out=keep)
 
 
 def survivors(key: tuple[int, int], base: Array, width: int, p: float, buffer: Array) -> Iterator[tuple[slice, slice, Array]]:
-    """(rows, columns, which of their elements survive) for rows of consecutive indices, piece by piece.
+    """Yield (rows, columns, mask of surviving elements) for rows of consecutive indices, piece by piece.
 
     Args:
-        buffer: uint8: pieces have an element for each 8 bytes of it, and masks live in it until the next piece.
+        buffer: uint8 working memory; a piece has one element for each 8 bytes of it, and a mask is valid until the next piece.
     """
     least = np.uint32(threshold(p))
     for piece, columns in cells(base.size, width, 1, buffer.size // 8):
@@ -81,20 +80,20 @@ def survivors(key: tuple[int, int], base: Array, width: int, p: float, buffer: A
 
 
 def thin(x: Array, keep: Array, p: float, out: Array) -> None:
-    """out = x / (1 - p) where `keep`, else 0; `out` may be `x`."""
+    """out = x / (1 - p) for elements in `keep`, else 0; `out` may be `x`."""
     np.multiply(x, x.dtype.type(1.0 / (1.0 - p)), out=out)
     np.multiply(out, keep, out=out)
 
 
 def thin_rows(x: Array, base: Array, key: tuple[int, int], p: float) -> None:
-    """`thin` in place of fp32 rows of consecutive indices in one pass, mask and all  # (R, N), (R,)."""
+    """Apply dropout to fp32 rows of consecutive indices in place and in one pass, drawing the mask as it goes  # (R, N), (R,)."""
     from .numba import loops
 
     loops.thin(x, base, np.uint32(key[0]), np.uint32(key[1]), np.uint32(threshold(p)), np.float32(1.0 / (1.0 - p)))
 
 
 def row_bases(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...], piece: slice) -> Array:
-    """Global index of the first element of some rows of a tile  # -> (rows,), uint64."""
+    """Return the global index of the first element of some rows of a tile  # -> (rows,), uint64."""
     row = np.arange(piece.start, piece.stop, dtype=np.uint64)
     base = np.full(row.size, origin[-1], np.uint64)
     stride = shape[-1]
@@ -110,9 +109,9 @@ Draw = tuple[Array, Array, slice, slice, Array]
 
 
 def _draws(out: Array, shape: tuple[int, ...], origin: tuple[int, ...], count: int, each: int) -> Iterator[Draw]:
-    """Cells of at most `count` elements of a pure output, with a buffer of `each` bytes per element.
+    """Yield cells of at most `count` elements of a pure output, with a buffer of `each` bytes per element.
 
-    The buffer is what lies behind the cell in `out`, which is garbage until its turn; near the end cells are small and work in `WORK_BYTES`.
+    The buffer is the part of `out` after the cell, which is not yet computed; near the end, cells are small and use `WORK_BYTES` of their own.
     """
     flat, memory = rows(out), out.reshape(-1).view(np.uint8)
     width, own = flat.shape[1], None
@@ -135,7 +134,7 @@ def _draws(out: Array, shape: tuple[int, ...], origin: tuple[int, ...], count: i
 
 @register("dropout", "cpu")
 def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
-    """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
+    """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
     mixed, least, source = mix(int(key[0]), int(key[1]), stream), np.uint32(threshold(p)), rows(x)
     if single(x, y):
         out = rows(y)
@@ -151,19 +150,19 @@ def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tup
 
 
 def _uniform(key: tuple[int, int], base: Array, buffer: Array, u: Array) -> None:
-    """u = numbers in (0, 1) of rows of consecutive indices, fp64."""
+    """u = numbers in (0, 1) for rows of consecutive indices, fp64."""
     np.add(row_bits(key, base, u.shape[1], buffer), 0.5, out=u)
     u /= 2.0**32
 
 
 @register("keyed_uniform", "cpu")
 def keyed_uniform(key: Array, out: Array, *, stream: int) -> None:
-    """out ~ U[0, 1) in steps of 2^-24, which fp32 holds exactly, by element index; `key` holds (seed, step)."""
+    """out ~ U[0, 1) in steps of 2^-24, which fp32 represents exactly, by element index; `key` holds (seed, step)."""
     mixed, origin = mix(int(key[0]), int(key[1]), stream), (0,) * out.ndim
     for buffer, base, _, _, target in _draws(out, out.shape, origin, 4096, 8):
-        found = row_bits(mixed, base, target.shape[1], buffer)
-        np.right_shift(found, np.uint32(8), out=found)
-        np.multiply(found, 2.0**-24, out=target, casting="unsafe")
+        random_bits = row_bits(mixed, base, target.shape[1], buffer)
+        np.right_shift(random_bits, np.uint32(8), out=random_bits)
+        np.multiply(random_bits, 2.0**-24, out=target, casting="unsafe")
 
 
 @register("random_normal", "cpu")

@@ -1,4 +1,4 @@
-"""Choosing one token of each sequence, and sequences of a batch. Copies of whole rows: nothing to gain over plain loops, so there is no ladder."""
+"""Selection of one token of each sequence, and of sequences of a batch: copies of whole rows, for which plain loops are fast enough (no ladder)."""
 
 from __future__ import annotations
 

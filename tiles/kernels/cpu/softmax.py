@@ -1,4 +1,4 @@
-"""Softmax on the CPU: a block of rows goes through every pass before the next one is touched, as in `norm`."""
+"""Softmax on the CPU: a block of rows goes through every pass before the next block, as in `norm`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
 
 @register("softmax_sums", "cpu")
 def softmax_sums(x: Array, peak: Array, total: Array, scratch: Array, *, accumulate: bool) -> None:
-    """Online softmax (Milakov and Gimelshein 2018): running row maximum and sum of exponentials relative to it."""
+    """Online softmax (Milakov and Gimelshein 2018): running row maximum, and sum of exponentials relative to it."""
     x, peak, total = rows(x), peak.reshape(-1), total.reshape(-1)
     work = scratch.view(x.dtype)
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
@@ -79,8 +79,8 @@ def row_dots(a: Array, b: Array, dots: Array, *, accumulate: bool) -> None:
     """dots (+)= sum of a * b over the tile's width."""
     a, b, dots = rows(a), rows(b), dots.reshape(-1)
     for block in cut(a.shape[0], MOST_ROWS):
-        found = dot_rows(a[block], b[block])
-        dots[block] = dots[block] + found if accumulate else found
+        products = dot_rows(a[block], b[block])
+        dots[block] = dots[block] + products if accumulate else products
 
 
 @register("softmax_backward_apply", "cpu")

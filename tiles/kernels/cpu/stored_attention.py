@@ -1,4 +1,4 @@
-"""Attention that keeps its weights for the backward pass, on the CPU: scores, their log-sum-exp, and the weights at the values, a task each.
+"""Attention that keeps its weights for the backward pass, on the CPU: tasks for scores, their log-sum-exp, and the product of weights and values.
 
 The backward pass is that of `attention`.
 """
@@ -26,14 +26,14 @@ Array = npt.NDArray[Any]
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:
-    """Of stored weights (B, H, Tq, Tk) by values of H heads."""
+    """Return the operations of a product of stored weights (B, H, Tq, Tk) and the values of H heads."""
     b, h, tq, tk = views[0].shape
     return float(2.0 * b * h * tq * tk * constants["at"].head_size)
 
 
 @register("attention_scores", "cpu", flops=attention_flops(1.0))
 def attention_scores(q: Array, k: Array, s: Array, *rest: Array, at: Pair) -> None:
-    """s = masked scores of a pair of tiles, to be kept. `rest` is `OptionalTiles` and scratch, where the pattern asks for any."""
+    """s = masked scores of a pair of tiles, which are kept. `rest` is `OptionalTiles` and scratch, if the pattern needs any."""
     if at.causal or at.pattern.window:
         s.fill(-np.inf)
     at = replace(at, p=0.0)
@@ -78,7 +78,7 @@ def attention_lse(s: Array, peak: Array, total: Array, *rest: Array, first: bool
 
 
 def _clear_unseen(s: Array, at: Pair) -> None:
-    """Weights of blocks of queries that see no key are 0; only a window leaves such."""
+    """Set the weights of blocks of queries that see no key to 0; only a window leaves such blocks."""
     for queries in cut(s.shape[2], QUERIES) if at.pattern.window else ():
         low, high = seen_keys(queries.start, queries.stop, s.shape[3], at)
         if high <= low:
@@ -90,7 +90,7 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: 
     """s becomes the weights exp(s - lse); o (+)= dropout(weights) @ v; `rest` is [key, scratch]."""
     size = at.head_size
     if at.pattern.window and not accumulate:
-        o.fill(0)  # rows of blocks that see none of these keys
+        o.fill(0)  # for rows of blocks that see none of these keys
         accumulate = True
     _clear_unseen(s, at)
     for block in blocks(s.shape[0], s.shape[1], s.shape[2], s.shape[3], at):
@@ -105,7 +105,7 @@ def attention_apply(s: Array, lse: Array, v: Array, o: Array, *rest: Array, at: 
             gemm(weights, values, out, beta=float(accumulate))
             continue
         key, scratch = rest
-        thinned, _ = work_arrays(scratch, s.dtype, block)  # the kept weights stay whole, so the product takes a thinned copy
+        thinned, _ = work_arrays(scratch, s.dtype, block)  # the kept weights stay without dropout, so the product uses a copy
         for piece, keep in block_survivors(key, block, at, scratch):
             queries, some = piece
             thin(weights[piece], keep, at.p, thinned[piece])

@@ -1,8 +1,8 @@
-"""From the tokens of a sequence to one vector, and tokens in the place of features, on the CPU.
+"""Operations from the tokens of a sequence to one vector, and the swap of tokens and features, on the CPU.
 
 Ladder of `swap_tokens`, 1024 x 768 fp32, arrays in no cache: NumPy's copy of a view 1.12 ms, in squares of 32 to 128 numbers 0.81 to 1.34 ms, in
-rows of 16 tokens 0.76 ms; 8 sequences of 196 x 768, 1.28, 1.28 to 1.91 and 1.23 ms. Too near each other for more than one line. Sums over tokens are
-`column_sums`, whose ladder stands in `matmul`.
+rows of 16 tokens 0.76 ms; 8 sequences of 196 x 768: 1.28, 1.28 to 1.91 and 1.23 ms. The differences do not justify more than one line. Sums over
+tokens are `column_sums`, whose ladder is in `matmul`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Array = npt.NDArray[Any]
 register("first_token", "cpu")(first_token)
 register("first_token_backward", "cpu")(first_token_backward)
 for _op, _kernel in (("first_token", first_token), ("first_token_backward", first_token_backward)):
-    register_bf16(_op, takes=lambda views, constants: True)(_kernel)  # copies, which compute nothing
+    register_bf16(_op, takes=lambda views, constants: True)(_kernel)  # copies only, without arithmetic
 
 
 @register("mean_tokens", "cpu")
 def mean_tokens(x: Array, total: Array, *y: Array, first: bool, length: int) -> None:
-    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); with `y`, the last tile, y = total / length  # (b, 1, c)."""
+    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); the last tile's task also gets `y`: y = total / length  # (b, 1, c)."""
     for sequence, sums in zip(x, total, strict=True):
         column_sums(sequence, sums, accumulate=not first)
     for out in y:
@@ -47,5 +47,5 @@ def swap_tokens(x: Array, y: Array) -> None:
 
 @register_bf16("swap_tokens", takes=lambda views, constants: True)
 def swap_bf16_tokens(x: Array, y: Array) -> None:
-    """The same, of bit patterns."""
+    """y[b, j, i] = x[b, i, j], by copying bit patterns."""
     swap_tokens(x.view(np.uint16), y.view(np.uint16))

@@ -1,4 +1,4 @@
-"""Arrays in device memory as kernels here see them: an address, a shape and a type. Contiguous, no arithmetic, owns nothing."""
+"""Arrays in device memory for the kernels here: an address, a shape and a type. They are contiguous, have no arithmetic and own nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class DeviceArray:
     """A contiguous array.
 
     Args:
-        address: of its first element in device memory.
+        address: address of the first element in device memory.
         shape: extents.
-        dtype: of its elements.
+        dtype: element type.
     """
 
     address: int
@@ -30,26 +30,26 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
     def reshape(self, *shape: int) -> DeviceArray:
-        """The same elements in another shape; one extent may be -1."""
+        """Return the same elements in another shape; one extent may be -1."""
         known = -prod(shape)
         if known > 0:
             shape = tuple(self.size // known if extent == -1 else extent for extent in shape)
         return DeviceArray(self.address, shape, self.dtype)
 
     def rows(self) -> DeviceArray:
-        """All axes but the last as rows."""
+        """Return the array with all axes but the last merged into rows."""
         return DeviceArray(self.address, (prod(self.shape[:-1]), self.shape[-1]), self.dtype)
 
     def __getitem__(self, piece: slice) -> DeviceArray:
-        """Rows [start, stop) of the first axis."""
+        """Return rows [start, stop) of the first axis."""
         start, stop, _ = piece.indices(self.shape[0])
         offset = start * prod(self.shape[1:]) * self.dtype.itemsize
         return DeviceArray(self.address + offset, (stop - start, *self.shape[1:]), self.dtype)
 
     def at(self, dtype: Any, *shape: int) -> DeviceArray:
-        """The beginning of this memory as another array."""
+        """Return the beginning of this memory as another array."""
         return DeviceArray(self.address, shape, np.dtype(dtype))

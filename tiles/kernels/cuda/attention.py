@@ -1,7 +1,7 @@
-"""Attention over pairs of tiles on a device: scores live in shared memory. Of the scratch that a CPU needs only a bias uses some, for its number at
-each distance and for partial sums of its gradient.
+"""Attention over pairs of tiles on a GPU, with scores in shared memory.
 
-bf16 tiles of heads of 64 and 128 go to tensor cores (`source/flash.cu`), everything else to plain arithmetic (`source/attention.cu`).
+bf16 tiles with heads of 64 and 128 features use tensor cores (`source/flash.cu`), all others plain arithmetic (`source/attention.cu`). The scratch,
+which is sized for the CPU, is used only for a bias: its value at each distance, and partial sums of its gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLOAT: Final = np.dtype(np.float32)
 QUERIES: Final = 32
 KEYS: Final = 32
 FLASH_SIZES: Final = (64, 128)
-"""Heads that tensor cores take."""
+"""Head sizes that tensor cores support."""
 _FLASH_ROWS: Final = 64
 _PAD: Final = 8
 _INTEGERS: Final = ("head_size", "causal", "q_start", "k_start", "b_start", "h_start", "num_heads", "length", "stream")
@@ -43,14 +43,14 @@ _RUNS: Final = np.dtype([("count", np.int32), ("first", np.int32, _MOST_RUNS), (
 
 
 def _pair(at: reference.Pair, tq: int, tk: int, heads: int, groups: int, addresses: tuple[int, int, int] = (0, 0, 0)) -> Any:
-    """`struct Pair` of the source; addresses of documents of queries and keys and of the bias."""
+    """Return `struct Pair` of the source; `addresses` are those of the documents of queries and of keys, and of the bias."""
     numbers = (int(getattr(at, name)) for name in _INTEGERS)
     pattern = (at.row, at.pattern.window, at.pattern.may_blind, at.pattern.cap)
     return np.array((*numbers, threshold(at.p), at.scale, at.p, tq, tk, heads, groups, *pattern, *addresses), _PAIR)[()]
 
 
 def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair, more: OptionalTiles[DeviceArray], scratch: DeviceArray | None) -> Any:
-    """The same of a task; where it has a bias, this goes to the beginning of the scratch first."""
+    """Return the `struct Pair` of a task, after starting the kernel that writes its bias, if any, to the beginning of the scratch."""
     heads = q.shape[2] // at.head_size
     plain = (at, q.shape[1], k.shape[1], heads, k.shape[2] // at.head_size)
     documents = (0, 0) if more.of_queries is None or more.of_keys is None else (more.of_queries.address, more.of_keys.address)
@@ -64,19 +64,19 @@ def _pair_of(q: DeviceArray, k: DeviceArray, at: reference.Pair, more: OptionalT
 
 
 def runs_of(buckets: Buckets | None) -> Any:
-    """`struct Runs` of the sources; no runs without buckets."""
+    """Return `struct Runs` of the sources; it has no runs without buckets."""
     runs = buckets.runs() if buckets else ()
     if len(runs) > _MOST_RUNS:
-        raise ValueError(f"attention on a GPU takes biases of {_MOST_RUNS} buckets at most, got {len(runs)}; use fewer, or compute on the CPU")
-    found = np.zeros((), _RUNS)
-    found["count"] = len(runs)
-    found["first"][: len(runs)] = [run.first for run in runs]
-    found["bucket"][: len(runs)] = [run.bucket for run in runs]
-    return found[()]
+        raise ValueError(f"attention on a GPU supports biases of at most {_MOST_RUNS} buckets, got {len(runs)}; use fewer, or compute on the CPU")
+    result = np.zeros((), _RUNS)
+    result["count"] = len(runs)
+    result["first"][: len(runs)] = [run.first for run in runs]
+    result["bucket"][: len(runs)] = [run.bucket for run in runs]
+    return result[()]
 
 
 def _start_flash(kernel: str, x: DeviceArray, size: int, *arguments: Any, num_rows: int, num_turned: int, extra: int = 0) -> None:
-    """Start a kernel with a block for each 64 rows of each head of `x`, and shared memory for so many tiles as they are and transposed."""
+    """Start a kernel with a block for each 64 rows of each head of `x`, and shared memory for `num_rows` tiles and `num_turned` transposed ones."""
     grid = (-(-x.shape[1] // _FLASH_ROWS), x.shape[2] // size, x.shape[0])
     shared = 2 * (num_rows * _FLASH_ROWS * (size + _PAD) + num_turned * size * (_FLASH_ROWS + _PAD)) + extra
     _flash.start(kernel, x.dtype, *arguments, grid=grid, threads=128, shared=shared)
@@ -95,7 +95,7 @@ def attention(
     first: bool,
     last: bool,
 ) -> None:
-    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, and scratch."""
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, then scratch."""
     *extra, scratch = rest
     more = optional_tiles(extra, at, has_lse=last)
     lse, key = more.lse, more.key
@@ -135,7 +135,7 @@ def attention_backward(
     first_q: bool,
     accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv, and of the gradient of a bias. See the reference."""
+    """Compute the contribution of one pair to dq, dk, dv, and to the gradient of a bias. The reference describes the arguments."""
     *extra, scratch = rest
     more = optional_tiles(extra, at, has_dtable=accumulate is not None)
     key = more.key
@@ -165,7 +165,7 @@ def _add_to_table(
     scratch: DeviceArray,
     accumulate: bool,
 ) -> None:
-    """dtable (+)= the pair's gradients of scores, by buckets; `inputs` as of the other gradients. Partial sums lie behind the bias."""
+    """dtable (+)= sums of the pair's gradients of scores by buckets; `inputs` are those of the other gradients. Partial sums follow the bias."""
     q, k = inputs[:2]
     assert q is not None
     assert k is not None
@@ -185,7 +185,7 @@ def _add_to_table(
 def whole_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray, scratch: DeviceArray, *, at: reference.Pair
 ) -> None:
-    """o and lse of whole sequences in one pair of tiles: by a library that takes them, else by `attention`."""
+    """Compute o and lse of whole sequences in one pair of tiles: by the library if it supports them, else by `attention`."""
     if may_take(q, k, at.head_size) and device().whole_attention(shape_of(q.shape, k.shape, at.head_size, at.scale, at.causal), q, k, v, o, lse):
         return
     peak = scratch.at(_FLOAT, *lse.shape)
@@ -208,7 +208,7 @@ def whole_attention_backward(
     *,
     at: reference.Pair,
 ) -> None:
-    """dq, dk and dv of `whole_attention`, by who computes that shape forward."""
+    """Compute dq, dk and dv of `whole_attention`, by the same implementation as its forward pass."""
     shape = shape_of(q.shape, k.shape, at.head_size, at.scale, at.causal)
     if may_take(q, k, at.head_size) and device().whole_attention(shape, q, k, v, o, lse, do, dq, dk, dv):
         return
@@ -219,7 +219,7 @@ def whole_attention_backward(
 
 @register("attention_scores", "cuda")
 def attention_scores(q: DeviceArray, k: DeviceArray, s: DeviceArray, *rest: DeviceArray, at: reference.Pair) -> None:
-    """s = masked scores of a pair of tiles, to be kept. `rest` is `OptionalTiles` and scratch, where the pattern asks for any."""
+    """s = masked scores of a pair of tiles, which are kept. `rest` is `OptionalTiles` and scratch, if the pattern needs any."""
     more = optional_tiles(rest, replace(at, p=0.0))
     _source.each("attention_scores", q.dtype, s.size, q, k, s, _pair_of(q, k, at, more, rest[-1] if rest else None))
 

@@ -1,6 +1,6 @@
-"""Seconds of attention of whole sequences on a card, by whom the device lets compute it now: our kernels, or cuDNN where it has been opened.
+"""Measurement of attention of whole sequences on a GPU, by the kernels that the device uses now: ours, or cuDNN's if it has been opened.
 
-Kernels are started as graphs of several calls, as fused tasks start theirs, so that the time is the card's and not that of the calls from Python.
+Kernels are started as graphs of several calls, as in fused tasks, so that the time is the GPU's and not that of the calls from Python.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .device import CudaDevice
 from .library_attention import WholeShape
 
 CALLS: Final = 10
-"""Of a kernel in a round; seconds are those of one."""
+"""Number of calls of a kernel in a round; results are seconds per call."""
 ROUNDS: Final = 5
-"""That are timed; the median counts."""
+"""Number of timed rounds; the median counts."""
 _APART: Final = 256
-"""Bytes that tiles are aligned to."""
+"""Alignment of tiles in bytes."""
 _FILL: Final = 1 << 20
-"""Values of which inputs are made, again and again: zeros would be faster than anything real."""
+"""Number of random values that inputs repeat; zeros would be faster than real data."""
 
 
 def attention_seconds(device: CudaDevice, shape: WholeShape) -> tuple[float, float]:
-    """Median seconds of the forward and of the backward pass on bf16 tiles. The calling thread keeps its device and its stream.
+    """Return the median seconds of the forward and of the backward pass on bf16 tiles. The calling thread keeps its device and its stream.
 
     Raises:
-        MemoryError: the card has no room for the tiles.
-        DoesNotFit, DeviceFailed: as of any kernel.
+        MemoryError: the GPU has no room for the tiles.
+        DoesNotFit, DeviceFailed: a kernel failed.
     """
     stream = device.stream()
     with device.visit(), stream.owner, _tiles(device, stream, shape) as tiles:
@@ -51,7 +51,7 @@ def attention_seconds(device: CudaDevice, shape: WholeShape) -> tuple[float, flo
 
 @contextmanager
 def _tiles(device: CudaDevice, stream: CupyStream, shape: WholeShape) -> Iterator[list[DeviceArray]]:
-    """q, k, v, o, lse, do, dq, dk, dv and scratch on the device; inputs hold random numbers."""
+    """Yield q, k, v, o, lse, do, dq, dk, dv and scratch on the device; inputs hold random numbers."""
     wide, narrow = (shape.b, shape.tq, shape.heads * shape.size), (shape.b, shape.tk, shape.groups * shape.size)
     rows, single = (shape.b, shape.heads, shape.tq), np.dtype(np.float32)
     scratch = whole_scratch_nbytes(prod(rows), shape.tq, shape.tk, single.itemsize), np.dtype(np.uint8)
@@ -60,39 +60,39 @@ def _tiles(device: CudaDevice, stream: CupyStream, shape: WholeShape) -> Iterato
     begin = device.reserve(sum(-(-array.nbytes // _APART) * _APART for array in arrays))
     values = np.random.default_rng(0).standard_normal(_FILL, np.float32).astype(BF16)
     try:
-        found, address = [], begin
+        tiles, address = [], begin
         for array in arrays:
-            found.append(DeviceArray(address, array.shape, array.dtype))
+            tiles.append(DeviceArray(address, array.shape, array.dtype))
             for offset in range(0, array.nbytes if array.dtype == BF16 else 0, values.nbytes):
                 stream.copy(address + offset, values.ctypes.data, min(values.nbytes, array.nbytes - offset))
             address += -(-array.nbytes // _APART) * _APART
-        yield found
+        yield tiles
     finally:
         device.release(begin)
 
 
 def _seconds(device: CudaDevice, stream: CupyStream, call: Callable[[], Any]) -> float:
-    begin, end, found = device.event(), device.event(), []
+    begin, end, seconds = device.event(), device.event(), []
 
     def calls() -> None:
         for _ in range(CALLS):
             call()
 
-    call()  # sources are compiled, and plans made
+    call()  # compiles sources and makes plans
     stream.record(end)
     end.wait()
     try:
         start = _starter(device, stream, calls)
-    except RuntimeError:  # a library may have calls that cannot be recorded: fused tasks start them one by one, too
+    except RuntimeError:  # a library may make calls that cannot be recorded; fused tasks then also start them one by one
         start = calls
     for number in range(ROUNDS + 1):
         stream.record(begin)
         start()
         stream.record(end)
         end.wait()
-        if number:  # after the first, which warms the card up
-            found.append(end.seconds_since(begin) / CALLS)
-    return median(found)
+        if number:  # the first round only warms up the GPU
+            seconds.append(end.seconds_since(begin) / CALLS)
+    return median(seconds)
 
 
 def _starter(device: CudaDevice, stream: CupyStream, calls: Callable[[], None]) -> Callable[[], None]:

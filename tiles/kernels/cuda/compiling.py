@@ -1,7 +1,7 @@
-"""Machine code of the sources, by NVRTC, kept between runs: compiled at first use, once per element type, architecture and compiler.
+"""Compilation of the CUDA sources by NVRTC, at first use, once per element type, architecture and compiler, with a cache on disk.
 
-A file is named by a hash of everything it depends on and written aside, so a wrong or half one is never found. The cache is only a cache: where it
-cannot be written, each run compiles for itself, which takes some seconds.
+A file of the cache is named by a hash of everything it depends on, and moved into place when complete, so a wrong or partial file is never loaded.
+If the cache is not writable, each run compiles for itself, which takes some seconds.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _INCLUDE: Final = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 class KernelBuildError(RuntimeError):
-    """A source does not compile for this GPU; the message is one sentence."""
+    """A source that does not compile for this GPU, or a kernel that cannot run on it; the message is one sentence."""
 
 
 def default_directory() -> Path:
-    """Where compiled sources are kept."""
+    """Return the directory of compiled sources."""
     return user_cache() / "cuda"
 
 
 def source_text(name: str) -> str:
-    """A source with its headers in it, so that the compiler needs no file."""
+    """Return a source with its headers inserted, so that the compiler needs no files."""
     text = (SOURCES / f"{name}.cu").read_text(encoding="utf-8")
     return _INCLUDE.sub(lambda found: (SOURCES / found[1]).read_text(encoding="utf-8").replace("#pragma once", ""), text)
 
 
 def target_of(capability: int, supported: list[int]) -> tuple[str, bool]:
-    """What to compile for on a GPU: the name of an architecture, and whether machine code comes out, or code that the driver translates.
+    """Return the name of the architecture to compile for, and whether the result is machine code or code that the driver translates.
 
     Args:
-        capability: of the GPU, such as 90.
-        supported: by the compiler.
+        capability: compute capability of the GPU, such as 90.
+        supported: compute capabilities that the compiler supports.
 
     Raises:
-        KernelBuildError: the compiler knows nothing so old.
+        KernelBuildError: the GPU is older than all of `supported`.
     """
     if capability in supported:
         return f"sm_{capability}", True
@@ -58,17 +58,17 @@ def target_of(capability: int, supported: list[int]) -> tuple[str, bool]:
 
 
 def build(name: str, element: str, capability: int, directory: Path | None = None, compiler: Any = None) -> bytes:
-    """Code of a source for a GPU, out of the cache or compiled now.
+    """Return the code of a source for a GPU, from the cache or compiled now.
 
     Args:
-        name: of the source.
+        name: name of the source.
         element: one of the values of `launch.ELEMENTS`.
-        capability: of the GPU.
-        directory: of the cache; `default_directory()` unless given.
-        compiler: CuPy's NVRTC, unless given.
+        capability: compute capability of the GPU.
+        directory: directory of the cache; None for `default_directory()`.
+        compiler: module with NVRTC's interface; None for CuPy's.
 
     Raises:
-        KernelBuildError: it does not compile.
+        KernelBuildError: the source does not compile.
     """
     if compiler is None:
         from cupy.cuda import nvrtc

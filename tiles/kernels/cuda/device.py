@@ -1,4 +1,4 @@
-"""A GPU as kernels see it: `launch.Device` over CuPy. Sources become functions at first use, products are cuBLAS's."""
+"""The GPU on which kernels run: `launch.Device` over CuPy. Sources are compiled at first use; products are cuBLAS's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .library_attention import ATTENTION_WORKSPACE_NBYTES, LibraryAttention, Who
 from .products import WORKSPACE_NBYTES, Cublas, column_major
 
 SPARE_NBYTES: Final = 64 << 20
-"""Held back for the moment in which a library asks for memory that another process has taken."""
+"""Reserve that is released when a library asks for memory that another process has taken."""
 
 FORWARD_TILES: Final = 5
-"""Tiles of a forward pass of attention; a backward pass has more."""
+"""Number of tiles in a forward pass of attention; a backward pass has more."""
 _PEAK_SIZE: Final = 4096
 _PEAK_PRODUCTS: Final = 10
 _PEAK_VALUES: Final = 1 << 20
 _CANNOT_TRANSLATE: Final = (218, 221, 222, 223)
 """cudaError_t: invalid code, no translator, code too new for the driver, translation switched off."""
 _FREE_SHARED: Final = 48 << 10
-"""Shared memory of a block that needs no permission."""
+"""Largest shared memory of a block that needs no permission."""
 _MODULES: dict[tuple[int, str, str], int] = {}
-"""Kernels that this process has loaded, by card, source and element type: they stay for the next opening of the card."""
+"""Kernels that this process has loaded, by card, source and element type; they stay loaded when the card is closed."""
 _T = TypeVar("_T")
 
 
@@ -40,8 +40,8 @@ class CudaDevice(CupyGpu):
     """A GPU that computes.
 
     Args:
-        facts: of the card.
-        partition: see `CupyGpu`.
+        facts: properties of the card.
+        partition: number of the partition; None for a whole card.
         tf32: whether products of fp32 tiles may round their factors to 10 bits of mantissa.
     """
 
@@ -58,15 +58,17 @@ class CudaDevice(CupyGpu):
         self._local = threading.local()
         self.products_flops = 0.0
         workspace = self.reserve(WORKSPACE_NBYTES)
-        with self.visit():  # a handle is of the device that is current where it is made
+        with self.visit():  # a handle belongs to the device that is current when it is created
             self._blas = Cublas(workspace, tf32=tf32)
         self._attention: LibraryAttention | None = None
 
-    def open_attention(self, tell: Callable[[str], None] = lambda sentence: None) -> None:
-        """Let cuDNN compute attention of whole sequences here, where it can; its workspace lies beside the budget. Threads enter their streams later.
+    def open_attention(self, report: Callable[[str], None] = lambda sentence: None) -> None:
+        """Let cuDNN compute attention of whole sequences here, if it supports their shape. Threads must enter their streams afterwards.
+
+        The workspace of cuDNN is not part of the budget.
 
         Args:
-            tell: takes a sentence about each shape that cuDNN leaves to our kernels, when it is first met.
+            report: function that is called with a sentence about each shape that cuDNN leaves to our kernels, when it is first used.
 
         Raises:
             ImportError: cuDNN or its frontend is missing.
@@ -77,13 +79,13 @@ class CudaDevice(CupyGpu):
         workspace = self.reserve(ATTENTION_WORKSPACE_NBYTES)
         try:
             with self.visit():
-                self._attention = LibraryAttention(workspace, tell)
+                self._attention = LibraryAttention(workspace, report)
         except BaseException:
             self.release(workspace)
             raise
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
-        """Start cuDNN's attention, as of `launch.Device`."""
+        """Start cuDNN's attention, as `launch.Device` describes."""
         library = self._attention
         if library is None or not self._try(lambda: library.takes(shape, may_plan=not getattr(self._local, "captures", False))):
             return False
@@ -94,9 +96,9 @@ class CudaDevice(CupyGpu):
         return True
 
     def enter(self, stream: Stream) -> None:
-        """Kernels of the calling thread are for this GPU, on that stream."""
+        """Make kernels of the calling thread run on this GPU, on `stream`."""
         super().enter(stream)
-        self._entered = stream  # cuBLAS names it until it is told another one
+        self._entered = stream  # kept alive, since cuBLAS refers to it until it gets another one
         self._local.stream = stream.number  # type: ignore[attr-defined]
         self._blas.use(self._local.stream)
         if self._attention is not None:
@@ -105,7 +107,7 @@ class CudaDevice(CupyGpu):
 
     @property
     def partials(self) -> DeviceArray:
-        """Memory for one kernel at a time."""
+        """Memory for the partial sums of one kernel at a time."""
         return self._partials
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
@@ -145,8 +147,8 @@ class CudaDevice(CupyGpu):
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
         """Let another library put kernels on the stream of the calling thread.
 
-        An event that was asked for and had not passed is the runtime's last error, which such a library takes for one of its own kernels' where both
-        share a runtime; so it is cleared first.
+        Such a library reads the runtime's last error. If both share a runtime, it would take the "not ready" of an event query of ours for the
+        failure of its own kernel, so that error is cleared first.
         """
         self._clear()
         self.num_started += 1
@@ -165,13 +167,13 @@ class CudaDevice(CupyGpu):
             self._local.captures, self.num_started = False, before
 
     def measure_products(self, dtype: str) -> None:
-        """Measure how fast matrix products are, the best of three tries: `products_flops`, which no step on this card can beat. Takes 0.1 s.
+        """Measure the speed of matrix products, the best of three tries, as `products_flops`; no step on this card can exceed it. Takes 0.1 s.
 
         Args:
-            dtype: value of --dtype; products of bf16 matrices are measured for bf16, else those of fp32 with this device's rounding.
+            dtype: value of --dtype; "bf16" measures products of bf16 matrices, others those of fp32 with this device's rounding.
         """
         stream = self.stream()
-        with self.visit(), stream.owner:  # the calling thread is the program's, and keeps its device and its stream
+        with self.visit(), stream.owner:  # the calling thread belongs to the program, and keeps its device and its stream
             self._measure(BF16 if dtype == "bf16" else np.dtype(np.float32), stream)
 
     def _measure(self, element: np.dtype[Any], stream: CupyStream) -> None:
@@ -180,7 +182,7 @@ class CudaDevice(CupyGpu):
         self.enter(stream)
         address = self.reserve(3 * nbytes)
         a, b, out = (DeviceArray(address + operand * nbytes, (_PEAK_SIZE, _PEAK_SIZE), element) for operand in range(3))
-        values = np.random.default_rng(0).standard_normal(_PEAK_VALUES, np.float32).astype(element)  # zeros would be faster than anything real
+        values = np.random.default_rng(0).standard_normal(_PEAK_VALUES, np.float32).astype(element)  # zeros would be faster than real data
         for offset in range(0, 3 * nbytes, values.nbytes):
             stream.copy(address + offset, values.ctypes.data, values.nbytes)
         for number in range(4):
@@ -194,7 +196,7 @@ class CudaDevice(CupyGpu):
         self.release(address)
 
     def close(self) -> None:
-        """Give back what was taken beside the budget; nothing can be computed after that."""
+        """Release the memory that is not part of the budget; nothing can be computed afterwards."""
         try:
             with self.visit(), ExitStack() as libraries:
                 libraries.callback(self._blas.close)
@@ -207,7 +209,7 @@ class CudaDevice(CupyGpu):
         """Load a function of a source.
 
         Raises:
-            KernelBuildError: the driver cannot make machine code of what the compiler knows no machine code for.
+            KernelBuildError: the driver cannot translate code for an architecture that the compiler has no machine code for.
         """
         key = self.index, source, element
         if key not in _MODULES:
@@ -224,7 +226,7 @@ class CudaDevice(CupyGpu):
         return int(self._driver.moduleGetFunction(_MODULES[key], kernel))
 
     def _allow(self, function: int, kernel: str, shared: int) -> None:
-        """Let a kernel have all shared memory: parts of a card share their kernels, and one must not take away what another has set."""
+        """Permit a kernel all shared memory: partitions of a card share their kernels, so a smaller limit could revoke another one's permission."""
         if shared > self._most_shared:
             raise KernelBuildError(
                 f"kernel {kernel} needs {shared:,} bytes of shared memory a block and {self.name} has {self._most_shared:,}; use a model with "
@@ -240,14 +242,14 @@ class CudaDevice(CupyGpu):
             return self._again(error, call)
 
     def _again(self, error: RuntimeError, call: Callable[[], _T]) -> _T:
-        """After a call that failed: once more, if memory was short and there is some to give back.
+        """Handle a failed call: call again if memory was short and some can be released, else raise.
 
-        A failure while a graph is recorded is reported as it is: libraries say of calls that cannot be recorded what they say of a device that
-        works no more, and nothing may be waited for. Its kernels are then started one by one, where the same failure would be seen for what it is.
+        A failure while a graph is recorded is raised unchanged: libraries report calls that cannot be recorded in the same words as a broken device,
+        and waiting is not allowed. The kernels of the graph are then started one by one, where a real failure would show its cause.
 
         Raises:
-            DeviceFailed: the device works no more.
-            DoesNotFit: memory is short in spite of it.
+            DeviceFailed: the device does not work any more.
+            DoesNotFit: memory is short although the reserve was released.
         """
         if getattr(self._local, "captures", False):
             raise error
@@ -266,8 +268,8 @@ class CudaDevice(CupyGpu):
         if is_out_of_memory(error):
             free, total = self._cuda.memGetInfo()
             raise DoesNotFit(
-                f"{self.name} has no memory left for what its libraries need beside the budget ({free:,} of {total:,} bytes are free); lower "
-                "--gpu-memory, or end what else uses the card",
+                f"{self.name} has no memory left for its libraries, which allocate outside the budget ({free:,} of {total:,} bytes are free); lower "
+                "--gpu-memory, or end other programs that use the card",
                 self.name,
             ) from error
         if not is_fatal(error):
@@ -277,9 +279,9 @@ class CudaDevice(CupyGpu):
         raise error
 
     def _cause(self, error: RuntimeError) -> RuntimeError:
-        """What the device says itself: a fault of an earlier kernel is told by the next call, and a library tells it by a word of its own."""
+        """Return the device's own error: a fault of an earlier kernel surfaces in the next call, and a library reports it in words of its own."""
         try:
             self._cuda.streamSynchronize(self._local.stream)
-        except RuntimeError as found:
-            return found
+        except RuntimeError as cause:
+            return cause
         return error

@@ -1,4 +1,4 @@
-"""Elementwise operations on a device, and products, which have their additions with them."""
+"""Elementwise operations on a GPU, and products with their additions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BIASED: Final = table("y", "bias", numbers=("widths",))
 
 @register("accumulate", "cuda")
 def accumulate(total: DeviceArray, addend: DeviceArray) -> None:
-    """total += part."""
+    """total += addend."""
     add(total, addend, total)
 
 
@@ -62,7 +62,7 @@ def fill(out: DeviceArray, *, value: float) -> None:
 
 @register("add_into", "cuda")
 def add_into(addend: DeviceArray, total: DeviceArray, *, accumulate: bool) -> None:
-    """total (+)= part."""
+    """total (+)= addend."""
     if accumulate:
         add(total, addend, total)
     else:
@@ -71,13 +71,13 @@ def add_into(addend: DeviceArray, total: DeviceArray, *, accumulate: bool) -> No
 
 @register("add_rows", "cuda")
 def add_rows(x: DeviceArray, p: DeviceArray, out: DeviceArray) -> None:
-    """out[b] = x[b] + p[:t]  # (mb, t, c) + (>= t, c)."""
+    """out[b] = x[b] + p[:t]  # (mb, t, c) + (at least t, c)."""
     _source.each("add_rows", x.dtype, x.size, x, p, out, np.int64(x.shape[1] * x.shape[2]))
 
 
 @register("add_rows_backward", "cuda")
 def add_rows_backward(dy: DeviceArray, dp: DeviceArray, *, accumulate: bool) -> None:
-    """dp[:t] (+)= sum of dy over b; rows beyond t receive nothing."""
+    """dp[:t] (+)= sum of dy over b; rows beyond t get no contribution."""
     row = np.int64(dy.shape[1] * dy.shape[2])
     _source.each("add_rows_backward", dy.dtype, dp.size, dy, dp, np.int32(dy.shape[0]), row, np.int32(accumulate))
 
@@ -140,7 +140,7 @@ def cap_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray, *, most: floa
 def rotary(x: DeviceArray, cos: DeviceArray, sin: DeviceArray, y: DeviceArray, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles  # x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2)."""
     length, half, sign = np.int32(cos.rows().shape[0]), cos.shape[-1], np.float32(-1.0 if inverse else 1.0)
-    count = x.size // head_size * (head_size - half)  # pairs, and features that stay
+    count = x.size // head_size * (head_size - half)  # pairs, and features that are copied
     _source.each("rotary", x.dtype, count, x, cos, sin, y, length, np.int32(x.shape[2]), np.int32(head_size), np.int32(half), sign)
 
 
@@ -164,7 +164,7 @@ def column_sums(dy: DeviceArray, db: DeviceArray, *, accumulate: bool) -> None:
 
 @register_many(column_sums)
 def column_sums_many(tasks: Sequence[Task]) -> None:
-    """The same of several tiles."""
+    """Compute `column_sums` for several tiles, with one launch per element type."""
     for alike in by_type(tasks):
         widths = [tiles[0].shape[-1] for tiles, _ in alike]
         blocks = [-(-width // 32) for width in widths]
@@ -175,7 +175,7 @@ def column_sums_many(tasks: Sequence[Task]) -> None:
 
 @register("select_rows", "cuda")
 def select_rows(x: DeviceArray, positions: DeviceArray, out: DeviceArray, *, start: int, length: int) -> None:
-    """out[b, 0] = x[b, positions[b] - start] where that lies in this tile; the first tile's task makes the rest 0."""
+    """out[b, 0] = x[b, positions[b] - start] if the position lies in this tile; the first tile's task zeroes the other rows."""
     _source.each("select_rows", x.dtype, out.size, x, positions, out, np.int32(start), np.int32(x.shape[1]), np.int32(x.shape[2]))
 
 
@@ -194,14 +194,14 @@ def matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, t
 
 @register("batched_matmul", "cuda")
 def batched_matmul(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
-    """The same for each index of the leading axes, which all three share."""
+    """out (+)= alpha * op(a) @ op(b) for each index of the leading axes, which all three share."""
     for index in grid_of(*map(range, out.shape[:-2])):
         matrices = [_matrix(x, index) for x in (a, b, out)]
         device().gemm(*matrices, trans_a=trans_a, trans_b=trans_b, alpha=alpha, accumulate=accumulate)
 
 
 def _matrix(x: DeviceArray, index: tuple[int, ...]) -> DeviceArray:
-    """One matrix of a stack."""
+    """Return one matrix of a stack."""
     number = 0
     for at, extent in zip(index, x.shape, strict=False):
         number = number * extent + at
@@ -216,14 +216,14 @@ def linear_bias(x: DeviceArray, w: DeviceArray, bias: DeviceArray, y: DeviceArra
 
 @register_many(linear_bias)
 def linear_bias_many(tasks: Sequence[Task]) -> None:
-    """The same of several products, with all biases in one start."""
+    """Compute `linear_bias` for several products, adding all biases of one type in one launch."""
     for (x, w, _, y), constants in tasks:
         matmul(x, w, y, trans_a=False, trans_b=constants["trans_b"], alpha=1.0, accumulate=False)
     add_biases([(y, bias) for (_, _, bias, y), _ in tasks])
 
 
 def add_biases(pairs: Sequence[tuple[DeviceArray, DeviceArray]]) -> None:
-    """y += bias, of each pair  # (R, N) + (N,)."""
+    """y += bias for each pair (y, bias)  # (R, N) + (N,)."""
     for alike in by_type([(pair, {}) for pair in pairs if pair[0].size]):
         rows = [tiles for tiles, _ in alike]
         blocks = [blocks_for(y.size) for y, _ in rows]
@@ -233,7 +233,7 @@ def add_biases(pairs: Sequence[tuple[DeviceArray, DeviceArray]]) -> None:
 
 @register("linear_activation", "cuda")
 def linear_activation(x: DeviceArray, w: DeviceArray, *rest: Any, kind: str, trans_b: bool, accumulate: bool) -> None:
-    """pre (+)= x @ op(w) [+ bias]; y = activation(pre as rounded); rest is [bias,] pre, y."""
+    """pre (+)= x @ op(w) [+ bias]; y = activation(rounded pre); rest is [bias,] pre, y."""
     *bias, pre, y = rest
     matmul(x, w, pre, trans_a=False, trans_b=trans_b, alpha=1.0, accumulate=accumulate)
     _source.each("bias_activation", pre.dtype, pre.size, pre, bias[0] if bias else None, y, _number(kind), np.int32(pre.shape[-1]))

@@ -1,8 +1,8 @@
-"""A GPU that computes nothing in no time: what is left of a step on it is the host's work, up to the point where the driver would be called.
+"""A GPU that computes nothing and takes no time, to measure the host's work in a step up to the calls of the driver.
 
-Memory is a range of addresses with nothing behind it, so models of any size fit. A call of the driver only counts itself. What a call costs on a card
-(some microseconds a kernel by itself, some hundred nanoseconds a kernel of a graph) is not in any time measured here; the counts say how many there
-would be.
+Memory is a range of addresses without storage, so models of any size fit. A call of the driver is only counted. Its cost on a real GPU (some
+microseconds for a kernel started alone, some hundred nanoseconds for a kernel of a graph) is in no time measured here; the counts show the number of
+calls.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from .library_attention import WholeShape
 from .products import column_major
 
 _FIRST_ADDRESS: Final = 1 << 44
-"""Above all host memory."""
+"""Address above all host memory."""
 
 
 class HollowEvent:
-    """A point that has passed."""
+    """An event that has always passed."""
 
     def __init__(self, gpu: HollowGpu) -> None:
         self._gpu = gpu
 
     def is_done(self) -> bool:
-        """Always."""
+        """Return True."""
         self._gpu.calls["event query"] += 1
         return True
 
     def wait(self) -> None:
-        """No time passes."""
+        """Return immediately."""
 
     def seconds_since(self, earlier: HollowEvent) -> float:
-        """A microsecond."""
+        """Return one microsecond."""
         return 1e-6
 
 
 class HollowStream:
-    """Work that is over as soon as it is there."""
+    """A stream whose work ends when it is started."""
 
     def __init__(self, gpu: HollowGpu) -> None:
         self._gpu = gpu
@@ -58,7 +58,7 @@ class HollowStream:
         self._gpu.calls["event"] += 1
 
     def start(self, graph: Counter[str]) -> None:
-        """Count a graph, and its kernels."""
+        """Count a graph and its kernels."""
         self._gpu.calls["graph"] += 1
         self._gpu.kernels.update(graph)
 
@@ -68,14 +68,14 @@ class HollowStream:
 
 
 class HollowGpu:
-    """Answers `Gpu` for the scheduler and `launch.Device` for kernels.
+    """A GPU for tests and benchmarks, with the interfaces `Gpu` of the scheduler and `launch.Device` of kernels.
 
     Args:
-        memory: bytes that it has.
+        memory: bytes of memory to report.
 
     Attributes:
-        calls: of the driver, by kind; kernels of a graph are one call.
-        kernels: started, by name, those of graphs among them.
+        calls: number of driver calls, by kind; the kernels of a graph are one call.
+        kernels: number of started kernels, by name, including those of graphs.
     """
 
     def __init__(self, memory: int) -> None:
@@ -90,60 +90,60 @@ class HollowGpu:
         self.partials = DeviceArray(self.reserve(PARTIALS_NBYTES), (PARTIALS_NBYTES,), np.dtype(np.uint8))
 
     def reserve(self, nbytes: int) -> int:
-        """The address of some memory."""
+        """Return the address of some memory."""
         return next(self._addresses)
 
     def release(self, address: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def stream(self) -> HollowStream:
-        """A new stream."""
+        """Return a new stream."""
         return HollowStream(self)
 
     def event(self) -> HollowEvent:
-        """A new event."""
+        """Return a new event."""
         return HollowEvent(self)
 
     def enter(self, stream: HollowStream) -> None:
-        """The calling thread computes here."""
+        """Make the calling thread compute here."""
         use(self)
 
     def adopt(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def capture(self, stream: HollowStream, run: Callable[[], None]) -> Counter[str]:
-        """The kernels that `run` starts."""
-        found = self._captured = Counter()
+        """Return the kernels that `run` starts."""
+        captured = self._captured = Counter()
         try:
             run()
         finally:
             self._captured = None
-        return found
+        return captured
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Host memory stays as it is."""
+        """Return False: host memory is not pinned."""
         return False
 
     def unpin(self, address: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
-        """Count a kernel, after the look-up of its function."""
+        """Count a kernel, after looking up its function."""
         function = self._functions.get((source, element, kernel))
         if function is None:
             function = self._functions[source, element, kernel] = kernel
         self._count(function)
 
     def gemm(self, a: DeviceArray, b: DeviceArray, out: DeviceArray, **options: Any) -> None:
-        """Count a product, after its arguments have been worked out."""
+        """Count a product, after computing its arguments."""
         column_major(a, b, out, trans_a=options["trans_a"], trans_b=options["trans_b"], stride_a=options.get("stride_a"))
         self._count("product")
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
-        """There is no library."""
+        """Return False: there is no library."""
         return False
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:

@@ -1,7 +1,7 @@
-"""How kernels reach a device: which one computes for this thread, how a function of a source is started, and matrix products.
+"""Launching of kernels: the device of the calling thread, the functions of a source, and matrix products.
 
-A source in ``source/`` is compiled once per element type (float, bf16) by the device: NVRTC for a GPU, a C++ compiler where a test runs
-the same source on a CPU. Arguments travel as the driver's interface wants them, a list of addresses of values.
+The device compiles a source in ``source/`` once per element type (float, bf16): with NVRTC for a GPU, or with a C++ compiler in tests that run
+the same source on a CPU. Arguments are passed in the form that the driver expects, a list of addresses of values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENTS: Final = {np.dtype(np.float32): "float", BF16: "bf16"}
 THREADS: Final = 256
 MOST_BLOCKS: Final = 4096
 MOST_BLOCKS_ASIDE: Final = 65535
-"""Most blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
+"""Largest number of blocks along the second and the third axis of a grid (CUDA C++ Programming Guide, technical specifications)."""
 PARTIALS_NBYTES: Final = 8 << 16
 """Memory of a device for the partial sums of one kernel at a time: a number of 8 bytes for each of 1024 blocks of 64 tiles."""
 
@@ -34,12 +34,12 @@ Argument = DeviceArray | np.generic | None
 
 
 class Arguments:
-    """Values of one kernel's arguments, packed as its launch takes them: an array of addresses of slots of 8 bytes or more.
+    """Values of one kernel's arguments, packed for its launch: an array of addresses of slots of 8 bytes or more.
 
-    A kernel's arguments have the same types at every start, so the layout is made once and filled again.
+    A kernel's arguments have the same types at every launch, so the layout is reused with new values.
 
     Attributes:
-        address: of the array of addresses.
+        address: address of the array of addresses.
     """
 
     def __init__(self, arguments: Sequence[Argument]) -> None:
@@ -53,7 +53,7 @@ class Arguments:
         self.address = ctypes.addressof(self._pointers)
 
     def fill(self, arguments: Sequence[Argument]) -> None:
-        """Put values in."""
+        """Write values into the slots."""
         values: list[Any] = []
         for argument, is_struct in zip(arguments, self._is_struct, strict=True):
             if type(argument) is DeviceArray:
@@ -65,7 +65,7 @@ class Arguments:
         self._struct.pack_into(self._memory, 0, *values)
 
     def copy(self) -> Arguments:
-        """The same values, in memory of their own."""
+        """Return the same values in memory of their own."""
         other = copy(self)
         other._memory = ctypes.create_string_buffer(self._memory.raw, self._struct.size)
         shift = ctypes.addressof(other._memory) - ctypes.addressof(self._memory)
@@ -75,12 +75,12 @@ class Arguments:
 
 
 class StreamPointer(NamedTuple):
-    """A device's stream as another library takes it.
+    """A device's stream in the form that another library needs.
 
     Args:
-        name: of the device, in messages.
-        card: CUDA's index of the card; None where a device is emulated in host memory, and whatever is started has ended when it returns.
-        pointer: the stream, a cudaStream_t; 0 where there is none.
+        name: name of the device, in messages.
+        card: CUDA's index of the card; None if the device is emulated in host memory, where each kernel has ended when its launch returns.
+        pointer: the stream, a cudaStream_t; 0 if there is none.
     """
 
     name: str
@@ -89,11 +89,11 @@ class StreamPointer(NamedTuple):
 
 
 class Device(Protocol):
-    """What kernels need of a device; everything is ordered as it was started."""
+    """The interface that kernels need of a device, which executes in the order of launches."""
 
     @property
     def partials(self) -> DeviceArray:
-        """`PARTIALS_NBYTES` of memory for one kernel at a time."""
+        """Memory of `PARTIALS_NBYTES` for one kernel at a time."""
 
     def start(self, source: str, element: str, kernel: str, grid: tuple[int, int, int], threads: int, shared: int, arguments: Arguments) -> None:
         """Start a kernel.
@@ -102,9 +102,9 @@ class Device(Protocol):
             source: one of `NAMES`.
             element: one of the values of `ELEMENTS`.
             grid: blocks along each axis.
-            threads: of a block.
-            shared: bytes of shared memory of a block; above 48 KiB the kernel has to be allowed so much before it starts.
-            arguments: filled again as soon as this returns.
+            threads: number of threads in a block.
+            shared: bytes of shared memory of a block; above 48 KiB the kernel must get permission before the launch.
+            arguments: values, which may be overwritten as soon as this returns.
         """
 
     def gemm(
@@ -119,13 +119,14 @@ class Device(Protocol):
         accumulate: bool,
         stride_a: int | None = None,
     ) -> None:
-        """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` elements lie between the beginnings of rows of `a`, if not its width."""
+        """out (+)= alpha * op(a) @ op(b), sums in fp32; `stride_a` is the distance of rows of `a` in elements, None for its width."""
 
     def whole_attention(self, shape: WholeShape, *tiles: DeviceArray) -> bool:
-        """Start a library's attention of whole sequences, where it has been opened and takes the shape; whether it was started.
+        """Start a library's attention of whole sequences, if one has been opened and supports the shape; return whether it was started.
 
         Args:
-            tiles: q, k, v, o, lse forward; and do, dq, dk, dv backward.
+            shape: description of the attention.
+            tiles: q, k, v, o, lse for the forward pass; then also do, dq, dk, dv for the backward pass.
         """
 
     def start_external(self, start: Callable[[StreamPointer], None]) -> None:
@@ -136,23 +137,23 @@ _current = threading.local()
 
 
 def use(device: Device) -> None:
-    """Let kernels that this thread runs compute on `device`."""
+    """Make kernels that this thread runs compute on `device`."""
     _current.device = device
     _current.layouts = {}
 
 
 def device() -> Device:
-    """The device of this thread.
+    """Return the device of this thread.
 
     Raises:
-        AttributeError: `use` has not been called in it.
+        AttributeError: this thread has not called `use`.
     """
-    found: Device = _current.device
-    return found
+    current: Device = _current.device
+    return current
 
 
 class KernelSource:
-    """Kernels of one file.
+    """The kernels of one file.
 
     Args:
         name: one of `NAMES`.
@@ -170,7 +171,7 @@ class KernelSource:
         threads: int = THREADS,
         shared: int = 0,
     ) -> None:
-        """Start a kernel for elements of that type."""
+        """Start a kernel for elements of type `element`."""
         if element not in ELEMENTS:
             raise TypeError(f"CUDA kernels compute tiles of fp32 and bf16, and {kernel} got {element}; use one of these, or compute on the CPU")
         if grid[1] > MOST_BLOCKS_ASIDE or grid[2] > MOST_BLOCKS_ASIDE:
@@ -186,13 +187,13 @@ class KernelSource:
         device().start(self.name, ELEMENTS[element], kernel, grid, threads, shared, packed)
 
     def each(self, kernel: str, element: np.dtype[Any], count: int, *arguments: Argument) -> None:
-        """Start a kernel that goes over `count` numbers, its last argument."""
+        """Start a kernel that processes `count` numbers; `count` is its last argument."""
         blocks = min(MOST_BLOCKS, -(-count // THREADS))
         if blocks:
             self.start(kernel, element, *arguments, np.int64(count), grid=(blocks, 1, 1))
 
     def by_row(self, kernel: str, x: DeviceArray, *arguments: Argument, numbers: int = 1) -> None:
-        """Start a kernel with a block for each row of `x`, which has as many numbers of shared memory per thread."""
+        """Start a kernel with a block for each row of `x` and `numbers` values of shared memory per thread."""
         threads = threads_for(x.shape[-1])
         self.start(kernel, x.dtype, *arguments, grid=(x.size // x.shape[-1], 1, 1), threads=threads, shared=4 * threads * numbers)
 
@@ -202,7 +203,7 @@ class KernelSource:
 
 
 def threads_for(width: int) -> int:
-    """A power of two of threads, from 32 to 1024, for a row of so many numbers."""
+    """Return a power of two, from 32 to 1024: the number of threads for a row of `width` numbers."""
     threads = 32
     while threads < min(1024, width // 2):
         threads *= 2
@@ -210,7 +211,7 @@ def threads_for(width: int) -> int:
 
 
 def _format(argument: Argument) -> str:
-    """How the `struct` module writes an argument into a slot; the numbers of a slot are at its beginning."""
+    """Return the code of the `struct` module for an argument in a slot; a value is at the beginning of its slot."""
     if argument is None or isinstance(argument, DeviceArray):
         return "Q"
     kind = argument.dtype.kind

@@ -1,12 +1,11 @@
 """Attention of whole sequences on a GPU by cuDNN, through NVIDIA's frontend (the package `cudnn`): a handle on one stream, a workspace of its own.
 
-Letters: b sequences, h heads of queries, g heads of keys and values, t tokens, d features of a head. Tiles (b, t, h * d) are given as they lie, as
-(b, h, t, d) with strides. What it saves is ours: Stats (b, h, t, 1), fp32, are the natural log-sum-exps of the scores (frontend, Attention.md).
+Letters: b sequences, h heads of queries, g heads of keys and values, t tokens, d features of a head. Tiles (b, t, h * d) are passed without copies,
+as (b, h, t, d) with strides. Stats (b, h, t, 1), fp32, are our lse, the natural log-sum-exps of the scores (frontend, Attention.md).
 
-Forward and backward pass of a shape are planned together, when it is first met, and used together or not at all: a shape is ours where cuDNN says
-that it does not support one of them, or knows none that does with the workspace that is reserved, and that is told in words. Which, and the plan that
-its heuristics choose, depends on the shape, the card and the versions of the libraries alone, and gradients are asked for with
-`use_deterministic_algorithm`: equal runs have equal bits.
+Both passes of a shape are planned together at its first use, and cuDNN computes both or neither. A shape is left to our kernels, with a report, if
+cuDNN supports a pass not at all or not within the reserved workspace. This decision, and the plan that cuDNN's heuristics choose, depend only on the
+shape, the card and the versions of the libraries. Gradients use `use_deterministic_algorithm`, so equal runs have equal bits.
 Planning allocates and compiles, so it is refused while a graph is recorded; fused tasks start their kernels one by one before they record them.
 """
 
@@ -23,25 +22,25 @@ from ..registry import BF16
 from .array import DeviceArray
 
 ATTENTION_WORKSPACE_NBYTES: Final = 320 << 20
-"""Workspace of one attention, forward or backward, in bytes."""
+"""Bytes of the workspace of one attention, forward or backward."""
 GRADIENT_WORKSPACE_NBYTES: Final = 256 << 20
 """Largest workspace of 2 bytes a score for deterministic gradients on Hopper; above it cuDNN sums dq in fp32 in a fixed order, 4 bytes an element.
 
-The frontend knows no limit of its own: without one, shapes of ordinary size exceed `ATTENTION_WORKSPACE_NBYTES` and are declined.
+The frontend has no limit of its own: without this one, shapes of ordinary size exceed `ATTENTION_WORKSPACE_NBYTES` and are declined.
 """
 MOST_FEATURES: Final = 128
-"""Largest heads that gradients are supported for on all cards from Ampere on."""
+"""Largest head size whose gradients are supported on all cards from Ampere on."""
 INSTALL_CUDNN: Final = "pip install -e '.[cudnn13]' (drivers from 580) or '.[cudnn12]' (drivers from 525)"
 
 
 class WholeShape(NamedTuple):
-    """What a plan depends on.
+    """Description of an attention, which determines its plan.
 
     Args:
-        b: sequences.
-        tq, tk: tokens of queries, and of keys and values.
-        heads, groups: h and g.
-        size: d.
+        b: number of sequences.
+        tq, tk: numbers of queries, and of keys and values.
+        heads, groups: numbers h and g of heads.
+        size: number of features d of a head.
         scale: factor of the scores.
         causal: whether later keys are masked.
     """
@@ -69,10 +68,10 @@ class _Pass(NamedTuple):
 
 
 class _Plans(NamedTuple):
-    """Both passes of a shape.
+    """The plans of both passes of a shape.
 
     Args:
-        why_ours: why they are left to our kernels; "" where cuDNN computes them.
+        why_ours: reason why they are left to our kernels; "" if cuDNN computes them.
     """
 
     forward: _Pass
@@ -81,7 +80,7 @@ class _Plans(NamedTuple):
 
 
 def shape_of(q: tuple[int, ...], k: tuple[int, ...], size: int, scale: float, causal: bool) -> WholeShape:
-    """The shape of an attention of tiles of whole sequences, from those of queries and keys."""
+    """Return the description of an attention of whole sequences, given the shapes of the tiles of queries and keys."""
     (b, tq, width), (_, tk, narrow) = q, k
     return WholeShape(b, tq, tk, width // size, narrow // size, size, scale, causal)
 
@@ -91,15 +90,15 @@ class LibraryAttention:
 
     Args:
         workspace: address of `ATTENTION_WORKSPACE_NBYTES` of the device's memory; the device is the calling thread's current one.
-        tell: takes a sentence about each shape that is left to our kernels, when it is first met.
+        report: function that is called with a sentence about each shape that is left to our kernels, when it is first used.
 
     Raises:
         ImportError: the package or the library is missing.
     """
 
-    def __init__(self, workspace: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, workspace: int, report: Callable[[str], None]) -> None:
         self._cudnn = frontend()
-        self._workspace, self._tell = workspace, tell
+        self._workspace, self._report = workspace, report
         self._plans: dict[WholeShape, _Plans] = {}
         try:
             self._handle: Any = self._cudnn.create_handle()
@@ -107,14 +106,14 @@ class LibraryAttention:
             raise ImportError(f"cuDNN does not start ({error}), which its frontend needs; {INSTALL_CUDNN} brings it") from error
 
     def use(self, stream: int) -> None:
-        """Compute on that stream from now on."""
+        """Compute on `stream` from now on."""
         self._cudnn.set_stream(handle=self._handle, stream=stream)
 
     def takes(self, shape: WholeShape, *, may_plan: bool) -> bool:
-        """Whether cuDNN computes attention of that shape, forward and backward.
+        """Return whether cuDNN computes attention of `shape`, forward and backward.
 
         Args:
-            may_plan: whether this is no moment at which a graph is recorded.
+            may_plan: whether planning is allowed, which it is not while a graph is recorded.
 
         Raises:
             RuntimeError: the shape is not planned yet, and may not be planned now.
@@ -122,21 +121,21 @@ class LibraryAttention:
         if shape not in self._plans:
             if not may_plan:
                 raise RuntimeError(f"attention is planned before a graph is recorded, and {shape} is not; start it once outside of a graph")
-            found = self._plans[shape] = self._planned(shape)
-            if found.why_ours:
-                self._tell(f"cuDNN leaves attention of {shape} to nntask's kernels: {found.why_ours}")
+            plans = self._plans[shape] = self._planned(shape)
+            if plans.why_ours:
+                self._report(f"cuDNN leaves attention of {shape} to nntask's kernels: {plans.why_ours}")
         return not self._plans[shape].why_ours
 
     def forward(self, shape: WholeShape, q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray) -> None:
-        """Start o and lse of a shape that it takes."""
+        """Start the computation of o and lse for a shape that cuDNN computes."""
         self._start(self._plans[shape].forward, (q, k, v, o, lse))
 
     def backward(self, shape: WholeShape, *tiles: DeviceArray) -> None:
-        """Start dq, dk and dv of a shape that it takes; `tiles` are q, k, v, o, lse, do, dq, dk, dv."""
+        """Start dq, dk and dv for a shape that cuDNN computes; `tiles` are q, k, v, o, lse, do, dq, dk, dv."""
         self._start(self._plans[shape].backward, tiles)
 
     def close(self) -> None:
-        """Give back what cuDNN took; idempotent."""
+        """Release the resources of cuDNN; idempotent."""
         handle, self._handle = self._handle, None
         self._plans.clear()
         if handle is not None:
@@ -147,7 +146,7 @@ class LibraryAttention:
         planned.graph.execute(addresses, self._workspace, handle=self._handle)
 
     def _planned(self, shape: WholeShape) -> _Plans:
-        """Plans of both passes, kept where they are of no use, too: what cuDNN gives back with them must not fall into the recording of a graph."""
+        """Plan both passes. Useless plans are kept, too, since releasing them while a graph is recorded would break the recording."""
         passes = self._forward_graph(shape), self._backward_graph(shape)
         for name, (graph, _) in zip(("forward", "backward"), passes, strict=True):
             if why := self._why_none(graph):
@@ -155,7 +154,7 @@ class LibraryAttention:
         return _Plans(*passes, "")
 
     def _why_none(self, graph: Any) -> str:
-        """Plan a graph; why it cannot be planned, if so."""
+        """Plan a graph; return the reason if it cannot be planned, else ""."""
         try:
             graph.validate()
             graph.build_operation_graph()
@@ -163,11 +162,11 @@ class LibraryAttention:
             graph.deselect_workspace_greater_than(ATTENTION_WORKSPACE_NBYTES)
             graph.check_support()
             graph.build_plans()
-        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:  # the latter also for what no descriptor can say
+        except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:  # RuntimeError: shapes that no descriptor can express
             if isinstance(error, RuntimeError) and (is_out_of_memory(error) or is_fatal(error)):
                 raise
             return f"with at most {ATTENTION_WORKSPACE_NBYTES >> 20} MiB of workspace ({' '.join(str(error).split())})"
-        if graph.selected_engine is not None:  # a kernel in Python, which takes no addresses
+        if graph.selected_engine is not None:  # a kernel in Python, which does not accept addresses
             return "but by a kernel of the frontend (unset CUDNN_FRONTEND_ENABLE_FROST_ENGINES)"
         nbytes = graph.get_workspace_size()
         return f"which wants {nbytes:,} bytes of workspace and gets {ATTENTION_WORKSPACE_NBYTES:,}" if nbytes > ATTENTION_WORKSPACE_NBYTES else ""
@@ -201,7 +200,7 @@ class LibraryAttention:
         return _input(graph, "q", _of_queries(shape), short), _input(graph, "k", of_keys, short), _input(graph, "v", of_keys, short)
 
     def _mask(self, shape: WholeShape) -> dict[str, Any]:
-        """Of causal attention: no key right of the diagonal that begins in the upper left corner."""
+        """Return the options of the causal mask, if any: no key right of the diagonal that begins in the upper left corner."""
         return {"diagonal_alignment": self._cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0} if shape.causal else {}
 
 
@@ -218,12 +217,12 @@ def _of_keys(shape: WholeShape) -> _Layout:
 
 
 def _of_rows(shape: WholeShape) -> _Layout:
-    """(b, h, t) as (b, h, t, 1)."""
+    """Return the layout of (b, h, t) as (b, h, t, 1)."""
     return [shape.b, shape.heads, shape.tq, 1], [shape.heads * shape.tq, shape.tq, 1, 1]
 
 
 def _layout(b: int, h: int, t: int, d: int) -> _Layout:
-    """(b, t, h * d) as (b, h, t, d)."""
+    """Return the layout of (b, t, h * d) as (b, h, t, d)."""
     return [b, h, t, d], [t * h * d, d, h * d, 1]
 
 
@@ -236,25 +235,25 @@ def _output(tensor: Any, extents: list[int], strides: list[int]) -> Any:
 
 
 def takes_heads(size: int) -> bool:
-    """Whether cuDNN knows heads of so many features on every card."""
+    """Return whether cuDNN supports heads of `size` features on every card."""
     return size % 8 == 0 and size <= MOST_FEATURES
 
 
 def may_take(q: DeviceArray, k: DeviceArray, size: int) -> bool:
-    """Whether tiles are of a type, and heads of a size, that cuDNN knows on every card."""
+    """Return whether cuDNN supports the type of these tiles and the head size on every card."""
     return q.dtype == k.dtype == BF16 and takes_heads(size)
 
 
 @cache
 def frontend() -> Any:
-    """Return the frontend, told how much workspace deterministic gradients may take; the variable is read when an attention is planned.
+    """Return the frontend, after setting its limit for the workspace of deterministic gradients, which it reads when it plans.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: the frontend is not installed.
     """
     os.environ.setdefault("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(GRADIENT_WORKSPACE_NBYTES))
     try:
         import cudnn
-    except (ImportError, OSError, AssertionError) as error:  # it loads the library below, and refuses two of them
+    except (ImportError, OSError, AssertionError) as error:  # importing it loads the cuDNN library, and fails if there are two
         raise ImportError(f"cuDNN is used through the package nvidia-cudnn-frontend, and it cannot be imported ({error}); {INSTALL_CUDNN}") from error
     return cudnn

@@ -1,4 +1,4 @@
-"""Normalisations and softmax on a device: a block of threads for each row."""
+"""Normalisations and softmax on a GPU: a block of threads for each row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def residual_layer_norm(
     *,
     eps: float,
 ) -> None:
-    """s = x + r; y = layer_norm(s as rounded)."""
+    """s = x + r; y = layer_norm(rounded s)."""
     _source.by_row("normalise", x, x, r, gamma, beta, s, y, mean, rstd, np.float32(eps), np.float32(0.0), _width(x))
 
 
@@ -58,7 +58,7 @@ def residual_rms_norm(
     eps: float,
     offset: float = 0.0,
 ) -> None:
-    """s = x + r; y = rms_norm(s as rounded)."""
+    """s = x + r; y = rms_norm(rounded s)."""
     _source.by_row("normalise", x, x, r, gamma, None, s, y, None, rstd, np.float32(eps), np.float32(offset), _width(x))
 
 
@@ -69,7 +69,7 @@ def head_norm(x: DeviceArray, gamma: DeviceArray, y: DeviceArray, rstd: DeviceAr
 
 
 def _heads(x: DeviceArray, gamma: DeviceArray) -> DeviceArray:
-    """Heads as rows  # (.., h * D) -> (.. * h, D)."""
+    """Return heads as rows  # (.., h * D) -> (.. * h, D)."""
     return x.reshape(-1, gamma.size)
 
 
@@ -101,7 +101,7 @@ def rms_norm_backward(
     residual: bool,
     offset: float = 0.0,
 ) -> None:
-    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma[, scratch if there is an offset]."""
+    """dx and dgamma of `rms_norm`; `rest` is [dresidual,] dx, dgamma[, scratch with an offset]."""
     *extra, dx, dgamma = rest[:-1] if offset else rest
     _source.by_row("norm_backward", x, x, gamma, None, rstd, dy, extra[0] if residual else None, dx, np.float32(offset), _width(x))
     _gradients(x, None, rstd, dy, dgamma, None, accumulate)
@@ -118,10 +118,10 @@ def head_norm_backward(
     residual: bool,
     offset: float = 0.0,
 ) -> None:
-    """Gradients of `head_norm`; `rest` as of `rms_norm_backward`."""
+    """Gradients of `head_norm`; `rest` is that of `rms_norm_backward`."""
     *arrays, dgamma = rest[:-1] if offset else rest
     arrays = [_heads(array, gamma) for array in arrays]
-    last = [dgamma, dgamma] if offset else [dgamma]  # in the place of the scratch
+    last = [dgamma, dgamma] if offset else [dgamma]  # the second one replaces the scratch
     constants: dict[str, Any] = {"accumulate": accumulate, "residual": residual, "offset": offset}
     rms_norm_backward(_heads(x, gamma), gamma, rstd, _heads(dy, gamma), *arrays, *last, **constants)
 
@@ -154,7 +154,7 @@ def norm_finish(sums: DeviceArray, squares: DeviceArray, mean: DeviceArray, rstd
 
 @register("norm_apply", "cuda")
 def norm_apply(x: DeviceArray, mean: DeviceArray, rstd: DeviceArray, gamma: DeviceArray, *rest: DeviceArray, offset: float = 0.0) -> None:
-    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch if there is an offset]."""
+    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch with an offset]."""
     *beta, y = rest[:-1] if offset else rest
     _source.each("norm_apply", x.dtype, x.size, x, mean, rstd, gamma, beta[0] if beta else None, y, np.float32(offset), _width(x))
 
@@ -192,7 +192,7 @@ def norm_backward_apply(
     accumulate: bool,
     offset: float = 0.0,
 ) -> None:
-    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch if there is an offset]."""
+    """Finish the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch with an offset]."""
     arrays = list(rest[:-1] if offset else rest)
     extra = arrays.pop(0) if residual else None
     dx, dgamma, *dbeta = arrays
@@ -215,7 +215,7 @@ def softmax_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray) -> None:
 
 @register("softmax_sums", "cuda")
 def softmax_sums(x: DeviceArray, peak: DeviceArray, total: DeviceArray, scratch: DeviceArray, *, accumulate: bool) -> None:
-    """Running row maximum and sum of exponentials relative to it."""
+    """Update the running row maximum, and the sum of exponentials relative to it."""
     _source.by_row("softmax_sums", x, x, peak, total, _width(x), np.int32(accumulate))
 
 

@@ -1,8 +1,8 @@
-"""Matrix products on a GPU, by cuBLAS through its C interface: a handle on one stream with a workspace of its own.
+"""Matrix products on a GPU by cuBLAS, through its C interface: a handle on one stream with a workspace of its own.
 
-CuPy's wrapper names the stream before each call, and that takes the workspace away (cublasSetStream), with which go the promise of equal bits
-and the freedom to be captured in a graph. Products here are in row-major order, cuBLAS's in column-major order: out = a @ b is computed as its
-transpose, out^T = b^T @ a^T, over the same bytes.
+CuPy's wrapper sets the stream before each call, which resets the workspace (cublasSetStream). Without a workspace, cuBLAS neither promises equal bits
+nor allows capture in a graph. Products here are in row-major order, cuBLAS's in column-major order: out = a @ b is computed as its transpose,
+out^T = b^T @ a^T, over the same bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..registry import BF16
 from .array import DeviceArray
 
 WORKSPACE_NBYTES: Final = 32 << 20
-"""As NVIDIA recommends for Hopper; a fixed one keeps the choice of algorithms, and so the rounding, the same."""
+"""Size that NVIDIA recommends for Hopper; a fixed size keeps the choice of algorithms, and so the rounding, the same."""
 
 _NO_LOAD: Final = 4
-"""RTLD_NOLOAD of Linux: only what the process has loaded already."""
+"""RTLD_NOLOAD of Linux: use only libraries that the process has already loaded."""
 _TYPES: Final = {np.dtype(np.float32): 0, BF16: 14}
 """cudaDataType: CUDA_R_32F, CUDA_R_16BF."""
 _FP32: Final = 68
@@ -45,7 +45,7 @@ class CublasError(RuntimeError):
 
 
 class ColumnMajor(NamedTuple):
-    """A product as cuBLAS takes it: C = op(A) @ op(B) with C of m x n, each with the distance of its columns."""
+    """A product in cuBLAS's terms: C = op(A) @ op(B) with C of m x n; lda, ldb and ldc are the distances of columns."""
 
     trans_a: int
     trans_b: int
@@ -61,10 +61,10 @@ class ColumnMajor(NamedTuple):
 
 
 def column_major(a: DeviceArray, b: DeviceArray, out: DeviceArray, *, trans_a: bool, trans_b: bool, stride_a: int | None = None) -> ColumnMajor:
-    """out = op(a) @ op(b) of row-major matrices, as cuBLAS computes it.
+    """Return out = op(a) @ op(b) of row-major matrices in cuBLAS's terms.
 
     Raises:
-        TypeError: the factors are of two types.
+        TypeError: the factors have different types.
     """
     if a.dtype != b.dtype:
         raise TypeError(f"cuBLAS multiplies matrices of one type, got {a.dtype} and {b.dtype}; give both the same type")
@@ -81,7 +81,7 @@ class Cublas:
         tf32: whether products of fp32 matrices may round their factors to 10 bits of mantissa.
 
     Raises:
-        CublasError: it does not start.
+        CublasError: cuBLAS does not start.
     """
 
     def __init__(self, partials: int, *, tf32: bool) -> None:
@@ -94,7 +94,7 @@ class Cublas:
         self._check(self._library.cublasSetMathMode(self._handle, _SUMS_IN_FP32))
 
     def use(self, stream: int) -> None:
-        """Compute on that stream from now on."""
+        """Compute on `stream` from now on."""
         self._check(self._library.cublasSetStream_v2(self._handle, stream))
         self._check(self._library.cublasSetWorkspace_v2(self._handle, self._partials, WORKSPACE_NBYTES))
 
@@ -102,7 +102,7 @@ class Cublas:
         """Start a product; sums are taken in fp32.
 
         Raises:
-            CublasError: it was refused.
+            CublasError: cuBLAS refused it.
         """
         opa, opb, m, n, k, a, lda, b, ldb, c, ldc = product
         factor = self._one if alpha == 1.0 else ctypes.c_float(alpha)
@@ -115,7 +115,7 @@ class Cublas:
             raise CublasError(status)
 
     def close(self) -> None:
-        """Give back what cuBLAS took; idempotent."""
+        """Release the resources of cuBLAS; idempotent."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle.value is not None:
             self._check(self._library.cublasDestroy_v2(handle))
@@ -128,7 +128,7 @@ class Cublas:
 
 @cache
 def _library() -> Any:
-    """cuBLAS, as CuPy has found and loaded it."""
+    """Return cuBLAS, from the libraries that CuPy has loaded, or else from the system's loader."""
     from cupy_backends.cuda.libs import cublas  # noqa: F401
 
     for mode in (ctypes.DEFAULT_MODE | _NO_LOAD, ctypes.DEFAULT_MODE):
@@ -141,7 +141,7 @@ def _library() -> Any:
 
 
 def typed_cublas(library: Any) -> Any:
-    """cuBLAS with the types of the functions that are called here; without them ctypes cuts addresses to 32 bits. All return a cublasStatus_t."""
+    """Declare the types of the functions that are called here, which return a cublasStatus_t; without them ctypes truncates addresses to 32 bits."""
     handle, integer, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
     matrix = [pointer, integer, integer]
     signatures: dict[str, list[Any]] = {

@@ -1,6 +1,7 @@
-"""Products and lookups with quantised weights on a device: see `source/quantised.cu`.
+"""Products and lookups with quantised weights on a GPU; the kernels are in `source/quantised.cu`.
 
-Few rows multiply blocks as they are. More rows multiply the whole tile, decoded to the type of the activations into declared scratch, by cuBLAS.
+Few rows are multiplied by blocks directly. For more rows, the whole tile is decoded into declared scratch, to the type of the activations, and
+multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _source: Final = KernelSource("quantised")
 _OF_32: Final = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 _OF_256: Final = {"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14, "iq4_xs": 23}
 _KINDS: Final = {**_OF_32, **_OF_256}
-"""Name of a format -> ggml's number, by which the kernels know it."""
+"""Name of a format -> ggml's number, which the kernels use."""
 
 
 def _layout(block_format: str) -> tuple[np.int32, np.int32, np.int32]:
-    """Kind, numbers and bytes of a block, as the kernels take them."""
-    found = BLOCK_FORMATS[block_format]
-    return np.int32(_KINDS[block_format]), np.int32(found.block_values), np.int32(found.block_bytes)
+    """Return kind, numbers and bytes of a block, the arguments of the kernels."""
+    chosen = BLOCK_FORMATS[block_format]
+    return np.int32(_KINDS[block_format]), np.int32(chosen.block_values), np.int32(chosen.block_bytes)
 
 
 @register("quantised_linear", "cuda")
@@ -56,6 +57,6 @@ def decode_blocks(w: DeviceArray, out: DeviceArray, *, block_format: str) -> Non
 def quantised_embedding(
     tokens: DeviceArray, table: DeviceArray, x: DeviceArray, *, block_format: str, v_start: int, vocab: int, accumulate: bool
 ) -> None:
-    """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
+    """x[b, t] = table[tokens[b, t]] for the rows in this tile; the first tile's task zeroes the rest."""
     numbers = (np.int32(v_start), np.int32(table.shape[0]), np.int32(x.shape[-1]), *_layout(block_format), np.int32(accumulate))
     _source.each("quantised_embedding", x.dtype, x.size, tokens, table, x, *numbers)

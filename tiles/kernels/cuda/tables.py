@@ -1,6 +1,6 @@
-"""Lookup, the loss of a linear head and random numbers on a device.
+"""Lookup, the loss of a linear head and random numbers on a GPU.
 
-Ids outside the vocabulary are found where they enter the program, not here: a device cannot raise.
+The program must refuse ids outside the vocabulary when it reads them, since GPU kernels cannot raise.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .launch import THREADS, KernelSource, device
 _source = KernelSource("tables")
 _FLOAT: Final = np.dtype(np.float32)
 COLUMNS: Final = 1024
-"""Logits per row that exist at a time, as on the CPU, whose scratch is declared."""
+"""Number of logits per row that exist at a time, the same as on the CPU, whose scratch is declared."""
 _POSITION: Final = np.dtype([("extents", np.int32, 4), ("origin", np.int32, 4), ("strides", np.int64, 4)])
 
 
 @register("embedding", "cuda")
 def embedding(tokens: DeviceArray, table: DeviceArray, x: DeviceArray, *, v_start: int, vocab: int, accumulate: bool) -> None:
-    """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
+    """x[b, t] = table[tokens[b, t]] for the rows in this tile; the first tile's task zeroes the rest."""
     numbers = (np.int32(v_start), np.int32(table.shape[0]), np.int32(table.shape[1]), np.int32(accumulate))
     _source.each("embedding", table.dtype, x.size, tokens, table, x, *numbers)
 
@@ -41,7 +41,7 @@ def embedding_backward(tokens: DeviceArray, dy: DeviceArray, dtable: DeviceArray
 
 
 def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceArray | None, cap: float, scratch: DeviceArray) -> Any:
-    """(first column, last column, logits in fp32) for each block of columns."""
+    """Yield (first column, last column, logits in fp32) for each block of columns."""
     num_rows, num_columns = xs[0].shape[0], ws[0].shape[0]
     for first in range(0, num_columns, COLUMNS):
         last = min(first + COLUMNS, num_columns)
@@ -56,7 +56,7 @@ def _logits(xs: Sequence[DeviceArray], ws: Sequence[DeviceArray], bias: DeviceAr
 
 @register("head_forward", "cuda")
 def head_forward(*tiles: DeviceArray, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
-    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    """Add one vocabulary tile to the running statistics; `tiles` are those of `forward_tiles`."""
     given = forward_tiles(tiles, num_c, how)
     for start, _, s in _logits([x.rows() for x in given.xs], given.ws, given.bias, how.cap, given.scratch):
         begins = np.int32(first and start == 0)
@@ -74,7 +74,7 @@ def head_finish(targets: DeviceArray, peak: DeviceArray, total: DeviceArray, pic
 
 @register("head_backward", "cuda")
 def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
-    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`."""
+    """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`."""
     given = backward_tiles(tiles, num_c, how)
     xs, dxs, short = [x.rows() for x in given.xs], [dx.rows() for dx in given.dxs], given.xs[0].dtype
     for start, end, s in _logits(xs, given.ws, given.bias, how.cap, given.scratch):
@@ -94,7 +94,7 @@ def head_backward(*tiles: DeviceArray, num_c: int, v_start: int, scale: float, f
 
 
 def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Any:
-    """A tile's place in its tensor, of up to 4 axes."""
+    """Return a tile's position in its tensor of up to 4 axes."""
     position, stride = np.zeros((), _POSITION), 1
     position["extents"] = 1
     for axis in range(1, len(shape) + 1):
@@ -105,7 +105,7 @@ def _position(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[in
 
 @register("dropout", "cuda")
 def dropout(x: DeviceArray, key: DeviceArray, y: DeviceArray, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
-    """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
+    """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
     numbers = (np.float32(p), np.uint32(threshold(p)), np.int32(stream), _position(shape, origin, x.shape))
     _source.each("dropout", x.dtype, x.size, x, key, y, *numbers)
 

@@ -1,4 +1,4 @@
-"""From the tokens of a sequence to one vector, and tokens in the place of features, on a device."""
+"""Operations from the tokens of a sequence to one vector, and the swap of tokens and features, on a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .launch import KernelSource
 
 _source = KernelSource("tables")
 _SQUARE = 32
-"""Rows and columns of what a block turns at once."""
+"""Number of rows and columns that a block transposes at once."""
 
 
 @register("first_token", "cuda")
 def first_token(x: DeviceArray, y: DeviceArray) -> None:
-    """y = the first token of a tile that begins the sequences  # (b, t, c) -> (b, 1, c)."""
+    """y = the first token, for a tile at the beginning of the sequences  # (b, t, c) -> (b, 1, c)."""
     _source.each("first_token", x.dtype, y.size, x, y, np.int32(x.shape[1]), np.int32(x.shape[2]))
 
 
@@ -27,7 +27,7 @@ def first_token_backward(dy: DeviceArray, dx: DeviceArray) -> None:
 
 @register("mean_tokens", "cuda")
 def mean_tokens(x: DeviceArray, total: DeviceArray, *y: DeviceArray, first: bool, length: int) -> None:
-    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); with `y`, the last tile, y = total / length  # (b, 1, c)."""
+    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); the last tile's task also gets `y`: y = total / length  # (b, 1, c)."""
     numbers = (np.int32(x.shape[1]), np.int32(x.shape[2]), np.int32(first), np.float32(1 / length))
     _source.each("mean_tokens", x.dtype, total.size, x, total, y[0] if y else None, *numbers)
 

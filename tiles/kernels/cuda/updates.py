@@ -1,4 +1,4 @@
-"""Optimizers and sums over whole tiles on a device, of several tiles in one start."""
+"""Optimizers and sums over whole tiles on a GPU, for several tiles in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .many import MOST_TILES, Row, Task, blocks_for, by_type, filled, in_starts,
 _source = KernelSource("updates")
 _FLOAT: Final = np.dtype(np.float32)
 MOST_PARTIALS: Final = 1024
-"""Blocks that sum up one tile."""
+"""Largest number of blocks that sum one tile."""
 _SQUARED: Final = table("x", "sums")
 _MOVED: Final = table("param", "grad", "m", "v", "master", numbers=("groups",))
 _SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
@@ -24,13 +24,13 @@ _SCALARS: Final = np.dtype([("numbers", np.uint64, MOST_TILES)])
 
 @register("adam", "cuda")
 def adam(*tiles: DeviceArray, **constants: Any) -> None:
-    """Adam or AdamW; tiles are param, grad, m, v, hyper, [norm if clip,] [master,] [scratch]."""
+    """Compute Adam or AdamW; tiles are param, grad, m, v, hyper, [norm if clip,] [master,] [scratch]."""
     adam_many([(tiles, constants)])
 
 
 @register_many(adam)
 def adam_many(tasks: Sequence[Task]) -> None:
-    """The same of several tiles: one start for as many as have the same type, table of numbers and clipping."""
+    """Compute `adam` for several tiles, with one launch per element type, table of numbers and clipping."""
     alike: dict[Any, list[tuple[Row, int]]] = {}
     for (param, grad, m, v, hyper, *rest), constants in tasks:
         norm, master = split(tuple(rest), constants["clip"], constants["master"])
@@ -57,7 +57,7 @@ def sgd(
     clip: bool,
     master: bool,
 ) -> None:
-    """SGD; `rest` is [buffer if `has_buffer`,] [norm,] [master,] [scratch]."""
+    """Compute SGD; `rest` is [buffer if `has_buffer`,] [norm,] [master,] [scratch]."""
     optional = list(rest)
     buffer = optional.pop(0) if has_buffer else None
     norm, weights = split(tuple(optional), clip, master)
@@ -73,7 +73,7 @@ def sum_squares(x: DeviceArray, out: DeviceArray) -> None:
 
 @register_many(sum_squares)
 def sum_squares_many(tasks: Sequence[Task]) -> None:
-    """The same of several tiles."""
+    """Compute `sum_squares` for several tiles in one launch."""
     for alike in by_type(tasks):
         rows = [tiles for tiles, _ in alike]
         blocks = [max(1, min(MOST_PARTIALS, -(-x.size // (16 * THREADS)))) for x, _ in rows]
@@ -84,7 +84,7 @@ def sum_squares_many(tasks: Sequence[Task]) -> None:
 
 @register("sum_scalars", "cuda")
 def sum_scalars(*arrays: DeviceArray) -> None:
-    """The last argument's element = sum of all others, in order."""
+    """Write the sum of all arguments but the last to the last one, in order."""
     *addends, out = arrays
     for number, some in enumerate(in_starts(addends)):
         numbers = np.zeros((), _SCALARS)

@@ -1,9 +1,9 @@
 """Attention over pairs of query and key tiles, readable: online softmax forward (Dao 2023, algorithm 1), recomputation backward (algorithm 2).
 
-Legend: q (b, tq, h * D) with k, v (b, tk, g * D): tiles of whole heads, g divides h and h / g heads of queries in a row share each head of keys and
-values (Ainslie et al. 2023); o like q; peak, total, lse, delta (b, h, tq): running row maximum, sum of
-exponentials, their log-sum-exp, and the row sum of do * o. Scores are scale * q k^T, masked where the key is later than the query; a `Pattern`
-changes and masks more of them. Dropout acts on the normalised weights; its counter is the element's index in (B, H, T, S).
+Legend: q (b, tq, h * D) with k, v (b, tk, g * D): tiles of whole heads; h / g consecutive heads of queries share each head of keys and values
+(Ainslie et al. 2023); o like q; peak, total, lse, delta (b, h, tq): running row maximum, sum of exponentials, their log-sum-exp, and the row sum of
+do * o. Scores are scale * q k^T, masked if the key is later than the query; a `Pattern` changes and masks more of them. Dropout acts on the
+normalised weights; its counter is the element's index in (B, H, T, S).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Array = npt.NDArray[Any]
 A = TypeVar("A")
 
 FLOOR: Final = -1e30
-"""Where running maxima begin when a row may see no key at all: its weights are then 0, and so is what comes of them."""
+"""Initial running maximum if a row may see no key at all: its weights, and so its output, are then 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What attention does to its scores besides the causal mask, in this order: the cap, the bias, the masks.
+    """Changes of the scores besides the causal mask, applied in this order: the cap, the bias, the masks.
 
     Args:
-        cap: scores s become cap * tanh(s / cap) (Gemma 2); 0 for none.
-        buckets: of distances, each of which has a number per head that is added; None for none.
-        window: a query sees this many keys at most, its own position the last; 0 for all.
-        documents: tiles of document numbers that a task gets: 0; 2, for queries and keys; or 1, where these are the same. Only equal ones see
-            each other.
+        cap: limit of the scores s, which become cap * tanh(s / cap) (Gemma 2); 0 for none.
+        buckets: rule that assigns distances to rows of the bias table; None for no bias.
+        window: number of keys that a query sees at most, its own position included; 0 for all.
+        documents: number of tiles of document numbers that a task gets: 0; 2, for queries and keys; or 1, if both are the same. A query sees only
+            keys of its own document.
     """
 
     cap: float = 0.0
@@ -54,10 +54,10 @@ PLAIN: Final = Pattern()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Where a pair of tiles lies, and what attention it is part of.
+    """Position of a pair of tiles, and the parameters of the attention that it belongs to.
 
     Args:
-        head_size: D.
+        head_size: number of features D of a head.
         scale: factor of the scores.
         causal: whether later keys are masked.
         q_start, k_start: position of the first query and key of the tiles.
@@ -65,8 +65,8 @@ class Pair:
         num_heads, length: H and T of the whole tensor.
         p: dropout probability.
         stream: dropout stream.
-        pattern: what is done to scores.
-        num_keys: S of the whole tensor; 0 for as many as queries.
+        pattern: changes of the scores.
+        num_keys: number of keys S of the whole tensor; 0 if it is the number of queries.
     """
 
     head_size: int
@@ -85,19 +85,19 @@ class Pair:
 
     @property
     def row(self) -> int:
-        """Elements of a row of all weights: S."""
+        """Number of elements S in a row of all weights."""
         return self.num_keys or self.length
 
 
 class OptionalTiles(NamedTuple, Generic[A]):
-    """What a task gets behind the tiles that all have, in this order; its working memory follows.
+    """Optional tiles of a task, in the order in which they follow the tiles that every task has; working memory follows.
 
     Args:
-        lse: of the last task of a chain.
-        key: of the dropout.
+        lse: log-sum-exp, in the last task of a chain.
+        key: key of the dropout.
         of_queries, of_keys: document numbers (b, tq) and (b, tk).
-        table: of the bias, (buckets, h).
-        dtable: its gradient, if wanted.
+        table: table of the bias, (buckets, h).
+        dtable: gradient of the table, if wanted.
     """
 
     lse: A | None
@@ -112,7 +112,7 @@ NOTHING: Final[OptionalTiles[Any]] = OptionalTiles(None, None, None, None, None,
 
 
 def optional_tiles(rest: Sequence[A], at: Pair, *, has_lse: bool = False, has_dtable: bool = False) -> OptionalTiles[A]:
-    """Tell apart what a task gets."""
+    """Return the arguments `rest` of a task by name."""
     left, pattern = iter(rest), at.pattern
     lse = next(left) if has_lse else None
     key = next(left) if at.p else None
@@ -128,19 +128,19 @@ def heads(x: Array, head_size: int) -> Array:
 
 
 def shared(x: Array, num_heads: int, head_size: int) -> Array:
-    """(b, t, g * D) -> (b, h, t, D): each head of keys or values as often as heads of queries share it."""
+    """(b, t, g * D) -> (b, h, t, D): repeat each head of keys or values for every head of queries that shares it."""
     return np.repeat(heads(x, head_size), num_heads * head_size // x.shape[2], axis=1)
 
 
 def over_groups(x: Array, num_heads: int) -> Array:
-    """(b, h, t, D) -> (b, g, t, D): sums over the heads of queries that share a head."""
+    """(b, h, t, D) -> (b, g, t, D): sum over the heads of queries that share a head."""
     b, h, t, d = x.shape
     result: Array = x.reshape(b, num_heads, h // num_heads, t, d).sum(axis=2)
     return result
 
 
 def scores(q: Array, k: Array, at: Pair, more: OptionalTiles[Array]) -> Array:
-    """Masked scores of a pair of tiles  # (b, h, tq, tk)."""
+    """Return the masked scores of a pair of tiles  # (b, h, tq, tk)."""
     s = capped(products(q, k, at), at.pattern.cap)
     distances = (at.k_start + np.arange(s.shape[3]))[None, :] - (at.q_start + np.arange(s.shape[2]))[:, None]
     if at.pattern.buckets and more.table is not None:
@@ -155,18 +155,18 @@ def scores(q: Array, k: Array, at: Pair, more: OptionalTiles[Array]) -> Array:
 
 
 def products(q: Array, k: Array, at: Pair) -> Array:
-    """scale * q k^T of a pair of tiles  # (b, h, tq, tk)."""
+    """Return scale * q k^T of a pair of tiles  # (b, h, tq, tk)."""
     s: Array = at.scale * (heads(q, at.head_size) @ shared(k, q.shape[2] // at.head_size, at.head_size).swapaxes(-1, -2))
     return s
 
 
 def capped(s: Array, cap: float) -> Array:
-    """cap * tanh(s / cap), or with a cap of 0 the scores themselves."""
+    """Return cap * tanh(s / cap), or `s` if `cap` is 0."""
     return cap * np.tanh(s / cap) if cap else s
 
 
 def survivors(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
-    """Dropout factors of a pair of tiles: 0 or 1 / (1 - p)  # (b, h, tq, tk)."""
+    """Return the dropout factors of a pair of tiles: 0 or 1 / (1 - p)  # (b, h, tq, tk)."""
     if key is None:
         return np.ones(shape)
     b, h, i, j = (np.arange(n, dtype=np.uint64) for n in shape)
@@ -178,7 +178,7 @@ def survivors(key: Array | None, shape: tuple[int, ...], at: Pair) -> Array:
 
 @register("attention", "reference")
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
-    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, and scratch."""
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest` is `OptionalTiles`, lse if last, then scratch."""
     more = optional_tiles(rest, at, has_lse=last)
     s = scores(q, k, at, more)
     target = heads(o, at.head_size)
@@ -228,14 +228,14 @@ def attention_backward(
     first_q: bool,
     accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv, and of the gradient of a bias.
+    """Compute the contribution of one pair to dq, dk, dv, and to the gradient of a bias.
 
     Args:
         kept: lse, or with `stored` the weights.
-        rest: `OptionalTiles`, dtable where `accumulate` is not None, and scratch.
-        first_k: first to write dq.
-        first_q: first to write dk and dv.
-        accumulate: add to dtable.
+        rest: `OptionalTiles`, dtable if `accumulate` is not None, then scratch.
+        first_k: whether this task is the first to write dq.
+        first_q: whether this task is the first to write dk and dv.
+        accumulate: whether to add to dtable; None without dtable.
     """
     more = optional_tiles(rest, at, has_dtable=accumulate is not None)
     for gradient, is_first in ((dq, first_k), (dk, first_q), (dv, first_q)):
@@ -258,19 +258,19 @@ def attention_backward(
 
 
 def _add_slopes(slopes: Array, dtable: Array, at: Pair, accumulate: bool) -> None:
-    """dtable[bucket, h] (+)= the sum of the gradients of the scores (b, h, tq, tk) at distances of the bucket."""
+    """dtable[bucket, h] (+)= sum of the gradients `slopes` of the scores (b, h, tq, tk) at the distances of the bucket."""
     assert at.pattern.buckets is not None
     distances = (at.k_start + np.arange(slopes.shape[3]))[None, :] - (at.q_start + np.arange(slopes.shape[2]))[:, None]
-    found = at.pattern.buckets.of(distances)
+    buckets = at.pattern.buckets.of(distances)
     if not accumulate:
         dtable[...] = 0
     for bucket in range(len(dtable)):
-        dtable[bucket] += slopes[..., found == bucket].sum(axis=(0, 2))
+        dtable[bucket] += slopes[..., buckets == bucket].sum(axis=(0, 2))
 
 
 @register("whole_attention", "reference")
 def whole_attention(q: Array, k: Array, v: Array, o: Array, lse: Array, scratch: Array, *, at: Pair) -> None:
-    """o and lse of whole sequences in one pair of tiles, without dropout and pattern."""
+    """Compute o and lse of whole sequences in one pair of tiles, without dropout or pattern."""
     s = scores(q, k, at, NOTHING)
     top = s.max(axis=-1)
     lse[...] = top + np.log(np.exp(s - top[..., None]).sum(axis=-1))
@@ -281,7 +281,7 @@ def whole_attention(q: Array, k: Array, v: Array, o: Array, lse: Array, scratch:
 def whole_attention_backward(
     q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, dq: Array, dk: Array, dv: Array, scratch: Array, *, at: Pair
 ) -> None:
-    """dq, dk and dv of `whole_attention`, from what it has left."""
+    """Compute dq, dk and dv of `whole_attention` from its results o and lse."""
     delta = np.empty_like(lse)
     attention_delta(o, do, delta, head_size=at.head_size)
     attention_backward(q, k, v, do, lse, delta, dq, dk, dv, scratch, at=at, stored=False, first_k=True, first_q=True)
@@ -289,7 +289,7 @@ def whole_attention_backward(
 
 @register("attention_scores", "reference")
 def attention_scores(q: Array, k: Array, s: Array, *rest: Array, at: Pair) -> None:
-    """s = masked scores of a pair of tiles, to be kept. `rest` is `OptionalTiles` and scratch, where the pattern asks for any."""
+    """s = masked scores of a pair of tiles, which are kept. `rest` is `OptionalTiles` and scratch, if the pattern needs any."""
     s[...] = scores(q, k, at, optional_tiles(rest, replace(at, p=0.0)))
 
 

@@ -1,7 +1,7 @@
 """Attention of a few new tokens over cached keys and values, readable.
 
 Legend: q, o (b, w, h * D) and new k, v (b, w, g * D) of w tokens in a row; keys, values (b, t, g * D) a tile of the cache, which holds the positions
-start .. start + t; positions (b, w) of the new tokens, those of one sequence one after another; peak, total (b, h, w) as in `attention`.
+start .. start + t; positions (b, w) of the new tokens, consecutive within a sequence; peak, total (b, h, w) as in `attention`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 @register("append_to_cache", "reference")
 def append_to_cache(k: Array, v: Array, positions: Array, keys: Array, values: Array, *, start: int) -> None:
-    """keys[b, positions[b, i] - start] = k[b, i], and values likewise, where that lies in the tile."""
+    """keys[b, positions[b, i] - start] = k[b, i] if the position lies in the tile, and the same for values."""
     for b, i in np.ndindex(positions.shape):
         at = int(positions[b, i]) - start
         if 0 <= at < keys.shape[1]:
@@ -43,7 +43,7 @@ def cached_attention(
     last: bool,
     pattern: Pattern = PLAIN,
 ) -> None:
-    """Add one tile of the cache to the running attention of the new tokens, each of which sees positions up to its own; the last one normalises.
+    """Add one tile of the cache to the running attention of the new tokens, which see positions up to their own; the last task normalises.
 
     `rest` is [table of the bias,] scratch.
     """

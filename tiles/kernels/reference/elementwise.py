@@ -19,12 +19,12 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 def erf(x: Array) -> Array:
-    """The error function, element by element."""
+    """Return the error function of each element."""
     return np.asarray(_erf(x), dtype=x.dtype)
 
 
 def activate(x: Array, kind: str) -> Array:
-    """activation(x). "gelu_new" is the tanh form of Hendrycks and Gimpel (2016), eq. 2; "gelu" the exact one."""
+    """Return activation(x). "gelu_new" is the tanh form of Hendrycks and Gimpel (2016), eq. 2; "gelu" is the exact one."""
     if kind == "gelu_new":
         return 0.5 * x * (1.0 + np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3)))
     if kind == "gelu":
@@ -39,7 +39,7 @@ def activate(x: Array, kind: str) -> Array:
 
 
 def slope(x: Array, kind: str) -> Array:
-    """activation'(x)."""
+    """Return activation'(x)."""
     if kind == "gelu_new":
         t = np.tanh(GELU_SCALE * (x + GELU_CUBIC * x**3))
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x)
@@ -57,7 +57,7 @@ def slope(x: Array, kind: str) -> Array:
 
 @register("accumulate", "reference")
 def accumulate(total: Array, addend: Array) -> None:
-    """total += part."""
+    """total += addend."""
     total[...] = total + addend
 
 
@@ -93,13 +93,13 @@ def fill(out: Array, *, value: float) -> None:
 
 @register("add_rows", "reference")
 def add_rows(x: Array, p: Array, out: Array) -> None:
-    """out[b] = x[b] + p[:t]  # (mb, t, c) + (>= t, c)."""
+    """out[b] = x[b] + p[:t]  # (mb, t, c) + (at least t, c)."""
     out[...] = x + p[: x.shape[1]]
 
 
 @register("add_rows_backward", "reference")
 def add_rows_backward(dy: Array, dp: Array, *, accumulate: bool) -> None:
-    """dp[:t] (+)= sum of dy over b; rows beyond t receive nothing."""
+    """dp[:t] (+)= sum of dy over b; rows beyond t get no contribution."""
     total = np.zeros_like(dp)
     total[: dy.shape[1]] = dy.sum(axis=0)
     dp[...] = dp + total if accumulate else total
@@ -159,7 +159,7 @@ def cap_backward(y: Array, dy: Array, dx: Array, *, most: float) -> None:
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
     """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles (Su et al. 2021, in LLaMA's half-split layout).
 
-    Shapes: x, y (mb, t, h * D); cos, sin (t, R / 2), or (mb, t, R / 2) where sequences are at positions of their own. Features behind R stay.
+    Shapes: x, y (mb, t, h * D); cos, sin (t, R / 2), or (mb, t, R / 2) if sequences have positions of their own. Features from R on are copied.
     """
     half = cos.shape[-1]
     sign = -1.0 if inverse else 1.0
@@ -171,7 +171,7 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, invers
 
 @register("add_into", "reference")
 def add_into(addend: Array, total: Array, *, accumulate: bool) -> None:
-    """total (+)= part."""
+    """total (+)= addend."""
     total[...] = total + addend if accumulate else addend
 
 

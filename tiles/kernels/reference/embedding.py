@@ -1,4 +1,4 @@
-"""Table lookup and its gradient, readable. A task sees the table's rows [v_start, v_start + v)."""
+"""Table lookup and its gradient, readable. A task gets the table's rows [v_start, v_start + v)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Array = npt.NDArray[Any]
 
 
 def check_tokens(tokens: Array, vocab: int) -> None:
-    """Refuse ids outside the vocabulary.
+    """Check that all ids are in the vocabulary.
 
     Raises:
-        IndexError: names the first such id and its position in the tile.
+        IndexError: an id is outside; the message names the first one and its position in the tile.
     """
     wrong = (tokens < 0) | (tokens >= vocab)
     if wrong.any():
@@ -26,7 +26,7 @@ def check_tokens(tokens: Array, vocab: int) -> None:
 
 @register("embedding", "reference")
 def embedding(tokens: Array, table: Array, x: Array, *, v_start: int, vocab: int, accumulate: bool) -> None:
-    """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
+    """x[b, t] = table[tokens[b, t]] for the rows in this tile; the first tile's task zeroes the rest."""
     check_tokens(tokens, vocab)
     if not accumulate:
         x[...] = 0

@@ -1,7 +1,7 @@
-"""Cross-entropy of a linear head without the whole logits, readable: one vocabulary tile of logits at a time.
+"""Cross-entropy of a linear head, readable: one vocabulary tile of logits at a time, so that the full logits are never stored.
 
 Legend: x tiles (b, t, c) of one row panel, w tiles (v, c) of one vocabulary tile, both over all width tiles; targets (b, t), -1 = ignored;
-peak, total, picked, lse (b, t): running maximum, sum of exponentials, the target's logit, log-sum-exp. Where `Head` says so, bias (v,) is added
+peak, total, picked, lse (b, t): running maximum, sum of exponentials, the target's logit, log-sum-exp. According to `Head`, bias (v,) is added
 to the logits, and factor (1,) multiplies loss and gradients.
 """
 
@@ -21,13 +21,13 @@ Array = npt.NDArray[Any]
 
 
 class Head(NamedTuple):
-    """What a head does beyond the product x @ w^T.
+    """Options of a head beyond the product x @ w^T.
 
     Attributes:
-        has_bias: a bias is added to the logits.
-        has_factor: a number that is known only when the task runs multiplies the gradients.
-        has_dbias: the sums of the logits' gradients over rows are wanted.
-        cap: c of the soft cap c tanh(logits / c), after the bias (Gemma 2, 2024); 0 for none.
+        has_bias: whether a bias is added to the logits.
+        has_factor: whether a number known only when the task runs multiplies the gradients.
+        has_dbias: whether to compute the sums of the logits' gradients over rows.
+        cap: limit c of the soft cap c tanh(logits / c), after the bias (Gemma 2, 2024); 0 for none.
     """
 
     has_bias: bool = False
@@ -51,7 +51,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The tiles of `head_backward`, by name; `dws` is empty, and others are None, where there are none."""
+    """The tiles of `head_backward`, by name; missing ones are None, and `dws` is empty if it is missing."""
 
     xs: list[Any]
     ws: list[Any]
@@ -66,7 +66,7 @@ class Backward(NamedTuple):
 
 
 def forward_tiles(tiles: Sequence[Any], num_c: int, how: Head) -> Forward:
-    """Of x * num_c, w * num_c, [bias,] targets, peak, total, picked, scratch."""
+    """Name the tiles, which are x * num_c, w * num_c, [bias,] targets, peak, total, picked, scratch."""
     given = iter(tiles)
     xs, ws = list(islice(given, num_c)), list(islice(given, num_c))
     bias = next(given) if how.has_bias else None
@@ -75,7 +75,7 @@ def forward_tiles(tiles: Sequence[Any], num_c: int, how: Head) -> Forward:
 
 
 def backward_tiles(tiles: Sequence[Any], num_c: int, how: Head) -> Backward:
-    """Of x * num_c, w * num_c, [bias,] targets, lse, [factor,] dx * num_c, [dw * num_c,] [dbias,] scratch."""
+    """Name the tiles, which are x * num_c, w * num_c, [bias,] targets, lse, [factor,] dx * num_c, [dw * num_c,] [dbias,] scratch."""
     given = iter(tiles)
     xs, ws = list(islice(given, num_c)), list(islice(given, num_c))
     bias = next(given) if how.has_bias else None
@@ -88,16 +88,16 @@ def backward_tiles(tiles: Sequence[Any], num_c: int, how: Head) -> Backward:
 
 
 def check_targets(targets: Array, vocab: int) -> None:
-    """Refuse targets outside the vocabulary, -1 excepted.
+    """Check that all targets are in the vocabulary or -1.
 
     Raises:
-        IndexError: names the first such id and its position in the tile.
+        IndexError: a target is outside; the message names the first one and its position in the tile.
     """
     check_tokens(np.where(targets == -1, 0, targets), vocab)
 
 
 def logits(xs: Sequence[Array], ws: Sequence[Array], bias: Array | None, cap: float) -> Array:
-    """x @ w^T [+ bias] of a row panel and a vocabulary tile, capped  # (R, v)."""
+    """Return x @ w^T [+ bias] of a row panel and a vocabulary tile, capped  # (R, v)."""
     total: Array = sum(x.reshape(-1, x.shape[-1]) @ w.T for x, w in zip(xs, ws, strict=True))  # type: ignore[assignment]
     if bias is not None:
         total = total + bias
@@ -106,7 +106,7 @@ def logits(xs: Sequence[Array], ws: Sequence[Array], bias: Array | None, cap: fl
 
 @register("head_forward", "reference")
 def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
-    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    """Add one vocabulary tile to the running statistics; `tiles` are those of `forward_tiles`."""
     given = forward_tiles(tiles, num_c, how)
     targets, peak, total, picked = given.statistics
     check_targets(targets, vocab)
@@ -129,13 +129,13 @@ def head_finish(targets: Array, peak: Array, total: Array, picked: Array, *rest:
 
 
 def scaled(scale: float, factor: Array | None = None) -> float:
-    """`scale` times the factor, if there is one."""
+    """Return `scale` times the factor, if there is one."""
     return scale if factor is None else scale * float(factor[0])
 
 
 @register("head_backward", "reference")
 def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
-    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`."""
+    """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`."""
     given = backward_tiles(tiles, num_c, how)
     ids, scale = given.targets.reshape(-1), scaled(scale, given.factor)
     s = logits(given.xs, given.ws, given.bias, how.cap)
@@ -148,8 +148,8 @@ def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: 
     if given.dbias is not None:
         given.dbias[...] = p.sum(axis=0)
     for w, dx in zip(given.ws, given.dxs, strict=True):
-        grown = (p @ w).reshape(dx.shape)
-        dx[...] = grown if first else dx + grown
+        contribution = (p @ w).reshape(dx.shape)
+        dx[...] = contribution if first else dx + contribution
     for x, dw in zip(given.xs, given.dws, strict=bool(given.dws)):
         share = p.T @ x.reshape(-1, x.shape[-1])
         dw[...] = dw + share if accumulate else share

@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 def rows(x: Array) -> Array:
-    """All axes but the last as rows, without a copy."""
+    """Return `x` with all axes but the last merged into rows, without a copy."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -28,7 +28,7 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
 
 @register("batched_matmul", "reference")
 def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
-    """The same for each index of the leading axes, which all three share."""
+    """out (+)= alpha * op(a) @ op(b) for each index of the leading axes, which all three share."""
     product = alpha * ((np.swapaxes(a, -1, -2) if trans_a else a) @ (np.swapaxes(b, -1, -2) if trans_b else b))
     out[...] = out + product if accumulate else product
 

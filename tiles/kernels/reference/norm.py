@@ -1,7 +1,7 @@
 """Layer norm (Ba et al. 2016, eq. 4), RMS norm (Zhang and Sennrich 2019, eq. 4) and softmax over the last axis, readable.
 
-Legend: x (..., c) a tile of width c of rows of width C; mean, rstd, sums (...,) one number per row. Where the width is cut into tiles, sums are
-chained over them and the row is finished in a second pass.
+Legend: x (..., c) a tile of width c of rows of width C; mean, rstd, sums (...,) one number per row. If the width is cut into tiles, sums are
+chained over them and a second pass finishes the row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array,
 
 @register("rms_norm", "reference")
 def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, eps: float, offset: float = 0.0) -> None:
-    """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps); `scratch` is there if there is an offset."""
+    """y = x * rstd * (gamma + offset), rstd = 1 / sqrt(mean(x^2) + eps); `scratch` is passed only with an offset."""
     rstd[...] = 1.0 / np.sqrt((x**2).mean(axis=-1) + eps)
     y[...] = x * rstd[..., None] * (gamma + offset)
 
@@ -58,7 +58,7 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
 def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
     """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual], g = dy * (gamma + offset); dgamma (+)= dy * xhat.
 
-    `rest` is [dresidual,] dx, dgamma[, scratch if there is an offset].
+    `rest` is [dresidual,] dx, dgamma[, scratch with an offset].
     """
     *extra, dx, dgamma = rest[:-1] if offset else rest
     xhat = x * rstd[..., None]
@@ -79,7 +79,7 @@ def head_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, ep
 
 @register("head_norm_backward", "reference")
 def head_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
-    """Gradients of `head_norm`, as of `rms_norm` over (.., h, D); `rest` is [dresidual,] dx, dgamma[, scratch if there is an offset]."""
+    """Gradients of `head_norm`, which are those of `rms_norm` over (.., h, D); `rest` is [dresidual,] dx, dgamma[, scratch with an offset]."""
     *extra, dx, dgamma = rest[:-1] if offset else rest
     heads = (*rstd.shape, gamma.size)
     out = np.empty(heads, dx.dtype)
@@ -109,7 +109,7 @@ def norm_finish(sums: Array, squares: Array, mean: Array, rstd: Array, *, width:
 
 @register("norm_apply", "reference")
 def norm_apply(x: Array, mean: Array, rstd: Array, gamma: Array, *rest: Array, offset: float = 0.0) -> None:
-    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch if there is an offset]."""
+    """y = (x - mean) * rstd * (gamma + offset) [+ beta]; `rest` is [beta,] y[, scratch with an offset]."""
     *beta, y = rest[:-1] if offset else rest
     y[...] = (x - mean[..., None]) * rstd[..., None] * (gamma + offset) + (beta[0] if beta else 0)
 
@@ -150,7 +150,7 @@ def norm_backward_apply(
     accumulate: bool,
     offset: float = 0.0,
 ) -> None:
-    """The rest of the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch if there is an offset]."""
+    """Finish the backward pass from the row sums; `rest` is [dresidual,] dx, dgamma[, dbeta if center][, scratch with an offset]."""
     arrays = list(rest)
     extra = arrays.pop(0) if residual else None
     dx, dgamma = arrays[0], arrays[1]
@@ -181,7 +181,7 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
 
 @register("softmax_sums", "reference")
 def softmax_sums(x: Array, peak: Array, total: Array, scratch: Array, *, accumulate: bool) -> None:
-    """Online softmax (Milakov and Gimelshein 2018): running row maximum and sum of exponentials relative to it."""
+    """Online softmax (Milakov and Gimelshein 2018): running row maximum, and sum of exponentials relative to it."""
     top = x.max(axis=-1)
     if accumulate:
         top = np.maximum(top, peak)

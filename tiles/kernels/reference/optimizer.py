@@ -1,6 +1,6 @@
-"""Optimizer updates of one tile, readable; semantics and order of operations of torch.optim.
+"""Optimizer updates of one tile, readable, with the semantics and the order of operations of torch.optim.
 
-`hyper` has a row of `HYPER` fp64 numbers for each group of parameters, of which a task reads row `row`. They are an input, so that they may change
+`hyper` has a row of `HYPER` fp64 numbers for each group of parameters; a task reads row `row`. They are an input, so that they may change
 between replays: lr, 1 - beta1^t, 1 - beta2^t, beta1 (momentum of SGD), beta2, eps, weight decay, 0.
 
 With clipping, `norm` holds the sum of squares of all gradients and each is scaled by min(1, max_norm / (sqrt(norm) + 1e-6)), as
@@ -21,17 +21,17 @@ Array = npt.NDArray[Any]
 T = TypeVar("T")
 
 HYPER: Final = 8
-"""Numbers in a row of `hyper`."""
+"""Number of columns of `hyper`."""
 
 
 def clip_factor(norm: Array, max_norm: float) -> float:
-    """What gradients are multiplied by; NaN stays NaN so that divergence is seen."""
+    """Return the factor by which clipping multiplies gradients; NaN stays NaN so that divergence is seen."""
     total = math.sqrt(float(norm[0])) if float(norm[0]) >= 0 else math.nan
     return min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
 
 
 def split(rest: tuple[T, ...], clip: bool, master: bool) -> tuple[T | None, T | None]:
-    """The optional last accesses, (norm, master)."""
+    """Return the optional last arguments as (norm, master), None for one that is missing."""
     optional = list(rest)
     return optional.pop(0) if clip else None, optional.pop(0) if master else None
 
@@ -103,6 +103,6 @@ def sum_squares(x: Array, out: Array) -> None:
 
 @register("sum_scalars", "reference")
 def sum_scalars(*arrays: Array) -> None:
-    """The last argument's element = sum of all others, in order."""
+    """Write the sum of all arguments but the last to the last one, in order."""
     *addends, out = arrays
     out[0] = sum(float(addend[0]) for addend in addends)

@@ -2,8 +2,8 @@
 
 Legend: q (r, 1, h * D) and new k, v (r, 1, g * D), each row a token of some text; positions (r, 1) of the tokens; table (r, m) int32: the page with
 positions i t to (i + 1) t of the row's text, below 0 for none; keys, values (n, t, g * D) a tile of the cache, which holds the pages `first_page` to
-`first_page` + n. Of each page a row sees, the attention is kept apart: partial (r, m, h * D), not normalised, peaks and totals (r, m, h) as in
-`attention`. Adding them in the order of the text gives the same bits wherever its pages lie.
+`first_page` + n. Results are stored per page that a row sees: partial (r, m, h * D), not normalised, peaks and totals (r, m, h) as in `attention`.
+Adding them in the order of the text gives the same bits regardless of the places of its pages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def paged_attention(
     first_page: int,
     pattern: Pattern = PLAIN,
 ) -> None:
-    """Attention to each page of the tile that a row sees anything of, up to the row's position."""
+    """Compute the attention of each row to the pages of the tile that hold positions up to the row's own."""
     length, num_heads = keys.shape[1], q.shape[2] // head_size
     group = num_heads // (keys.shape[2] // head_size)
     for r, i in np.ndindex(table.shape):
@@ -66,7 +66,7 @@ def paged_attention(
 
 @register("combine_pages", "reference")
 def combine_pages(partial: Array, peaks: Array, totals: Array, positions: Array, table: Array, o: Array, *, length: int) -> None:
-    """o (r, 1, h * D): the attention of each row over all its pages, of `length` positions each; 0 of a row without pages."""
+    """o (r, 1, h * D): the attention of each row over all its pages, of `length` positions each; 0 for a row without pages."""
     size = partial.shape[2] // peaks.shape[2]
     for r, (at,) in enumerate(positions):
         seen = [i for i in range(at // length + 1) if table[r, i] >= 0]

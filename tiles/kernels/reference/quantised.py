@@ -1,4 +1,4 @@
-"""Products and lookups with quantised weights, readable: the weights are decoded, and the rest is as for floats.
+"""Products and lookups with quantised weights, readable: decode the weights, then compute as with floats.
 
 Blocks w are uint8 (rows, bytes of a row); `block_format` is the name of their format. Numbers (N, K) or, of a table, (V, C).
 """
@@ -29,7 +29,7 @@ def quantised_linear(x: Array, w: Array, *rest: Array, block_format: str, trans_
 
 @register("quantised_embedding", "reference")
 def quantised_embedding(tokens: Array, table: Array, x: Array, *, block_format: str, v_start: int, vocab: int, accumulate: bool) -> None:
-    """x[b, t] = table[tokens[b, t]] where this tile has the row; the first tile zeroes the rest."""
+    """x[b, t] = table[tokens[b, t]] for the rows in this tile; the first tile's task zeroes the rest."""
     values = np.asarray(decode(table, BLOCK_FORMATS[block_format]), x.dtype)
     embedding(tokens, values, x, v_start=v_start, vocab=vocab, accumulate=accumulate)
 

@@ -1,7 +1,7 @@
 """Counter-based random numbers: a function of (key, element index) alone, so results do not depend on tiling, workers or order.
 
-The generator hashes the index with the 32-bit mixer of Wellons ("lowbias32", 2018; bias 0.17) twice, a half of the key before each round; the key is
-mixed from (seed, step, stream) by the 64-bit finaliser of Steele, Lea and Flood (2014, SplitMix). It is meant for initial weights and dropout
+The generator hashes the index with the 32-bit mixer of Wellons ("lowbias32", 2018; bias 0.17) twice, using one half of the key before each round; the
+key is mixed from (seed, step, stream) by the 64-bit finaliser of Steele, Lea and Flood (2014, SplitMix). It is for initial weights and dropout
 masks, not for cryptography.
 """
 
@@ -20,7 +20,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> tuple[int, int]:
-    """A 64-bit key, as two 32-bit halves, from any integers."""
+    """Return a 64-bit key, as two 32-bit halves, from any integers."""
     state = 0
     for number in numbers:
         state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -31,7 +31,7 @@ def mix(*numbers: int) -> tuple[int, int]:
 
 
 def bits(key: tuple[int, int], index: Array) -> Array:
-    """32 random bits for each 64-bit element index."""
+    """Return 32 random bits for each 64-bit element index."""
     x = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32) ^ np.uint32(key[0])
     x ^= (index >> np.uint64(32)).astype(np.uint32) * np.uint32(0x9E3779B9)
     for salt in (key[1], 0):
@@ -45,12 +45,12 @@ def bits(key: tuple[int, int], index: Array) -> Array:
 
 
 def threshold(p: float) -> int:
-    """Elements whose bits are below this are dropped: an event of probability p."""
+    """Return the number below which an element's bits drop it, an event of probability p."""
     return min(round(p * 2**32), 2**32 - 1)
 
 
 def indices(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int, ...]) -> Array:
-    """Global row-major element index of every element of a tile."""
+    """Return the global row-major index of every element of a tile."""
     index = np.zeros(extents, np.uint64)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -61,22 +61,22 @@ def indices(shape: tuple[int, ...], origin: tuple[int, ...], extents: tuple[int,
 
 
 def uniforms(key: tuple[int, int], index: Array) -> Array:
-    """Numbers in (0, 1) for each element index, fp64."""
+    """Return a number in (0, 1) for each element index, fp64."""
     return (bits(key, index) + 0.5) / 2.0**32
 
 
 @register("dropout", "reference")
 def dropout(x: Array, key: Array, y: Array, *, p: float, stream: int, shape: tuple[int, ...], origin: tuple[int, ...]) -> None:
-    """y = x / (1 - p) where the element survives, else 0; `key` holds (seed, step)."""
-    found = bits(mix(int(key[0]), int(key[1]), stream), indices(shape, origin, x.shape))
-    y[...] = np.where(found >= threshold(p), x / x.dtype.type(1.0 - p), 0)
+    """y = x / (1 - p) for elements that survive, else 0; `key` holds (seed, step)."""
+    random_bits = bits(mix(int(key[0]), int(key[1]), stream), indices(shape, origin, x.shape))
+    y[...] = np.where(random_bits >= threshold(p), x / x.dtype.type(1.0 - p), 0)
 
 
 @register("keyed_uniform", "reference")
 def keyed_uniform(key: Array, out: Array, *, stream: int) -> None:
-    """out ~ U[0, 1) in steps of 2^-24, which fp32 holds exactly, by element index; `key` holds (seed, step)."""
-    found = bits(mix(int(key[0]), int(key[1]), stream), np.arange(out.size, dtype=np.uint64))
-    out[...] = (found >> np.uint32(8)).reshape(out.shape) * 2.0**-24
+    """out ~ U[0, 1) in steps of 2^-24, which fp32 represents exactly, by element index; `key` holds (seed, step)."""
+    random_bits = bits(mix(int(key[0]), int(key[1]), stream), np.arange(out.size, dtype=np.uint64))
+    out[...] = (random_bits >> np.uint32(8)).reshape(out.shape) * 2.0**-24
 
 
 @register("random_normal", "reference")

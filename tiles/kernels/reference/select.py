@@ -1,4 +1,4 @@
-"""Choosing one token of each sequence, and sequences of a batch, written to be read."""
+"""Selection of one token of each sequence, and of sequences of a batch, readable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Array = npt.NDArray[Any]
 
 @register("select_rows", "reference")
 def select_rows(x: Array, positions: Array, out: Array, *, start: int, length: int) -> None:
-    """out[b, 0] = x[b, positions[b] - start] where that lies in this tile; other rows of `out` stay, or become 0 in the first tile's task.
+    """out[b, 0] = x[b, positions[b] - start] if the position lies in this tile; other rows of `out` stay, or become 0 in the first tile's task.
 
     Args:
         x: (b, t, c) tile of tokens start .. start + t.
         positions: (b,) global positions.
-        out: (b, 1, c).
-        length: of the whole sequence.
+        out: (b, 1, c) selected tokens.
+        length: number of tokens of the whole sequence.
     """
     for b in range(len(positions)):
         position = int(positions[b])
@@ -28,7 +28,7 @@ def select_rows(x: Array, positions: Array, out: Array, *, start: int, length: i
         if start <= position < start + x.shape[1]:
             out[b, 0] = x[b, position - start]
         elif start == 0:
-            out[b, 0] = 0  # the first tile's task finds garbage here
+            out[b, 0] = 0  # uninitialised before the first tile's task
 
 
 @register("gather_rows", "reference")

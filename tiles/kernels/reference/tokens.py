@@ -1,6 +1,6 @@
-"""From the tokens of a sequence to one vector, and tokens in the place of features, written to be read.
+"""Operations from the tokens of a sequence to one vector, and the swap of tokens and features, readable.
 
-Legend: x tiles (b, t, c) of sequences, tokens, features.
+Legend: x tiles (b, t, c): sequences, tokens, features.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 @register("first_token", "reference")
 def first_token(x: Array, y: Array) -> None:
-    """y = the first token of a tile that begins the sequences  # (b, t, c) -> (b, 1, c)."""
+    """y = the first token, for a tile at the beginning of the sequences  # (b, t, c) -> (b, 1, c)."""
     y[...] = x[:, :1]
 
 
@@ -29,7 +29,7 @@ def first_token_backward(dy: Array, dx: Array) -> None:
 
 @register("mean_tokens", "reference")
 def mean_tokens(x: Array, total: Array, *y: Array, first: bool, length: int) -> None:
-    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); with `y`, the last tile, y = total / length  # (b, 1, c)."""
+    """total (+)= sum of x over its tokens  # (b, t, c) -> (b, c); the last tile's task also gets `y`: y = total / length  # (b, 1, c)."""
     total[...] = x.sum(axis=1, dtype=total.dtype) + (0 if first else total)
     for out in y:
         out[...] = total[:, None] / length

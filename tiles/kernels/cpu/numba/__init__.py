@@ -1,1 +1,1 @@
-"""Loops compiled by Numba at their first call and kept on disk."""
+"""Loops compiled by Numba at their first call and cached on disk."""

@@ -1,11 +1,10 @@
 """Compiled loops over blocks of weights (`tiles.block_format`): dot products with fp32 rows, and decoding to fp32.
 
-The body of a loop is written in LLVM's vector types, because Numba makes 14 GB/s of scalar code here: 16 numbers at a time are widened in registers
-from bytes or bits, so nothing decoded is ever stored. LLVM splits the vectors where the processor's are shorter; the order of sums is written
-down, so bits are the same with AVX2 and AVX-512. A scale is made of its bits, exactly, and must be finite. The element type of the blocks names
-their format, and Numba compiles a loop for each.
-Ladder, q4_0 in GB of blocks a second, from the cache / from memory: with conversions of integers and one sum 18.2 / 17.9, with bits of floats and two
-sums 20.5 / 20.1. Four rows of weights side by side: no quicker. `cpu.quantised` has the times of all formats.
+The body of a loop is written in LLVM's vector types, because Numba reaches only 14 GB/s with scalar code here: 16 numbers at a time are widened in
+registers from bytes or bits, so decoded weights are never stored. LLVM splits the vectors if the processor's are shorter; the order of sums is
+explicit, so bits are the same with AVX2 and AVX-512. A scale is converted exactly and must be finite. The element type of the blocks names their
+format, and Numba compiles a loop for each. Ladder, q4_0 in GB of blocks a second, from the cache / from memory: with conversions of integers and one
+sum 18.2 / 17.9, with bits of floats and two sums 20.5 / 20.1. Four rows of weights at a time: no faster. All formats: `cpu.quantised`.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ from .vectors import (
 )
 
 ELEMENTS: Final[Mapping[str, Any]] = {name: np.dtype([(name, np.uint8, (each.block_bytes,))]) for name, each in BLOCK_FORMATS.items()}
-"""Name of a format -> element type of arrays of its blocks, as the loops take them."""
+"""Name of a format -> element type of arrays of its blocks, which the loops expect."""
 
 _VECTOR_BYTES: Final = 64
 _PANEL: Final = 64
-"""Rows of blocks that go with all rows of floats, a few at a time, while they are in the cache."""
+"""Number of rows of blocks that are multiplied by all rows of floats, a few at a time, while they are in the cache."""
 
 
 def _decoder(blocks: Any) -> tuple[Decoder, int, int]:
-    """The decoder of an array type of blocks, bytes of a block, and bytes of its numbers as floats."""
+    """Return the decoder for an array type of blocks, the bytes of a block, and the bytes of its numbers as floats."""
     (name,) = blocks.dtype.fields
     kind = BLOCK_FORMATS[name]
     return DECODERS[name], kind.block_bytes, 4 * kind.block_values
 
 
 def _add(builder: Any, group: ScaledGroup, numbers: Sequence[Any], slot: Any) -> None:
-    """Add the products of a group with 16 floats for each of its vectors to a sum."""
+    """Add the products of a group and its floats, 16 for each of its vectors, to a sum."""
     if group.least is not None:
         for vector, x in zip(group.numbers, numbers, strict=True):
             add_product(builder, x, fused(builder, vector, group.scale, group.least), slot)
@@ -69,12 +68,12 @@ def _add(builder: Any, group: ScaledGroup, numbers: Sequence[Any], slot: Any) ->
 
 
 def _multiply(context: Any, w: Any, blocks: Any, num_blocks: Any, columns: Any, x: Any, rows: Any, y: Any, accumulate: Any) -> Any:
-    """(array of blocks, their address, number in a row, their rows, address of floats, their rows, address of the products, whether to add to them).
+    """Generate the product; a block is decoded once for all rows that are computed together, and a row's sums do not depend on other rows.
 
-    A row of floats takes the same sums whatever rows there are beside it. A block is decoded once for all rows that are taken together.
+    Arguments: array of blocks, their address, blocks in a row, their rows, address of floats, their rows, address of the products, whether to add.
     """
     decode, size, x_size = _decoder(w)
-    together = (8, 4, 2, 1) if IS_WIDE and x_size <= 2 * _VECTOR_BYTES else (4, 2, 1) if IS_WIDE else (2, 1)  # their sums are in registers
+    together = (8, 4, 2, 1) if IS_WIDE and x_size <= 2 * _VECTOR_BYTES else (4, 2, 1) if IS_WIDE else (2, 1)  # their sums fit the registers
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, w, num_blocks, columns, x, rows, y, accumulate = arguments
@@ -90,15 +89,15 @@ def _multiply(context: Any, w: Any, blocks: Any, num_blocks: Any, columns: Any, 
                     numbers = addresses(builder, builder.add(x, builder.mul(row, x_step)), x_step, count)
                     sums = _dots(builder, decode, size, x_size, builder.add(w, builder.mul(column, w_step)), numbers, num_blocks)
                     out = builder.add(builder.add(y, builder.mul(row, y_step)), builder.mul(column, int64(4)))
-                    for at, found in zip(addresses(builder, out, y_step, count), sums, strict=True):
-                        store(builder, builder.select(accumulate, builder.fadd(load(builder, at, 0, F32), found), found), at, 0)
+                    for at, dot in zip(addresses(builder, out, y_step, count), sums, strict=True):
+                        store(builder, builder.select(accumulate, builder.fadd(load(builder, at, 0, F32), dot), dot), at, 0)
         return context.get_dummy_value()
 
     return types.void(w, *[types.int64] * 6, types.boolean), generate
 
 
 def _dots(builder: Any, decode: Decoder, size: int, x_size: int, row: Any, numbers: Sequence[Any], num_blocks: Any) -> list[Any]:
-    """Dot products of a row of blocks with rows of floats that begin at `numbers`; groups take turns at two sums, since each waits for itself."""
+    """Return dot products of a row of blocks with the rows of floats at `numbers`; groups alternate between two sums, which shortens the chain."""
     totals = zeros(builder, FLOATS, len(numbers), 2)
 
     def add(index: Any, turn: int) -> None:
@@ -124,7 +123,10 @@ def _dots(builder: Any, decode: Decoder, size: int, x_size: int, row: Any, numbe
 
 
 def _decode(context: Any, w: Any, row: Any, out: Any, count: Any) -> Any:
-    """(array of blocks, address of some, address of floats, number of blocks): overwrite the floats with the numbers, each operation rounded once."""
+    """Generate the decoding of blocks, with each operation rounded once.
+
+    Arguments: array of blocks, address of the first block, address of the floats to overwrite, number of blocks.
+    """
     decode, size, x_size = _decoder(w)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -146,7 +148,7 @@ _products, _decode_row = cast(Any, intrinsic(_multiply)), cast(Any, intrinsic(_d
 
 @compiled(EXACT)
 def multiply(x: Array, w: Array, y: Array, accumulate: bool) -> None:
-    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); w (N, blocks) of `ELEMENTS`; all with contiguous rows, one after the other."""
+    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); w (N, blocks) of `ELEMENTS`; all arrays are C-contiguous."""
     _products(w, w.ctypes.data, w.shape[1], w.shape[0], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
 
 

@@ -1,13 +1,12 @@
-"""How loops over fp32 arrays are compiled: by Numba, at their first call, for this machine's vector width, and kept on disk.
+"""Compilation of loops over fp32 arrays: by Numba, at their first call, for this machine's vector width, cached on disk.
 
-Only modules of this folder import Numba, and kernels import them when they first run, so commands that run no kernel never pay for it (0.5 s). What
-was compiled lies beside the source (`__pycache__`, or Numba's cache of the user where that cannot be written), so a machine compiles once. Numba by
-itself notices a change of the file of a loop alone, so `compiled` lets the cache depend on the content of all files of this folder. Loops release the
-GIL, allocate nothing, and give the same bits for the same shapes: no threads, no order but their own.
+Only modules of this folder import Numba, and kernels import them when they first run, so commands without kernels do not pay for it (0.5 s). The
+cache is next to the source (`__pycache__`), or in Numba's user cache if that is not writable, so a machine compiles once. Loops release the GIL,
+allocate nothing, and give the same bits for the same shapes: they have no threads and a fixed order of operations.
 
-What loops share is `inlined`, never called: each compiled loop would keep its own copy of what it calls, optimised for itself under a common
-name, and of equal names a process runs the copy it met first. So bits changed with the order in which loops were loaded (seen as 1e-8 in the
-losses of the run that compiled them).
+Functions shared by loops are `inlined`, never called. Otherwise each compiled loop would contain its own copy of the function, optimised for that
+loop but under a common name, and a process runs the copy that it loads first. Bits then depended on the order in which loops were loaded (by 1e-8
+in the losses of the run that compiled them).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ Array = npt.NDArray[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 REASSOCIATE: Final = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be taken in vector lanes. NaN and infinities stay what they are: a loss that diverged must show, and running maxima begin at -inf."""
+"""Sums may be reordered into vector lanes. NaN and infinities are kept: a loss that diverged must show, and running maxima begin at -inf."""
 EXACT: Final = {"contract", "nsz"}
-"""Rounding tricks survive; a product and a sum may still be one instruction."""
+"""Rounding tricks survive; a product and a sum may become one instruction."""
 
 f32 = np.float32
 
@@ -39,7 +38,7 @@ compiler_memory.begin()
 
 
 def _larger(context: Any, a: Any, b: Any) -> Any:
-    """LLVM's maxnum, the one maximum that it takes in vector lanes; nothing is promised for NaN."""
+    """Generate LLVM's maxnum, the only maximum that it vectorises; the result for NaN is undefined."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = arguments[0].type
@@ -50,13 +49,13 @@ def _larger(context: Any, a: Any, b: Any) -> Any:
 
 
 larger: Final = cast(Callable[[Any, Any], Any], intrinsic(_larger))
-"""The larger of two fp32 numbers, in loops."""
+"""Return the larger of two fp32 numbers, in loops."""
 
 ZERO, ONE, TWO, THREE = f32(0.0), f32(1.0), f32(2.0), f32(3.0)
 
 
 def inlined(fastmath: set[str]) -> Callable[[F], F]:
-    """Make a part of loops, which becomes code of each loop that uses it. Nothing else may call it."""
+    """Declare a part of loops, which is compiled into each loop that uses it. Only loops may call it."""
 
     def enter(function: F) -> F:
         return cast(F, numba.njit(forceinline=True, error_model="numpy", fastmath=fastmath)(function))
@@ -76,14 +75,14 @@ _CONTENT: Final = _content()
 
 
 def _watching_all(dispatcher: Any) -> Any:
-    """Let the cache of a compiled function be of this content of the folder, besides of its own file."""
+    """Make the cache of a compiled function depend on all files of this folder; by itself, Numba compares only the function's own file."""
     index = dispatcher._cache._cache_file  # of Numba's class IndexDataCacheFile, which compares its stamp with that of the file on disk
     index._source_stamp = (index._source_stamp, _CONTENT)
     return dispatcher
 
 
 def compiled(fastmath: set[str]) -> Callable[[F], F]:
-    """Compile at the first call and keep on disk; in memory only where no directory can be written."""
+    """Compile at the first call and cache on disk; if no directory is writable, in memory only."""
 
     def enter(function: F) -> F:
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}

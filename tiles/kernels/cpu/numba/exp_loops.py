@@ -24,8 +24,8 @@ _C5, _C4, _C3, _C2, _C1, _C0 = f32(1.9875691500e-4), f32(1.3981999507e-3), f32(8
 
 @inlined(EXACT)
 def _bounded_exp(x: Any) -> Any:
-    """exp(x) for one fp32 number between -86 and 88, beyond that exp of the nearer end; NaN stays NaN."""
-    a = _LEAST if x < _LEAST else x  # in this order one instruction, which keeps NaN
+    """Return exp(x) for one fp32 number between -86 and 88, beyond that exp of the nearer end; NaN stays NaN."""
+    a = _LEAST if x < _LEAST else x  # with the operands in this order it is one instruction, which keeps NaN
     a = _MOST if a > _MOST else a
     shifted = a * _LOG2E + _ROUND
     n = shifted - _ROUND
@@ -39,7 +39,7 @@ def _bounded_exp(x: Any) -> Any:
 
 @inlined(EXACT)
 def _exp(x: Any) -> Any:
-    """The same, and 0 below -86."""
+    """Return exp(x) for one fp32 number, and 0 below -86."""
     return ZERO if x < _LEAST else _bounded_exp(x)
 
 
@@ -111,7 +111,7 @@ def gelu_new_gate_backward(gates: Array, up: Array, dy: Array, dgates: Array, du
 
 @inlined(REASSOCIATE)
 def _top(row: Array, count: int, top: Any) -> Any:
-    """Largest of the first numbers of a row and `top`."""
+    """Return the largest of `top` and the first `count` numbers of a row."""
     for j in range(count):
         top = larger(top, row[j])
     return top
@@ -119,7 +119,7 @@ def _top(row: Array, count: int, top: Any) -> Any:
 
 @inlined(REASSOCIATE)
 def _exp_row(row: Array, count: int, shift: Any) -> Any:
-    """row = exp(row - shift) for the first numbers, 0 behind them; their sum."""
+    """row = exp(row - shift) for the first `count` numbers, 0 for the others; return their sum."""
     total = ZERO
     for j in range(count):
         e = _exp(row[j] - shift)
@@ -158,9 +158,9 @@ def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
 
 @compiled(REASSOCIATE)
 def attention_weights(s: Array, seen: int, peak: Array, total: Array, shrink: Array, first: bool) -> None:
-    """Online softmax (Milakov and Gimelshein 2018) of a block of scores in place: s = exp(s - peak), 0 where a key is masked  # (R, N).
+    """Online softmax (Milakov and Gimelshein 2018) of a block of scores in place: s = exp(s - peak), 0 for masked keys  # (R, N).
 
-    Row i sees `seen + i` keys. `peak` and `total` are the running maximum and sum, `shrink` what older sums lose; `first`: there are none.
+    Row i sees `seen + i` keys. `peak` and `total` are the running maximum and sum, unused if `first`; `shrink` receives the factor of older sums.
     """
     width = s.shape[1]
     for i in range(s.shape[0]):
@@ -175,14 +175,14 @@ def attention_weights(s: Array, seen: int, peak: Array, total: Array, shrink: Ar
 
 @compiled(REASSOCIATE)
 def attention_weights_again(s: Array, seen: int, lse: Array) -> None:
-    """s = exp(s - lse), 0 where a key is masked; row i sees `seen + i` keys  # (R, N)."""
+    """s = exp(s - lse), 0 for masked keys; row i sees `seen + i` keys  # (R, N)."""
     for i in range(s.shape[0]):
         _exp_row(s[i], max(0, min(s.shape[1], seen + i)), lse[i])
 
 
 @inlined(EXACT)
 def _tanh(x: Any) -> Any:
-    """Of one fp32 number, within 2^-23; NaN stays NaN."""
+    """Return tanh(x) for one fp32 number, within 2^-23; NaN stays NaN."""
     return ONE - TWO / (ONE + _bounded_exp(TWO * x))
 
 
@@ -209,7 +209,7 @@ def capped_backward(ds: Array, s: Array, cap: Any) -> None:
 
 @compiled(REASSOCIATE)
 def add_to_lse(s: Array, peak: Array, total: Array) -> None:
-    """Add a block of logits to the running maximum and sum of exponentials; the logits are read only  # (R, N)."""
+    """Add a block of logits to the running maximum and sum of exponentials, without changing the logits  # (R, N)."""
     for i in range(s.shape[0]):
         row = s[i]
         top, found = _top(row, row.size, peak[i]), ZERO
@@ -230,7 +230,7 @@ def scaled_exp(s: Array, lse: Array, scale: Any) -> None:
 
 @inlined(REASSOCIATE)
 def _cached_scores(q: Array, keys: Array, r: int, count: int, scale: Any, s: Array) -> None:
-    """s = scale q k^T of one sequence's query and its first `count` keys  # (H, N)."""
+    """s = scale q k^T for one sequence's query and its first `count` keys  # (H, N)."""
     group = q.shape[1] // keys.shape[2]
     for j in range(count):
         for h in range(q.shape[1]):
@@ -307,7 +307,7 @@ def paged_attention(
     peaks: Array,
     totals: Array,
 ) -> None:
-    """Attention of one query a row to each of its pages in a tile, kept apart and not normalised.
+    """Compute the attention of one query a row to each of its pages in a tile, one result per page, not normalised.
 
     Shapes: q (R, H, D); keys, values (P, T, G, D), pages first_page to first_page + P of T positions; positions (R,); table (R, M); partial
     (R, M, H, D); peaks, totals (R, M, H); s (H, T) is working memory. A row sees keys up to its position, the last `window` of them if that is not 0.
@@ -343,7 +343,7 @@ def paged_attention(
 
 @compiled(REASSOCIATE)
 def combine_pages(partial: Array, peaks: Array, totals: Array, positions: Array, table: Array, length: int, o: Array) -> None:
-    """o (R, H, D): what `paged_attention` has kept apart, added in the order of the pages and normalised."""
+    """o (R, H, D): sum of the results of `paged_attention` in the order of the pages, normalised."""
     for r in range(o.shape[0]):
         count = positions[r] // length + 1
         for h in range(o.shape[1]):

@@ -1,8 +1,6 @@
 """Compiled loops without exponentials: normalisations, sums, optimizer, tables, conversions, dropout; fp32 (see `compiled`).
 
-fp64 stays with NumPy: it is the type of tests.
-
-Letters: R rows, N columns, V rows of a table, H heads, D columns of a head.
+fp64, the type of tests, is left to NumPy.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _LOW_MASK: Final = np.uint64(0xFFFFFFFF)
 
 @inlined(REASSOCIATE)
 def _sum(x: Array) -> Any:
-    """Sum of a row."""
+    """Return the sum of a row."""
     total = ZERO
     for j in range(x.size):
         total += x[j]
@@ -28,7 +26,7 @@ def _sum(x: Array) -> Any:
 
 @inlined(REASSOCIATE)
 def _deviation(x: Array, mean: Any, eps: Any) -> Any:
-    """1 / sqrt(variance + eps) of a row."""
+    """Return 1 / sqrt(variance + eps) of a row."""
     squares = ZERO
     for j in range(x.size):
         away = x[j] - mean
@@ -38,7 +36,7 @@ def _deviation(x: Array, mean: Any, eps: Any) -> Any:
 
 @inlined(REASSOCIATE)
 def _normalise_and_sum(x: Array, mean: Any, rstd: Any, gamma: Array, beta: Array, y: Array, following: Array) -> Any:
-    """Write one row and sum the following one, so that memory is read while it is written."""
+    """Normalise one row and return the sum of the following one, so that memory is read while it is written."""
     total = ZERO
     for j in range(x.size):
         y[j] = (x[j] - mean) * rstd * gamma[j] + beta[j]
@@ -60,7 +58,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, y: Array, mean: Array, rstd:
 
 @inlined(REASSOCIATE)
 def _add_and_sum(x: Array, r: Array, s: Array) -> Any:
-    """s = x + r of a row; its sum."""
+    """s = x + r for a row; return its sum."""
     total = ZERO
     for j in range(x.size):
         both = x[j] + r[j]
@@ -138,7 +136,7 @@ def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, extra: Arr
 
 @compiled(EXACT)
 def rotary(x: Array, cos: Array, sin: Array, y: Array, sign: Any) -> None:
-    """Turn pairs (i, i + R/2) of each head's first R by the angles of its position  # x, y (B, T, H, D); cos, sin (B or 1, T, R/2)."""
+    """Rotate pairs (i, i + R/2) of each head's first R features by the angles of its position  # x, y (B, T, H, D); cos, sin (B or 1, T, R/2)."""
     half = cos.shape[2]
     for b in range(x.shape[0]):
         own = b if cos.shape[0] > 1 else 0
@@ -152,7 +150,7 @@ def rotary(x: Array, cos: Array, sin: Array, y: Array, sign: Any) -> None:
 
 @compiled(REASSOCIATE)
 def sum_squares(x: Array) -> Any:
-    """Sum of squares, in fp64 over pieces of 16384 numbers  # (N,)."""
+    """Return the sum of squares, in fp64 over pieces of 16384 numbers  # (N,)."""
     total = 0.0
     for start in range(0, x.size, 16384):
         piece, subtotal = x[start : start + 16384], ZERO
@@ -164,7 +162,7 @@ def sum_squares(x: Array) -> Any:
 
 @inlined(REASSOCIATE)
 def _add_four(a: Array, b: Array, c: Array, d: Array, total: Array) -> None:
-    """total += a + b + c + d of four rows  # (N,)."""
+    """total += a + b + c + d for four rows  # (N,)."""
     for j in range(total.size):
         total[j] += (a[j] + b[j]) + (c[j] + d[j])
 
@@ -230,14 +228,14 @@ def adam(
 
 @compiled(EXACT)
 def widen(x: Array, y: Array) -> None:
-    """bf16 to fp32, both as their bits  # (N,) uint16 -> (N,) uint32."""
+    """Convert bf16 to fp32, both as their bits  # (N,) uint16 -> (N,) uint32."""
     for i in range(x.size):
         y[i] = np.uint32(x[i]) << np.uint32(16)
 
 
 @compiled(EXACT)
 def narrow(x: Array, y: Array) -> None:
-    """fp32 to bf16, both as their bits: to the nearest, ties to even; NaN to a quiet NaN of its sign  # (N,) uint32 -> (N,) uint16."""
+    """Convert fp32 to bf16, both as their bits: to nearest, ties to even; NaN to a quiet NaN of its sign  # (N,) uint32 -> (N,) uint16."""
     for i in range(x.size):
         bits = x[i]
         rounded = np.uint32(bits + np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
@@ -258,7 +256,7 @@ def normalise_heads(o: Array, total: Array, size: int) -> None:
 
 @compiled(REASSOCIATE)
 def take_rows(table: Array, ids: Array, start: int, out: Array, accumulate: bool) -> None:
-    """out = table[ids - start] where the table has the row; elsewhere 0, or with `accumulate` what was there  # (V, N), (R,) -> (R, N)."""
+    """out = table[ids - start] for ids in the table; other rows become 0, or stay with `accumulate`  # (V, N), (R,) -> (R, N)."""
     for i in range(ids.size):
         at, target = ids[i] - start, out[i]
         if 0 <= at < table.shape[0]:
@@ -272,7 +270,7 @@ def take_rows(table: Array, ids: Array, start: int, out: Array, accumulate: bool
 
 @compiled(REASSOCIATE)
 def add_rows_at(rows: Array, ids: Array, start: int, table: Array) -> None:
-    """table[ids - start] += rows, in the order of rows, where the table has the row  # (R, N), (R,) -> (V, N)."""
+    """table[ids - start] += rows for ids in the table, in the order of rows  # (R, N), (R,) -> (V, N)."""
     for i in range(ids.size):
         at = ids[i] - start
         if 0 <= at < table.shape[0]:
@@ -283,7 +281,7 @@ def add_rows_at(rows: Array, ids: Array, start: int, table: Array) -> None:
 
 @inlined(EXACT)
 def _mixed(x: Any, key0: Any, key1: Any) -> Any:
-    """The hash of the reference (`reference.random`), 32 bits."""
+    """Return the hash of the reference (`reference.random`), 32 bits."""
     x = np.uint32(x ^ key0)
     for salt in (key1, np.uint32(0)):
         x = np.uint32(x ^ (x >> np.uint32(16)))
@@ -297,7 +295,7 @@ def _mixed(x: Any, key0: Any, key1: Any) -> Any:
 
 @inlined(EXACT)
 def _thin_piece(x: Array, low: Any, high: Any, key0: Any, key1: Any, least: Any, factor: Any) -> None:
-    """`thin` for consecutive elements, the first with index low + 2^32 high, whose lower halves do not wrap round."""
+    """Apply `thin` to consecutive elements, the first with index low + 2^32 high, whose lower halves do not wrap around."""
     key = np.uint32(key0 ^ np.uint32(high * _HIGH_FACTOR))
     for j in range(x.size):
         x[j] = x[j] * factor if _mixed(np.uint32(low + j), key, key1) >= least else ZERO
@@ -305,7 +303,7 @@ def _thin_piece(x: Array, low: Any, high: Any, key0: Any, key1: Any, least: Any,
 
 @compiled(EXACT)
 def thin(x: Array, bases: Array, key0: Any, key1: Any, least: Any, factor: Any) -> None:
-    """x = factor x where the hash of the element's index is at least `least`, else 0  # (R, N); bases (R,), uint64: index of each row's first."""
+    """x = factor x if the hash of the element's index is at least `least`, else 0  # (R, N); bases (R,), uint64: each row's first index."""
     for i in range(x.shape[0]):
         low, high = np.int64(bases[i] & _LOW_MASK), np.uint32(bases[i] >> np.uint64(32))
         edge = min(x.shape[1], 4294967296 - low)

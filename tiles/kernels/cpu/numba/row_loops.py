@@ -1,12 +1,12 @@
 """Compiled products of fp32 rows with fp32 weights, where each row has the bits that it would have alone.
 
-A BLAS chooses its loops by the number of rows, so the bits of a row depend on how many others there are. Here every sum of a row and a column has one
-order, which follows from the number of features alone; how many rows and columns are taken side by side changes nothing. That makes the scores of a
-text the same whatever runs beside it (`matmul.are_tokens`). The body is written in LLVM's vector types, as in `block_loops`.
+A BLAS chooses its loops by the number of rows, so the bits of a row depend on the number of other rows. Here every sum of a row and a column has one
+order, which follows from the number of features alone, not from the numbers of rows and columns that are computed together. So the scores of a text
+do not depend on the other texts of a batch (`matmul.are_tokens`). The body is written in LLVM's vector types, as in `block_loops`.
 
 Ladder, R x 576 @ (1536, 576)^T from memory, one core with AVX-512, for R = 1, 4, 16, 64: BLAS 0.87 / 0.92 / 1.08 / 1.53 ms, here 0.28 / 0.40 / 0.71 /
 1.28 ms; with weights (576, 1536) BLAS 0.28 / 0.67 / 0.81 / 1.29 ms, here 0.26 / 0.47 / 0.76 / 1.3 ms. Weights (1024, 4096) without pieces of 64
-features, R = 16: 5.6 ms, as each row of them is a page of memory of its own.
+features, R = 16: 5.6 ms, as each of their rows lies on another page of memory.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .vectors import F32, FLOATS, IS_WIDE, LANES, add_product, addresses, group_
 _NUMBER: Final = 4
 _VECTOR: Final = LANES * _NUMBER
 _ROWS: Final = (4, 2, 1) if IS_WIDE else (2, 1)
-"""Rows that are taken together."""
+"""Numbers of rows that are computed together, largest first."""
 _COLUMNS: Final = (4, 1) if IS_WIDE else (2, 1)
-"""Columns of weights (N, K) that are taken together: their sums and those of `_ROWS` fit the registers."""
+"""Numbers of columns of weights (N, K) that are computed together: their sums and those of `_ROWS` fit the registers."""
 _WIDTHS: Final = (4 * LANES, LANES, 1) if IS_WIDE else (2 * LANES, LANES, 1)
-"""The same of weights (K, N)."""
+"""Numbers of columns of weights (K, N) that are computed together."""
 _PIECE: Final = 64
-"""Features of weights (K, N) that are taken at a time: each may lie on a page of memory of its own."""
+"""Number of features of weights (K, N) that are computed at a time, since each may lie on another page of memory."""
 
 
 def _dots(builder: Any, ws: list[Any], xs: list[Any], features: Any) -> list[list[Any]]:
-    """Dot products of each row of floats that begins at `xs` with each at `ws`: sums of every 16th feature, of these, and of what is left."""
+    """Return the dot products of rows of floats at `xs` and at `ws`: sums of every 16th feature, their total, then the remaining features."""
     totals = zeros(builder, FLOATS, len(xs), len(ws))
     whole = builder.udiv(features, int64(LANES))
     with cgutils.for_range(builder, whole) as loop:
@@ -44,20 +44,23 @@ def _dots(builder: Any, ws: list[Any], xs: list[Any], features: Any) -> list[lis
             for weight, slot in zip(weights, slots, strict=True):
                 add_product(builder, numbers, weight, slot)
     sums = zeros(builder, F32, len(xs), len(ws))
-    for slots, found in zip(totals, sums, strict=True):
-        for slot, each in zip(slots, found, strict=True):
-            builder.store(total(builder, builder.load(slot)), each)
+    for slots, row_sums in zip(totals, sums, strict=True):
+        for slot, row_sum in zip(slots, row_sums, strict=True):
+            builder.store(total(builder, builder.load(slot)), row_sum)
     begin = builder.mul(whole, int64(LANES))
     with cgutils.for_range(builder, builder.sub(features, begin)) as loop:
         offset = builder.mul(builder.add(begin, loop.index), int64(_NUMBER))
-        for x, found in zip(xs, sums, strict=True):
-            for w, each in zip(ws, found, strict=True):
-                add_product(builder, load(builder, builder.add(x, offset), 0, F32), load(builder, builder.add(w, offset), 0, F32), each)
-    return [[builder.load(each) for each in found] for found in sums]
+        for x, row_sums in zip(xs, sums, strict=True):
+            for w, row_sum in zip(ws, row_sums, strict=True):
+                add_product(builder, load(builder, builder.add(x, offset), 0, F32), load(builder, builder.add(w, offset), 0, F32), row_sum)
+    return [[builder.load(row_sum) for row_sum in row_sums] for row_sums in sums]
 
 
 def _by_dots(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: Any, rows: Any, y: Any, accumulate: Any) -> Any:
-    """(address of weights (N, K), bytes from row to row, N, K, address of x (R, K), R, address of y (R, N), whether to add to it)."""
+    """Generate the product with weights (N, K).
+
+    Arguments: address of the weights, bytes from row to row, N, K, address of x (R, K), R, address of y (R, N), whether to add to y.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         w, w_step, columns, features, x, rows, y, accumulate = arguments
@@ -79,7 +82,7 @@ def _by_dots(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: 
 
 
 def _add_piece(builder: Any, width: int, w: Any, w_step: Any, xs: list[Any], outs: list[Any], count: Any, adds: Any) -> None:
-    """Sums over `count` features for `width` columns that begin at w and at `outs`; where it `adds`, they go on from what is there."""
+    """Compute sums over `count` features for the `width` columns at `w`, and write them to `outs`; if `adds`, the sums continue those in `outs`."""
     kind, each = (FLOATS, LANES) if width >= LANES else (F32, 1)
     offsets = [n * each * _NUMBER for n in range(width // each)]
     totals = zeros(builder, kind, len(xs), len(offsets))
@@ -100,7 +103,7 @@ def _add_piece(builder: Any, width: int, w: Any, w_step: Any, xs: list[Any], out
 
 
 def _by_sums(context: Any, w: Any, w_step: Any, columns: Any, features: Any, x: Any, rows: Any, y: Any, accumulate: Any) -> Any:
-    """The same with weights (K, N)."""
+    """Generate the product with weights (K, N); the arguments are those of `_by_dots`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         w, w_step, columns, features, x, rows, y, accumulate = arguments
@@ -130,11 +133,11 @@ _products_turned, _products = cast(Any, intrinsic(_by_dots)), cast(Any, intrinsi
 
 @compiled(EXACT)
 def multiply_turned(x: Array, w: Array, y: Array, accumulate: bool) -> None:
-    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); x and y with rows that lie one behind the other, w with contiguous ones."""
+    """y (+)= x @ w^T  # (R, K) @ (N, K)^T -> (R, N); x and y are C-contiguous, w has contiguous rows."""
     _products_turned(w.ctypes.data, w.strides[0], w.shape[0], w.shape[1], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)
 
 
 @compiled(EXACT)
 def multiply(x: Array, w: Array, y: Array, accumulate: bool) -> None:
-    """y (+)= x @ w  # (R, K) @ (K, N) -> (R, N); likewise."""
+    """y (+)= x @ w  # (R, K) @ (K, N) -> (R, N); x and y are C-contiguous, w has contiguous rows."""
     _products(w.ctypes.data, w.strides[0], w.shape[1], w.shape[0], x.ctypes.data, x.shape[0], y.ctypes.data, accumulate)

@@ -1,6 +1,6 @@
 """Compiled loops over a block of scores of attention: biases by distance, windows and documents; fp32 (see `compiled`).
 
-Letters: R rows, N columns. A bias has a number for each of the R + N - 1 diagonals, first that of the last row and the first column.
+Letters: R rows, N columns. A bias has a number for each of the R + N - 1 diagonals, beginning with that of the last row and the first column.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_diagonals(s: Array, bias: Array) -> None:
 
 @compiled(EXACT)
 def sum_diagonals(s: Array, sums: Array) -> None:
-    """sums += the elements of each diagonal, from the first row on  # (R, N), (R + N - 1,)."""
+    """sums += the elements of each diagonal, in the order of rows  # (R, N), (R + N - 1,)."""
     for i in range(s.shape[0]):
         row, own = s[i], sums[s.shape[0] - 1 - i :]
         for j in range(row.size):
@@ -30,7 +30,7 @@ def sum_diagonals(s: Array, sums: Array) -> None:
 
 @compiled(EXACT)
 def mask_beginnings(s: Array, start: int) -> None:
-    """-inf in front of column `start + i` of row i  # (R, N)."""
+    """Set the elements before column `start + i` of row i to -inf  # (R, N)."""
     for i in range(s.shape[0]):
         row = s[i]
         for j in range(max(0, min(row.size, start + i))):
@@ -39,7 +39,7 @@ def mask_beginnings(s: Array, start: int) -> None:
 
 @compiled(EXACT)
 def mask_unequal(s: Array, of_rows: Array, of_columns: Array) -> None:
-    """-inf where the number of the row is not that of the column  # (R, N), (R,), (N,)."""
+    """Set elements to -inf if the numbers of row and column differ  # (R, N), (R,), (N,)."""
     for i in range(s.shape[0]):
         row, own = s[i], of_rows[i]
         for j in range(row.size):

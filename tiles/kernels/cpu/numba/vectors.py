@@ -1,4 +1,4 @@
-"""Vectors of 16 numbers in LLVM's words, for loops that are written in them."""
+"""Vectors of 16 numbers in LLVM's intermediate representation, for loops that are written in it."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ _ASKED: Final = cast(Any, config).CPU_FEATURES
 FEATURES: Final[str] = cast(Any, llvmlite.binding.get_host_cpu_features()).flatten() if _ASKED is None else _ASKED
 """Features of the processor that Numba compiles for, such as "+avx2,+f16c"."""
 IS_WIDE: Final = "+avx512f" in FEATURES
-"""Whether the processor has 32 registers of 16 floats; else it is taken to have 16 of 8."""
+"""Whether the processor has 32 registers of 16 floats; otherwise loops assume 16 registers of 8."""
 _HAS_FUSED: Final = "+fma" in FEATURES or "+neon" in FEATURES
 
 
 def constant(kind: Any, value: Any) -> Any:
-    """A number, in all lanes of a vector; or a number for each lane."""
+    """Return a constant: a number in all lanes of a vector, or a number for each lane."""
     if isinstance(kind, ir.VectorType) and not isinstance(value, tuple | list):
         value = [value] * kind.count
     return ir.Constant(kind, value)
 
 
 def int64(value: int) -> Any:
-    """A number of addresses and counts."""
+    """Return a constant of the type of addresses and counts."""
     return ir.Constant(I64, value)
 
 
 def load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
-    """The value `offset` bytes behind an address, at any alignment."""
-    found = builder.load(builder.inttoptr(builder.add(address, constant(I64, offset)), kind.as_pointer()))
-    found.align = 1
-    return found
+    """Load the value at `address` + `offset` bytes, at any alignment."""
+    value = builder.load(builder.inttoptr(builder.add(address, constant(I64, offset)), kind.as_pointer()))
+    value.align = 1
+    return value
 
 
 def store(builder: Any, value: Any, address: Any, offset: int) -> None:
-    """Write a value `offset` bytes behind an address, at any alignment."""
+    """Write a value to `address` + `offset` bytes, at any alignment."""
     builder.store(value, builder.inttoptr(builder.add(address, constant(I64, offset)), value.type.as_pointer()), align=1)
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """A number in all lanes."""
+    """Return a vector with a number in all lanes."""
     nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     return builder.shuffle_vector(builder.insert_element(nothing, value, constant(I32, 0)), nothing, constant(INTS, 0))
 
 
 def total(builder: Any, vector: Any) -> Any:
-    """The sum of the lanes, in halves."""
+    """Return the sum of the lanes, by adding halves."""
     count = LANES
     while count > 1:
         count //= 2
@@ -64,15 +64,15 @@ def total(builder: Any, vector: Any) -> Any:
 
 
 def addresses(builder: Any, first: Any, step: Any, count: int) -> list[Any]:
-    """`count` addresses, `step` bytes from one to the next."""
-    found = [first]
+    """Return `count` addresses, `step` bytes from one to the next."""
+    result = [first]
     for _ in range(1, count):
-        found.append(builder.add(found[-1], step))
-    return found
+        result.append(builder.add(result[-1], step))
+    return result
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once where the processor can: said in so many words, since LLVM chooses anew in each loop what to fuse."""
+    """Return a * b + c, rounded once if the processor can: explicitly, because LLVM decides for each loop anew which operations to fuse."""
     if not _HAS_FUSED:
         return builder.fadd(builder.fmul(a, b), c)
     name = "llvm.fma.f32" if a.type == F32 else f"llvm.fma.v{LANES}f32"
@@ -86,22 +86,22 @@ def add_product(builder: Any, x: Any, w: Any, slot: Any) -> None:
 
 
 def zeros(builder: Any, kind: Any, rows: int, columns: int) -> list[list[Any]]:
-    """Stack slots of zeros, which become registers."""
+    """Return stack slots of zeros, which become registers."""
     return [[cgutils.alloca_once_value(builder, constant(kind, 0.0)) for _ in range(columns)] for _ in range(rows)]  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def in_groups(builder: Any, end: Any, count: int, begin: Any) -> Iterator[Any]:
-    """A loop over the first numbers of groups of `count` between `begin` and `end`, as long as they are whole."""
+    """Loop over the first numbers of all whole groups of `count` between `begin` and `end`."""
     number = builder.udiv(builder.sub(end, begin), constant(I64, count))
     with cgutils.for_range(builder, number) as loop:
         yield builder.add(begin, builder.mul(loop.index, constant(I64, count)))
 
 
 def group_begins(builder: Any, end: Any, counts: Sequence[int]) -> list[tuple[int, Any]]:
-    """Each of the descending `counts` with the number at which its groups begin, where those of a larger count come first."""
-    begin, found = constant(I64, 0), []
+    """Return each of the descending `counts` with the number at which its groups begin; groups of larger counts come first."""
+    begin, groups = constant(I64, 0), []
     for count in counts:
-        found.append((count, begin))
+        groups.append((count, begin))
         begin = builder.sub(end, builder.urem(builder.sub(end, begin), constant(I64, count)))
-    return found
+    return groups

@@ -1,1 +1,1 @@
-"""Products and attention of bf16 tiles by oneDNN, where the library and the processor can multiply bf16."""
+"""Products and attention of bf16 tiles by oneDNN, if the library and the processor can multiply bf16."""

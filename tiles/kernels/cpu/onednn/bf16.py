@@ -1,12 +1,12 @@
-"""Kernels that take bf16 tiles as they are: products by oneDNN with sums in fp32, each output rounded once.
+"""Kernels that take bf16 tiles without fp32 copies: products by oneDNN with sums in fp32, each output rounded once.
 
 Weight gradients are fp32 and receive their products directly; a gradient that several products of one task add to is summed in fp32 scratch.
-Statistics stay fp32. What has no kernel here runs on fp32 copies (`registry`).
+Statistics stay fp32. Operations without a kernel here run on fp32 copies (`registry`).
 
 Ladder, the same task on fp32 copies / here (1024 rows of GPT-2 small, one core, OPENBLAS_CORETYPE=Haswell): product with (768, 3072) 39 / 9.8 ms,
 with bias and gelu_new 45 / 11.5 ms; gradient of gelu_new 6.9 / 1.3 ms; layer norm 0.77 / 0.13 ms, after an addition 1.2 / 0.18 ms, backward
-1.9 / 0.85 ms; column sums of 3072 0.93 / 0.31 ms; head over 6,283 words forward 85 / 22 ms, backward 250 / 71 ms; lookup in as many 0.83 / 0.30 ms;
-AdamW over 768 x 3072 5.0 / 4.4 ms.
+1.9 / 0.85 ms; column sums of 3072 0.93 / 0.31 ms; head over 6,283 words forward 85 / 22 ms, backward 250 / 71 ms; lookup in 6,283 words
+0.83 / 0.30 ms; AdamW over 768 x 3072 5.0 / 4.4 ms.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Constants = Mapping[str, Any]
 _FP32: Final = np.dtype(np.float32)
 
 _WIDEST: Final = 4096
-"""Features of a row whose gain and the sums beside it are kept on the side: 48 KiB."""
+"""Largest number of features in a row for which fp32 copies of gain and shift, or gain and sums, are allocated: 48 KiB."""
 
 _NORM_ROWS: Final = 64
-"""Rows that go through a layer norm's backward pass together: 192 KiB of fp32 for 768 features."""
+"""Number of rows that go through a layer norm's backward pass together: 192 KiB of fp32 for 768 features."""
 
 
 def are_bf16(*positions: int) -> Callable[[Views, Constants], bool]:
-    """Whether the tiles at `positions` are bf16."""
+    """Return a function that returns whether the tiles at `positions` are bf16."""
     return lambda views, constants: all(views[position].dtype == BF16 for position in positions)
 
 
@@ -58,7 +58,7 @@ def matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alph
 
 @register_bf16("batched_matmul", takes=_takes_product)
 def batched_matmul(a: Array, b: Array, out: Array, *, trans_a: bool, trans_b: bool, alpha: float, accumulate: bool) -> None:
-    """The same for each index of the leading axes, which all three share."""
+    """out (+)= op(a) @ op(b) for each index of the leading axes, which all three share."""
     for index in grid(*map(range, out.shape[:-2])):
         onednn.gemm(a[index], b[index], out[index], trans_a=trans_a, trans_b=trans_b, accumulate=accumulate)
 
@@ -71,7 +71,7 @@ def linear_bias(x: Array, w: Array, bias: Array, y: Array, *, trans_b: bool) -> 
 
 @register_bf16("linear_activation", takes=are_bf16(0, 1, -2, -1))
 def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool, accumulate: bool) -> None:
-    """pre (+)= x @ op(w) [+ bias]; y = activation(pre as rounded); rest is [bias,] pre, y."""
+    """pre (+)= x @ op(w) [+ bias]; y = activation(rounded pre); rest is [bias,] pre, y."""
     *bias, pre, y = rest
     onednn.gemm(rows(x), w, rows(pre), trans_b=trans_b, accumulate=accumulate, bias=bias[0] if bias else None)
     onednn.activation(pre, y, kind)
@@ -79,7 +79,7 @@ def linear_activation(x: Array, w: Array, *rest: Array, kind: str, trans_b: bool
 
 @register_bf16("column_sums", takes=lambda views, constants: views[0].dtype == BF16 and views[1].dtype == np.float32)
 def column_sums(dy: Array, db: Array, *, accumulate: bool) -> None:
-    """db (+)= sum of dy over rows: ones times dy  # (R, N) -> (N,)."""
+    """db (+)= sum of dy over rows, computed as ones times dy  # (R, N) -> (N,)."""
     matrix = rows(dy)
     for piece in cut(matrix.shape[0], 4 * MOST_ROWS):
         ones = np.ones((1, piece.stop - piece.start), BF16)
@@ -113,7 +113,7 @@ def copy(x: Array, out: Array) -> None:
         onednn.convert(x, out)
 
 
-register_bf16("embedding", takes=are_bf16(1, 2))(lookup)  # copies rows and computes nothing
+register_bf16("embedding", takes=are_bf16(1, 2))(lookup)  # copies rows, without arithmetic
 
 
 def _takes_norm(views: Views, constants: Constants) -> bool:
@@ -134,7 +134,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, y: Array, mean: Array, rstd:
 
 @register_bf16("residual_layer_norm", takes=lambda views, constants: are_bf16(1, 4)(views, constants) and _takes_norm(views, constants))
 def residual_layer_norm(x: Array, r: Array, gamma: Array, beta: Array, s: Array, y: Array, mean: Array, rstd: Array, *, eps: float) -> None:
-    """s = x + r; y = layer_norm(s as rounded), so that the backward pass finds the same numbers in s."""
+    """s = x + r; y = layer_norm(rounded s), so that the backward pass gets the same numbers in s."""
     onednn.add(x, r, s)
     layer_norm(s, gamma, beta, y, mean, rstd, eps=eps)
 
@@ -147,14 +147,14 @@ def _takes_norm_backward(views: Views, constants: Constants) -> bool:
 
 
 def _norm_backward_scratch(views: Views, constants: Constants) -> int:
-    """A block of dx and one of the gradient added to it, in fp32."""
+    """Return the bytes of a block of dx and of a block of the gradient added to it, in fp32."""
     shape = views[0].shape
     return int(8 * min(_NORM_ROWS, prod(shape[:-1])) * shape[-1])
 
 
 @register_bf16("layer_norm_backward", takes=_takes_norm_backward, scratch_nbytes=_norm_backward_scratch)
 def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; see the reference."""
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; g as in the reference."""
     *extra, dx, dgamma, dbeta, scratch = rest
     x, dy, dx, mean, rstd = rows(x), rows(dy), rows(dx), mean.reshape(-1), rstd.reshape(-1)
     wide, partials = gamma.astype(np.float32), np.empty((2, gamma.size), np.float32)
@@ -178,7 +178,7 @@ def _takes_master(views: Views, constants: Constants) -> bool:
 
 
 def _update(op: str, param: Array, state: Sequence[Array], rest: Sequence[Array], at: int, constants: Constants) -> None:
-    """Update the fp32 master, `rest[at]`, as if it were the parameter; the parameter is its rounding."""
+    """Update the fp32 master, `rest[at]`, as if it were the parameter; then write it, rounded, to the parameter."""
     master = rest[at]
     others = (array for number, array in enumerate(rest) if number != at)
     plain = registered(op, "cpu")
@@ -210,14 +210,14 @@ def _product(x: Array, w: Array, s: Array, accumulate: bool) -> None:
 
 @register_bf16("head_forward", takes=_takes_head)
 def head_forward(*tiles: Array, num_c: int, v_start: int, vocab: int, first: bool, how: Head = PLAIN) -> None:
-    """Add one vocabulary tile to the running statistics; tiles as of `forward_tiles`."""
+    """Add one vocabulary tile to the running statistics; `tiles` are those of `forward_tiles`."""
     given = forward_tiles(tiles, num_c, how)
-    found = shaped(blocks([rows(x) for x in given.xs], given.ws, _FP32, given.scratch, _product), given.bias, how.cap)
-    add_blocks(found, *given.statistics, v_start=v_start, vocab=vocab, first=first)
+    logit_blocks = shaped(blocks([rows(x) for x in given.xs], given.ws, _FP32, given.scratch, _product), given.bias, how.cap)
+    add_blocks(logit_blocks, *given.statistics, v_start=v_start, vocab=vocab, first=first)
 
 
 def _head_backward_scratch(views: Views, constants: Constants) -> int:
-    """Gradients of x in fp32, and one block of logits' gradients in bf16."""
+    """Return the bytes of the gradients of x in fp32, and of one block of logits' gradients in bf16."""
     num_c = constants["num_c"]
     num_rows = prod(views[0].shape[:-1])
     return int(num_rows * (4 * sum(view.shape[-1] for view in views[:num_c]) + 2 * min(COLUMNS, views[num_c].shape[0])))
@@ -230,7 +230,7 @@ def _takes_head_backward(views: Views, constants: Constants) -> bool:
 
 @register_bf16("head_backward", takes=_takes_head_backward, scratch_nbytes=_head_backward_scratch)
 def head_backward(*tiles: Array, num_c: int, v_start: int, scale: float, first: bool, accumulate: bool, how: Head = PLAIN) -> None:
-    """One vocabulary tile's share of dx, dw and dbias, of which the last is overwritten; tiles as of `backward_tiles`, and scratch."""
+    """Compute the contribution of one vocabulary tile to dx and dw, and overwrite dbias; `tiles` are those of `backward_tiles`, then scratch."""
     *others, own = tiles
     given = backward_tiles(others, num_c, how)
     xs, ids, lse, scale = [rows(x) for x in given.xs], given.targets.reshape(-1), given.lse.reshape(-1), scaled(scale, given.factor)

@@ -1,15 +1,13 @@
-"""Attention over bf16 tiles: products by oneDNN, scores and sums in fp32, weights rounded to bf16 before they meet the values.
+"""Attention over bf16 tiles: products by oneDNN, scores and sums in fp32, weights rounded to bf16 before their product with the values.
 
-Blocks of `QUERIES` queries of a group of heads. The output of a block is summed in fp32 and rounded once; so are a task's gradients of keys and
-values, over all its blocks.
-
-Ladder (1024 positions, 12 heads of 64, causal, one core, forward / backward): on fp32 copies 26 / 54 ms; here head by head, read in place, in
-blocks of 64 queries 20 / 42 ms, of 128 16 / 27 ms, of 256 17 / 28 ms; heads packed, in groups of 1 MiB of scores 14 / 25 ms, of 3 MiB 12 / 21 ms.
-On a later day 13.6 / 23 ms; weights in the compiled passes that fp32 tiles go through, head by head, 9.2 / 21 ms.
-For 512 queries and the 512 keys before them, alone / beside a second worker, backward: head by head 13.6 / 20 ms, in groups of 1 MiB 11.7 / 14 ms,
-of 6 MiB 10.8 / 13 ms, for a tile on the diagonal 11.5 / 31, 8.0 / 12 and 7.2 / 9.5 ms: every call is a turn at the interpreter, which two workers
-share. The scale as a factor of the product costs more than a pass over scores, and together with accumulation 7 s: oneDNN has only reference loops
-for that.
+Blocks hold `QUERIES` queries of a group of heads. The output of a block is summed in fp32 and rounded once; so are a task's gradients of keys and
+values, over all its blocks. Ladder (1024 positions, 12 heads of 64, causal, one core, forward / backward): on fp32 copies 26 / 54 ms; here one head
+at a time, read in place, in blocks of 64 queries 20 / 42 ms, of 128 16 / 27 ms, of 256 17 / 28 ms; heads packed, in groups of 1 MiB of scores
+14 / 25 ms, of 3 MiB 12 / 21 ms. On a later day 13.6 / 23 ms; weights in the compiled passes of fp32 tiles, one head at a time, 9.2 / 21 ms.
+For 512 queries and the 512 keys before them, backward, alone / with a second worker: one head at a time 13.6 / 20 ms, in groups of 1 MiB
+11.7 / 14 ms, of 6 MiB 10.8 / 13 ms; for a tile on the diagonal 11.5 / 31, 8.0 / 12 and 7.2 / 9.5 ms, since every call takes the interpreter lock,
+which two workers share. The scale as a factor of the product costs more than a pass over scores; with accumulation it takes 7 s, since oneDNN has
+only reference loops for that combination.
 """
 
 from __future__ import annotations
@@ -34,11 +32,14 @@ Views = Sequence[Any]
 Constants = Mapping[str, Any]
 
 GROUP_BYTES: Final = 3 << 20
-"""Scores of a group of heads that go through every pass together, and save calls."""
+"""Bytes of scores in a group of heads that go through every pass together, which saves calls."""
 
 
 class _Block(NamedTuple):
-    """Queries [first, last) of heads [h, g) of sequence `b`, the keys [low, high) that any of them sees, and heads of queries in the tile."""
+    """Queries [first, last) of heads [h, g) of sequence `b`, with the keys [low, high) that some of them see.
+
+    `num_heads` counts the heads of queries in the tile.
+    """
 
     b: int
     h: int
@@ -50,28 +51,28 @@ class _Block(NamedTuple):
     num_heads: int
 
     def by_head(self) -> Iterator[tuple[int, Block]]:
-        """(place in the group, the same queries of one head)."""
+        """Yield (position in the group, the same queries of one head)."""
         for h in range(self.h, self.g):
             yield h - self.h, Block(self.b, h, self.first, self.last, self.low, self.high, self.num_heads)
 
     @property
     def heads(self) -> slice:
-        """Their places among the heads."""
+        """Heads of the block."""
         return slice(self.h, self.g)
 
     @property
     def queries(self) -> slice:
-        """Their rows in a tile."""
+        """Rows of the block in a tile of queries."""
         return slice(self.first, self.last)
 
     @property
     def keys(self) -> slice:
-        """The rows of the keys in theirs."""
+        """Rows of the seen keys in a tile of keys."""
         return slice(self.low, self.high)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the scores."""
+        """Shape of the scores: heads, queries, keys."""
         return self.g - self.h, self.last - self.first, self.high - self.low
 
 
@@ -89,7 +90,7 @@ def _blocks(b: int, num_heads: int, tq: int, tk: int, at: Pair) -> Iterator[_Blo
 
 
 class _WorkArrays:
-    """Arrays of garbage, cut from one task's scratch memory in order."""
+    """Uninitialised arrays, cut from one task's scratch memory in order."""
 
     def __init__(self, scratch: Array) -> None:
         self._scratch, self._used = scratch, 0
@@ -101,14 +102,14 @@ class _WorkArrays:
 
 
 def _heads(x: Array, size: int) -> Array:
-    """A (t, H * D) matrix as heads  # (H, t, D), a view."""
+    """Return a (t, H * D) matrix as heads  # (H, t, D), a view."""
     return x.reshape(x.shape[0], -1, size).transpose(1, 0, 2)
 
 
 def _packed(x: Array, size: int, buffer: Array) -> Array:
-    """A copy of a (t, G * D) matrix with each head's rows side by side, as often as heads of queries share it  # (H, t, D).
+    """Copy a (t, G * D) matrix into `buffer` (H, t, D), with the rows of each head together and repeated for each head of queries that shares it.
 
-    Products read it faster, and those of all heads are one call.
+    Products read the copy faster, and one call computes those of all heads.
     """
     heads = _heads(x.view(np.uint16), size)
     _groups(buffer.view(np.uint16), len(heads))[...] = heads[:, None]
@@ -116,18 +117,18 @@ def _packed(x: Array, size: int, buffer: Array) -> Array:
 
 
 def _groups(x: Array, num_heads: int) -> Array:
-    """(H, t, D) as groups of heads that share one of G  # (G, H / G, t, D), a view."""
+    """Return (H, t, D) as groups of heads that share one of G  # (G, H / G, t, D), a view."""
     return x.reshape(num_heads, -1, *x.shape[1:])
 
 
 def _scores(q: Array, k: Array, s: Array, block: _Block, at: Pair) -> None:
-    """s = scores of packed heads, those of later keys too."""
+    """s = scores of packed heads, including those of later keys."""
     gemm(q[block.heads, block.queries], k[block.heads, block.keys], s, trans_b=True)
     s *= np.float32(at.scale)
 
 
 def _sizes(views: Views, at: Pair) -> tuple[int, int, int, int]:
-    """(query rows, key rows, elements of a row, most scores in a block)."""
+    """Return (query rows, key rows, elements of a row, largest number of scores in a block)."""
     (_, tq, width), (_, tk, _) = views[0].shape, views[1].shape
     most = min(QUERIES, tq)
     return tq, tk, width, max(most * tk, min(GROUP_BYTES // 4, most * tk * (width // at.head_size)))
@@ -138,14 +139,14 @@ def _takes_forward(views: Views, constants: Constants) -> bool:
 
 
 def _forward_scratch(views: Views, constants: Constants) -> int:
-    """q, k and v packed, a block of scores in fp32 and of weights in bf16, and a block of the output in fp32."""
+    """Return the bytes of packed q, k and v, a block of scores in fp32 and of weights in bf16, and a block of the output in fp32."""
     tq, tk, width, scores = _sizes(views, constants["at"])
     return int(2 * width * (tq + 2 * tk) + 6 * scores + 4 * min(QUERIES, tq) * width)
 
 
 @register_bf16("attention", takes=_takes_forward, scratch_nbytes=_forward_scratch)
 def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array, *rest: Array, at: Pair, first: bool, last: bool) -> None:
-    """Add one key tile to the running attention of a query tile, and normalise by the last. `rest`: `OptionalTiles`, scratch, scratch."""
+    """Add one key tile to the running attention of a query tile; the last one normalises. `rest`: `OptionalTiles`, scratch, scratch."""
     *extra, scratch, own = rest
     more = optional_tiles(extra, at, has_lse=last)
     if first and at.pattern.may_blind:
@@ -184,12 +185,12 @@ def attention(q: Array, k: Array, v: Array, o: Array, peak: Array, total: Array,
 
 
 def _divisors(sums: Array, at: Pair) -> Array:
-    """Of the outputs: their sums, and 1 for rows that saw no key."""
+    """Return the divisors of the outputs: the sums of their weights, or 1 for rows that saw no key."""
     return np.where(sums == 0, np.float32(1), sums) if at.pattern.may_blind else sums
 
 
 def _cut(buffer: Array, shape: tuple[int, ...]) -> Array:
-    """The beginning of a flat array in another shape."""
+    """Return the beginning of a flat array in another shape."""
     return buffer[: prod(shape)].reshape(shape)
 
 
@@ -198,13 +199,13 @@ def _takes_backward(views: Views, constants: Constants) -> bool:
 
 
 def _backward_scratch(views: Views, constants: Constants) -> int:
-    """q, k, v and do packed, gradients of keys and values in fp32, and two blocks of scores in fp32 and in bf16."""
+    """Return the bytes of packed q, k, v and do, gradients of keys and values in fp32, and two blocks of scores in fp32 and in bf16."""
     tq, tk, width, scores = _sizes(views, constants["at"])
     return int(4 * width * (tq + tk) + 8 * width * tk + 12 * scores)
 
 
 def _add_groups(total: Array, heads: Array) -> None:
-    """heads (G, tk, D) = the sums of total (H, tk, D) over the heads of queries that share each, in their order."""
+    """heads (G, tk, D) = sums of total (H, tk, D) over the heads of queries that share each of them, in their order."""
     groups = _groups(total, len(heads))
     for member in range(1, groups.shape[1]):
         groups[:, 0] += groups[:, member]
@@ -229,7 +230,7 @@ def attention_backward(
     first_q: bool,
     accumulate: bool | None = None,
 ) -> None:
-    """One pair's share of dq, dk, dv, and of the gradient of a bias. See the reference; `rest` ends with scratch, scratch."""
+    """Compute the contribution of one pair to dq, dk, dv, and to the gradient of a bias, as in the reference; `rest` ends with two scratches."""
     *extra, scratch, own = rest
     more = optional_tiles(extra, at, has_dtable=accumulate is not None)
     if accumulate is False and more.dtable is not None:
@@ -242,7 +243,7 @@ def attention_backward(
     packed = [work.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
     buffers_short = work.take(BF16, 2, most)
     if first_k:
-        dq.view(np.uint16).fill(0)  # queries that see none of these keys
+        dq.view(np.uint16).fill(0)  # for queries that see none of these keys
     for b in range(q.shape[0]):
         hq, hk, hv, hdo = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v, do), packed, strict=True))
         for total, target in zip(sums, (dk, dv), strict=True):

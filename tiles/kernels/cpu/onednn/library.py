@@ -1,23 +1,13 @@
-"""bf16 products, conversions and the passes beside them, and fp32 products, by oneDNN: its documented C interface (version 3) through ctypes.
+"""bf16 products, conversions and elementwise operations, and fp32 products, by oneDNN: its C interface (version 3) through ctypes.
 
-Rules.
-
-- Nothing is loaded before the first question. `available` says no, and `status` why, where the library is not installed, was built for another
-  interface or another thread pool, or the processor has no bf16 instructions (AVX512-BF16 or AMX); kernels then get fp32 copies as without it.
-  `sgemm` asks for AVX-512 only; whether it is used decides `blas`.
-- The library is looked for in this order: the file that NNTASK_ONEDNN names ("off": nowhere), the installed package `onednn-cpu-gomp` (the extra
-  `onednn`), ``libdnnl.so.3`` where the system's loader finds it (conda-forge's onednn-cpu-omp, Debian's libdnnl3).
-- One thread per call: parallelism comes from tasks. The number of threads is set for each calling thread, and before its first primitive, because
-  blocking (and so the order of sums) may depend on it. Same shapes and strides give the same bits on every thread.
+- The library is loaded at first use. `has_bf16_products` is False, and `bf16_products` says why, if it is not installed, was built for another
+  interface or thread pool, or the processor has no bf16 instructions (AVX512-BF16 or AMX); kernels then get fp32 copies. `sgemm` needs AVX-512 only.
+- Each call uses one thread: parallelism comes from tasks. The number of threads is set for each calling thread before its first primitive, because
+  blocking, and so the order of sums, may depend on it. Same shapes and strides give the same bits on every thread.
 - A thread prepares each shape once (0.1 to 0.5 ms) and keeps up to `PREPARED` of them; a call costs 9 us.
 
-Products are summed in fp32; the instructions flush numbers below the normal ones to zero. oneDNN packs operands in buffers of its own, per
-thread, which no budget counts: 1.4 MiB at most for GPT-2's tiles.
-
-Ladder (1024 x 768 x 768, one core with AVX512-BF16): OpenBLAS sgemm 9.6 ms (OPENBLAS_CORETYPE=Haswell) and 4.9 ms (its AVX-512 code), oneDNN's fp32
-matmul 4.9 ms, bf16 2.48 ms into fp32, 2.50 ms rounded to bf16, 2.62 ms added to fp32; with weights reordered to oneDNN's blocks 2.39 ms and 0.03 to
-0.15 ms for reordering, so tiles stay as they are; transposed operands 2.5 to 2.6 ms. Two cores at once reach 916 GF/s in bf16, one
-491; in fp32 427 by AVX-512 code and 222 by AVX2 code, one 238 and 126.
+Products are summed in fp32; the instructions flush denormal numbers to zero. oneDNN packs operands in buffers of its own, per thread, which no budget
+counts: at most 1.4 MiB for GPT-2's tiles.
 """
 
 from __future__ import annotations
@@ -38,7 +28,7 @@ Array = npt.NDArray[Any]
 
 BF16: Final = np.dtype(ml_dtypes.bfloat16)
 PREPARED: Final = 2048
-"""Shapes a thread keeps ready; a training step has some dozens, sampling one per length."""
+"""Number of shapes that a thread keeps prepared; a training step has some dozens, sampling one per length."""
 
 _PACKAGE: Final = "onednn-cpu-gomp"
 _FILE: Final = "libdnnl.so.3"
@@ -55,7 +45,7 @@ _ADD: Final = 0x1FFF0  # dnnl_binary_add
 _SCALE_AND_SHIFT: Final = 6  # dnnl_use_scale | dnnl_use_shift
 _SHAPE: Final = ctypes.c_int64 * 12  # dnnl_dims_t
 ACTIVATIONS: Final = {"gelu_new": 0x2B, "gelu": 0x31, "relu": 0x20, "silu": 0x2C, "tanh": 0x21}
-"""dnnl_eltwise_gelu_tanh, gelu_erf, relu, swish, tanh."""
+"""Values of dnnl_eltwise_gelu_tanh, gelu_erf, relu, swish, tanh."""
 
 
 class _Version(ctypes.Structure):
@@ -74,11 +64,11 @@ class _Argument(ctypes.Structure):
 
 
 class OneDnnError(RuntimeError):
-    """oneDNN refused a call; the message names it."""
+    """A failed call of oneDNN; the message names the call."""
 
 
 class _Library:
-    """The loaded library: `quick` functions keep the interpreter, `execute` releases it."""
+    """The loaded library: functions called through `_quick` keep the GIL, `execute` releases it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -94,16 +84,16 @@ class _Library:
         self.engine = ctypes.c_void_p()
 
     def make(self, name: str, *arguments: Any) -> ctypes.c_void_p:
-        """What the function `name` creates."""
-        made = ctypes.c_void_p()
-        self.call(name, ctypes.byref(made), *arguments)
-        return made
+        """Return the object that the function `name` creates."""
+        created = ctypes.c_void_p()
+        self.call(name, ctypes.byref(created), *arguments)
+        return created
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call the function `name`.
 
         Raises:
-            OneDnnError: it failed.
+            OneDnnError: the call failed.
         """
         self.check(getattr(self._quick, name)(*arguments), name)
 
@@ -113,17 +103,17 @@ class _Library:
             raise OneDnnError(f"{name} of {self.path} failed with status {status}; set NNTASK_ONEDNN=off to do without it")
 
     def use_one_thread(self) -> None:
-        """From now on, the calling thread computes alone."""
+        """Limit oneDNN to the calling thread, for all calls of this thread from now on."""
         if self.version.cpu_runtime == _OPENMP:
             self._quick.omp_set_num_threads(1)  # found in libgomp or libiomp5, which oneDNN has loaded
 
     def text(self) -> str:
-        """Version and file."""
+        """Return the version and the file of the library."""
         return f"oneDNN {self.version.major}.{self.version.minor}.{self.version.patch} ({self.path})"
 
 
 def _candidates() -> list[str]:
-    """Files to try, best first."""
+    """Return the files to try, best first: the installed package `onednn-cpu-gomp`, then the system loader's (conda-forge, Debian's libdnnl3)."""
     from importlib import metadata
 
     try:
@@ -135,7 +125,7 @@ def _candidates() -> list[str]:
 
 @cache
 def _load() -> tuple[_Library | None, str]:
-    """The library, or None and the reason."""
+    """Return the library and its description, or None and the reason why there is none."""
     chosen = os.environ.get("NNTASK_ONEDNN", "")
     if chosen == "off":
         return None, "switched off by NNTASK_ONEDNN"
@@ -162,28 +152,28 @@ def _load() -> tuple[_Library | None, str]:
 
 @cache
 def has_bf16_products() -> bool:
-    """Whether 16-bit products can be computed as they are."""
+    """Return whether 16-bit products can be computed without fp32 copies."""
     library = _load()[0]
     return library is not None and library.isa & _ISA_BF16 == _ISA_BF16
 
 
 def name() -> str:
-    """oneDNN and its version; empty without one."""
+    """Return "oneDNN" and its version; the empty string without the library."""
     library = _load()[0]
     return library.text().partition(" (")[0] if library is not None else ""
 
 
 def bf16_products() -> str:
-    """Version and file of the library, or why it does not compute 16-bit products."""
+    """Return version and file of the library, or why it does not compute 16-bit products."""
     library, text = _load()
     return text if library is None or has_bf16_products() else "the processor has no bf16 instructions"
 
 
 @cache
 def sgemm() -> Callable[..., int] | None:
-    """oneDNN's fp32 product, (transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) over rows, for threads that have called `join`.
+    """Return oneDNN's fp32 product, (transa, transb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) over rows, for threads that have called `join`.
 
-    None where there is no library, or the processor has no AVX-512.
+    Return None without the library, or if the processor has no AVX-512.
     """
     library = _load()[0]
     if library is None or library.isa & _ISA_AVX512 != _ISA_AVX512:
@@ -196,12 +186,12 @@ def sgemm() -> Callable[..., int] | None:
 
 
 def join() -> None:
-    """From now on, the calling thread computes alone in oneDNN."""
+    """Limit oneDNN to the calling thread, for all calls of this thread from now on."""
     _thread().library.use_one_thread()
 
 
 class _Primitive:
-    """One operation prepared for one thread: its arrays' addresses are all that is left to fill in. Takes `description` and the layouts over."""
+    """One operation prepared for one thread, so that a call only sets the arrays' addresses. It owns and destroys `description` and the layouts."""
 
     def __init__(self, library: _Library, description: ctypes.c_void_p, layouts: dict[int, ctypes.c_void_p], *passing: ctypes.c_void_p) -> None:
         self._library, self._owned = library, [("memory_desc", layout) for layout in (*layouts.values(), *passing)]
@@ -217,7 +207,7 @@ class _Primitive:
         return what
 
     def __call__(self, *arrays: Array) -> None:
-        """Run over arrays, in the order of the layouts."""
+        """Run the operation on arrays, in the order of the layouts."""
         library = self._library
         for memory, array in zip(self._memories, arrays, strict=True):
             library.set_address(memory, array.ctypes.data)
@@ -230,12 +220,12 @@ class _Primitive:
 
 
 class _Thread(threading.local):
-    """What one thread has prepared."""
+    """Operations that one thread has prepared."""
 
     def __init__(self) -> None:
         library, reason = _load()
         if library is None:
-            raise OneDnnError(f"{reason}; ask available() first")
+            raise OneDnnError(f"{reason}; call has_bf16_products() or sgemm() first")
         library.use_one_thread()
         self.library = library
         self.prepared: OrderedDict[tuple[Any, ...], _Primitive] = OrderedDict()
@@ -245,19 +235,19 @@ _thread: Final = cache(_Thread)
 
 
 def _prepared(make: Callable[..., _Primitive], *key: Any) -> _Primitive:
-    """`make(library, *key)`, made once by each thread."""
+    """Return `make(library, *key)`, which each thread calls once per key."""
     thread = _thread()
     whole = (make, *key)
-    found = thread.prepared.get(whole)
-    if found is None:
-        found = thread.prepared[whole] = make(thread.library, *key)
+    primitive = thread.prepared.get(whole)
+    if primitive is None:
+        primitive = thread.prepared[whole] = make(thread.library, *key)
         if len(thread.prepared) > PREPARED:
             thread.prepared.popitem(last=False)
-    return found
+    return primitive
 
 
 def _layout(library: _Library, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> ctypes.c_void_p:
-    """A memory descriptor; strides in elements."""
+    """Return a memory descriptor; strides in elements."""
     return library.make("dnnl_memory_desc_create_with_strides", len(shape), _SHAPE(*shape), _TYPES[dtype], _SHAPE(*strides))
 
 
@@ -266,7 +256,7 @@ def _flat(library: _Library, size: int, dtype: np.dtype[Any]) -> ctypes.c_void_p
 
 
 def _row_step(x: Array) -> int:
-    """Elements from row to row; a matrix of one row may hold anything in its stride."""
+    """Return the number of elements from row to row; a matrix of one row may have any stride."""
     return max(int(x.strides[-2]) // x.itemsize, int(x.shape[-1]))
 
 
@@ -300,12 +290,17 @@ def gemm(
     accumulate: bool = False,
     bias: Array | None = None,
 ) -> None:
-    """out = op(a) @ op(b) + bias [+ out], summed in fp32 and rounded once. There is no factor: with accumulation it sends oneDNN to its slow loops.
+    """out = op(a) @ op(b) + bias [+ out], summed in fp32 and rounded once. There is no factor: with accumulation oneDNN would use its slow loops.
+
+    Ladder (1024 x 768 x 768, one core with AVX512-BF16): OpenBLAS sgemm 9.6 ms (OPENBLAS_CORETYPE=Haswell) and 4.9 ms (its AVX-512 code), oneDNN's
+    fp32 matmul 4.9 ms, bf16 2.48 ms into fp32, 2.50 ms rounded to bf16, 2.62 ms added to fp32. With weights reordered to oneDNN's blocks it takes
+    2.39 ms, and reordering 0.03 to 0.15 ms, so tiles are not reordered. Transposed operands 2.5 to 2.6 ms. Two cores together reach 916 GF/s in bf16,
+    one 491; in fp32 427 with AVX-512 code and 222 with AVX2 code, one 238 and 126.
 
     Args:
-        a: (M, K), or (K, M) with `trans_a`; bf16, the last axis contiguous, any stride between rows. Or a stack of them, (S, M, K).
-        b: (K, N), or (N, K) with `trans_b`; likewise.
-        out: (M, N), bf16 or fp32, likewise; read only with `accumulate`.
+        a: (M, K), or (K, M) with `trans_a`; bf16, the last axis contiguous, any stride between rows. Or a stack of such matrices, (S, M, K).
+        b: (K, N), or (N, K) with `trans_b`; type and strides as for `a`.
+        out: (M, N), bf16 or fp32, strides as for `a`; read only with `accumulate`.
         bias: (N,) contiguous, bf16 or fp32; not with stacks.
     """
     shapes: tuple[Any, ...] = (_described(a, trans_a), _described(b, trans_b), _described(out, False))
@@ -317,7 +312,7 @@ def gemm(
 
 
 def _described(x: Array, transposed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides (in elements) of a matrix, or of a stack of them, as it takes part in a product."""
+    """Return shape and strides (in elements) of op(x) for a matrix, or for a stack of matrices."""
     if x.strides[-1] != x.itemsize or (x.shape[-2] > 1 and x.strides[-2] < x.shape[-1] * x.itemsize):
         raise ValueError(f"rows must be contiguous and must not overlap, got shape {x.shape} with strides {x.strides} of {x.itemsize} B each")
     shape, steps = x.shape, (*(int(stride) // x.itemsize for stride in x.strides[:-2]), _row_step(x), 1)
@@ -335,8 +330,7 @@ def _reorder(
 
 
 def convert(x: Array, out: Array) -> None:
-    """out = x between bf16 and fp32, to nearest and ties to even: two matrices, or stacks of them, of any strides
-    with contiguous rows, or contiguous arrays of any shape.
+    """out = x between bf16 and fp32, rounded to nearest, ties to even. Arrays are contiguous, or matrices or stacks of them with contiguous rows.
 
     Ladder (1024 x 768, one core): to bf16 by ml_dtypes 0.26 ms, by integer passes of NumPy in blocks 0.42 ms, by oneDNN 0.04 ms; from bf16 by
     ml_dtypes 0.05 ms, by a shift of NumPy 0.08 ms, by oneDNN 0.04 ms.
@@ -355,7 +349,7 @@ def _add(library: _Library, size: int) -> _Primitive:
 
 
 def add(a: Array, b: Array, out: Array) -> None:
-    """out = a + b, contiguous bf16 arrays of one size."""
+    """out = a + b for contiguous bf16 arrays of one size."""
     _prepared(_add, a.size)(a, b, out)
 
 
@@ -370,7 +364,7 @@ def _activation(library: _Library, size: int, kind: str) -> _Primitive:
 
 
 def activation(x: Array, y: Array, kind: str) -> None:
-    """y = activation(x), contiguous bf16 arrays; `kind` of `ACTIVATIONS`."""
+    """y = activation(x) for contiguous bf16 arrays; `kind` is a key of `ACTIVATIONS`."""
     _prepared(_activation, x.size, kind)(x, y)
 
 
@@ -385,7 +379,7 @@ def _activation_backward(library: _Library, size: int, kind: str) -> _Primitive:
 
 
 def activation_backward(x: Array, dy: Array, dx: Array, kind: str) -> None:
-    """dx = dy * activation'(x), contiguous bf16 arrays."""
+    """dx = dy * activation'(x) for contiguous bf16 arrays."""
     _prepared(_activation_backward, x.size, kind)(x, dy, dx)
 
 
@@ -399,7 +393,7 @@ def _layer_norm(library: _Library, num_rows: int, width: int, eps: float) -> _Pr
 
 
 def layer_norm(x: Array, gamma: Array, beta: Array, y: Array, mean: Array, variance: Array, eps: float) -> None:
-    """y = (x - mean) / sqrt(variance + eps) * gamma + beta over rows of contiguous bf16 (R, C); all else fp32: (C,) and (R,)."""
+    """y = (x - mean) / sqrt(variance + eps) * gamma + beta over rows of contiguous bf16 (R, C); the other arrays are fp32, (C,) and (R,)."""
     _prepared(_layer_norm, *x.shape, eps)(x, gamma, beta, y, mean, variance)
 
 
@@ -417,5 +411,5 @@ def _layer_norm_backward(library: _Library, num_rows: int, width: int) -> _Primi
 
 
 def layer_norm_backward(x: Array, gamma: Array, mean: Array, variance: Array, dy: Array, dx: Array, dgamma: Array, dbeta: Array) -> None:
-    """Gradients of `layer_norm` with eps = 0; x and dy contiguous bf16 (R, C), all else fp32, outputs overwritten."""
+    """Gradients of `layer_norm` with eps = 0; x and dy are contiguous bf16 (R, C), all others fp32; outputs are overwritten."""
     _prepared(_layer_norm_backward, *x.shape)(x, gamma, gamma, mean, variance, dy, dx, dgamma, dbeta)
