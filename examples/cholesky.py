@@ -2,8 +2,8 @@
 
     python examples/cholesky.py --size 2048 --tile 256 --workers 2
 
-The loop is the sequential algorithm. Which task waits for which follows from what they read and write, so tasks of later columns start while
-earlier ones still run. Compared with numpy.linalg.cholesky at the end.
+The loop is the sequential algorithm. The runtime derives the dependencies of tasks from the tiles that they read and write, so tasks of later columns
+start while earlier ones still run. The result is compared with numpy.linalg.cholesky.
 """
 
 import argparse
@@ -23,17 +23,17 @@ def potrf(a):
 
 
 def trsm(a, b):
-    """b <- b a^-T: a tile below the factorised diagonal one."""
+    """b <- b a^-T, for a tile below the factorised diagonal tile."""
     b[:] = np.linalg.solve(a, b.T).T
 
 
 def gemm(a, b, c):
-    """c <- c - a b^T: the update of everything to the right."""
+    """c <- c - a b^T, the update of a tile to the right."""
     c -= a @ b.T
 
 
 def syrk(a, c):
-    """c <- c - a a^T: the same on the diagonal."""
+    """c <- c - a a^T, the update of a diagonal tile."""
     c -= a @ a.T
 
 
@@ -55,7 +55,7 @@ def factorise(runtime, tiles):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=1024, help="rows of the matrix")
-    parser.add_argument("--tile", type=int, default=256, help="rows of a tile; the last one may be smaller")
+    parser.add_argument("--tile", type=int, default=256, help="rows of a tile; the last tile may be smaller")
     parser.add_argument("--workers", type=int, default=None, help="CPU workers (default: one per core)")
     parser.add_argument("--sim-gpus", type=int, default=0, help="simulated devices with their own memory")
     args = parser.parse_args(argv)
@@ -67,7 +67,7 @@ def main(argv=None):
     edges = [*range(0, args.size, args.tile), args.size]
     rows = [slice(begin, end) for begin, end in itertools.pairwise(edges)]
 
-    with threadpool_limits(1), Runtime(args.workers, sim_gpus=args.sim_gpus) as runtime:  # the workers are the parallelism
+    with threadpool_limits(1), Runtime(args.workers, sim_gpus=args.sim_gpus) as runtime:  # parallelism comes from the workers
         tiles = [[new_tile(runtime, matrix[i, j], f"A[{m}, {n}]") for n, j in enumerate(rows[: m + 1])] for m, i in enumerate(rows)]
         start = time.perf_counter()
         factorise(runtime, tiles)
@@ -85,7 +85,7 @@ def main(argv=None):
 
 
 def new_tile(runtime, values, name):
-    """A handle that holds a copy of `values`."""
+    """Return a new handle that holds a copy of `values`."""
     handle = runtime.handle(values.nbytes, lambda memory, offset: np.ndarray(values.shape, values.dtype, memory, offset), name=name)
     with runtime.acquire(handle, "W") as view:
         view[:] = values

@@ -1,8 +1,8 @@
-"""A kernel of one's own for GELU: a function and its registration. Models, gradients and element types stay as they are.
+"""A custom kernel for GELU: a function and its registration. Models, gradients and element types need no change.
 
     python examples/custom_kernel.py
 
-Trains a small GPT-2 for some steps with the built-in kernel, then with this one, and prints by how much the losses differ.
+The script trains a small GPT-2 for some steps with the built-in kernel, then with this one, and prints the largest difference of the losses.
 """
 
 import sys
@@ -22,7 +22,7 @@ def gelu(x, y):
     y *= -0.044715 * SCALE
     y -= SCALE
     y *= x
-    with np.errstate(over="ignore"):  # exp(-2u) = inf gives the right 0
+    with np.errstate(over="ignore"):  # exp(-2u) = inf gives the correct result 0
         np.exp(y, out=y)
     y += 1
     np.divide(x, y, out=y)
@@ -33,9 +33,9 @@ def use_it():
 
 
 def losses(steps=10):
-    """Losses of some steps on fixed tokens, offline."""
+    """Return the losses of some steps on fixed tokens, offline."""
     config = GPT2Config(vocab_size=97, n_positions=32, n_embd=64, n_layer=2, n_head=4).with_dropout(0)
-    found = []
+    step_losses = []
     with Runtime(cpu_workers=2, ram=1 << 28) as runtime:
         model = GPT2(config, ModelTiling(minibatch_tile=2, inner_tile=96), runtime)
         optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -49,8 +49,8 @@ def losses(steps=10):
             tokens.write(ids[:, :-1])
             targets.write(ids[:, 1:])
             optimizer.prepare(number)
-            found.append(float(step.replay().read(loss)[0]))
-    return np.array(found)
+            step_losses.append(float(step.replay().read(loss)[0]))
+    return np.array(step_losses)
 
 
 def main():

@@ -1,8 +1,8 @@
-"""A model of one's own: a small transformer whose attention and feed-forward layer stand side by side, as in GPT-J, trained on bytes of text.
+"""A custom model: a small transformer with parallel attention and feed-forward layers, as in GPT-J, trained on bytes of text.
 
     python examples/custom_model.py --steps 60
 
-Ordinary Python over tile tensors: which task runs where, and where the bytes are, is the runtime's business. Offline, some seconds.
+The model is ordinary Python over tile tensors; the runtime decides where tasks run and where their data is. It runs offline, in some seconds.
 
 Letters: B sequences of T tokens, C features, H heads of D features each, V vocabulary.
 """
@@ -42,7 +42,7 @@ class Block(Module):
 
 
 class ParallelTransformer(Module):
-    """Bytes in, the loss of the next byte out."""
+    """A model that predicts the next byte of text; calling it returns the loss."""
 
     def __init__(self, runtime, num_blocks):
         self.embedding = Embedding(V, C, (V, TILE), std=0.02)
@@ -62,14 +62,14 @@ class ParallelTransformer(Module):
 
 
 def train(steps, num_blocks=2, workers=2):
-    """Losses of each step."""
+    """Train a model and return the loss of each step."""
     text = np.frombuffer(Path(os.__file__).read_bytes(), np.uint8)
     with Runtime(cpu_workers=workers, ram=1 << 28) as runtime:
         model = ParallelTransformer(runtime, num_blocks)
         optimizer = AdamW(model.parameters(), lr=3e-3)
         ids = {"dtype": np.int32, "kind": "input", "data_class": "data"}
         tokens, targets = (TileTensor(runtime, (B, T), (4, T), name=name, **ids) for name in ("tokens", "targets"))
-        with runtime.record() as step:  # captures the tasks of a whole step, runs nothing
+        with runtime.record() as step:  # captures the tasks of a whole step without running them
             loss = model(tokens, targets)
             loss.backward()
             optimizer.step()

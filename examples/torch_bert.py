@@ -4,7 +4,7 @@
     python examples/torch_bert.py --steps 100 --ram 9MB --disk scratch    # the same losses in a third of the memory
     python examples/torch_bert.py --text notes.txt --save trained         # BertForMaskedLM.from_pretrained("trained") reads it
 
-Tokens are bytes, so there is no tokenizer; the text is Python's own library unless a file is given. Offline, a minute.
+Tokens are bytes, so there is no tokenizer. The default text is Python's standard library. The script runs offline, in a minute.
 
 Letters: B sequences of T tokens.
 """
@@ -20,14 +20,14 @@ from transformers import BertConfig, BertForMaskedLM
 from wrappers.torch import Session
 
 B, T = 16, 128
-MASK = 256  # the one token that is no byte
-IGNORED = -100  # label of tokens that are not guessed
+MASK = 256  # the only token that is not a byte
+IGNORED = -100  # label of tokens that are not predicted
 
 
 def masked(windows, rng):
-    """Input ids and labels of windows, 15 % of whose tokens are to be guessed: (B, T) -> (B, T), (B, T).
+    """Return input ids and labels of windows, with 15 % of the tokens to predict: (B, T) -> (B, T), (B, T).
 
-    Of these, eight tenths are masked, one tenth is random, and one stays (Devlin et al., BERT, 2018).
+    Of these, eight tenths are masked, one tenth is random, and one tenth is unchanged (Devlin et al., BERT, 2018).
     """
     guessed = rng.random(windows.shape) < 0.15
     chance = rng.random(windows.shape)
@@ -37,7 +37,7 @@ def masked(windows, rng):
 
 
 def batch_of(text, number):
-    """A batch that depends on its number alone."""
+    """Return a batch that depends only on its number."""
     rng = np.random.default_rng(number)
     starts = rng.integers(0, len(text) - T, B)
     ids, labels = masked(np.stack([text[start : start + T] for start in starts]).astype(np.int64), rng)
@@ -45,7 +45,7 @@ def batch_of(text, number):
 
 
 def train(steps, text, *, layers=4, width=128, save=None, **budgets):
-    """Losses of each step."""
+    """Train a model and return the loss of each step."""
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * width}
     module = BertForMaskedLM(BertConfig(vocab_size=MASK + 1, max_position_embeddings=T, **sizes))  # with its dropout of 0.1
@@ -67,7 +67,7 @@ def train(steps, text, *, layers=4, width=128, save=None, **budgets):
 
 
 def library():
-    """Some of Python's own library as bytes."""
+    """Return a part of Python's standard library as bytes."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:80]
     return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
 
@@ -75,10 +75,10 @@ def library():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, choices=range(1, 10_001), metavar="N", help="optimizer steps, at least 1")
-    parser.add_argument("--text", type=Path, help="a text file (default: Python's own library)")
+    parser.add_argument("--text", type=Path, help="text file to train on (default: Python's standard library)")
     parser.add_argument("--save", help="new directory for weights, optimizer and config")
-    parser.add_argument("--ram", help="budget of memory, such as 9MB (default: 0.9 of what is free)")
-    parser.add_argument("--disk", help="directory of a disk tier below it")
+    parser.add_argument("--ram", help="memory budget, such as 9MB (default: 0.9 of the free memory)")
+    parser.add_argument("--disk", help="directory of a disk tier below the memory")
     options = parser.parse_args()
     text = np.frombuffer(options.text.read_bytes(), np.uint8) if options.text else library()
     if len(text) <= T:

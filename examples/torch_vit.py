@@ -3,8 +3,8 @@
     python examples/torch_vit.py --steps 200
     python examples/torch_vit.py --steps 200 --ram 3MB --disk scratch    # the same losses in a third of the memory
 
-The model is transformers' own and is not changed; PyTorch computes. Without scikit-learn, striped images of ten slopes take the place of the digits.
-Offline, some seconds.
+The model is transformers' own, unchanged, and PyTorch computes. Without scikit-learn, striped images with ten slopes replace the digits. The script
+runs offline, in some seconds.
 
 Letters: B images in a batch, N images in all, S pixels of a side.
 """
@@ -18,11 +18,11 @@ from transformers import ViTConfig, ViTForImageClassification
 from wrappers.torch import Session
 
 B, S, CLASSES = 32, 32, 10
-HELD_OUT = 256  # images that are not trained on
+HELD_OUT = 256  # number of images that are not trained on
 
 
 def digits():
-    """1,797 handwritten digits, 8 x 8 pixels made four times as large: (N, 1, S, S) within 0 and 1, (N,)."""
+    """Return 1,797 handwritten digits of 8 x 8 pixels, enlarged four times: (N, 1, S, S) between 0 and 1, (N,)."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -31,7 +31,7 @@ def digits():
 
 
 def stripes(count=1024):
-    """Stripes whose slope is their class, in noise: (N, 1, S, S), (N,)."""
+    """Return images of stripes with noise, whose slope is their class: (N, 1, S, S), (N,)."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, CLASSES, count)
     angle, phase = labels * np.pi / CLASSES, rng.uniform(0, 2 * np.pi, count)
@@ -41,7 +41,7 @@ def stripes(count=1024):
 
 
 def train(steps, images, labels, **budgets):
-    """Losses of each step, and the share of held-out images that are classified right."""
+    """Train a model; return the loss of each step, and the share of held-out images that are classified correctly."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
     config = ViTConfig(image_size=S, patch_size=8, num_channels=1, num_labels=CLASSES, **sizes)
@@ -52,18 +52,18 @@ def train(steps, images, labels, **budgets):
         for number in range(steps):
             chosen = np.random.default_rng(number).choice(learnt, B, replace=False)
             losses.append(session.step(pixel_values=images[chosen], labels=labels[chosen]))
-        found = [session.predict(pixel_values=images[part]).logits.argmax(-1) for part in held_out.reshape(-1, B)]
-        right = (torch.cat(found) == labels[held_out]).float().mean().item()
+        predictions = [session.predict(pixel_values=images[part]).logits.argmax(-1) for part in held_out.reshape(-1, B)]
+        right = (torch.cat(predictions) == labels[held_out]).float().mean().item()
         peak = session.runtime.stats()["peak_bytes"]["ram"]
-    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps, {right:.0%} of {HELD_OUT} other images right; peak {peak / 1e6:.1f} MB")
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps, {right:.0%} of {HELD_OUT} other images correct; peak {peak / 1e6:.1f} MB")
     return losses, right
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, choices=range(1, 10_001), metavar="N", help="optimizer steps, at least 1")
-    parser.add_argument("--ram", help="budget of memory, such as 3MB (default: 0.9 of what is free)")
-    parser.add_argument("--disk", help="directory of a disk tier below it")
+    parser.add_argument("--ram", help="memory budget, such as 3MB (default: 0.9 of the free memory)")
+    parser.add_argument("--disk", help="directory of a disk tier below the memory")
     options = parser.parse_args()
     try:
         data = digits()

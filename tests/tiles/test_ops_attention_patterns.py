@@ -178,5 +178,5 @@ def test_rules_that_do_not_fit_are_refused() -> None:
         attend(documents=(data(runtime, (1, 2), np.zeros((1, 8))),) * 2)
     with pytest.raises(ValueError, match="the table of a bias must have a row per bucket"):
         attend(bias=attention.Bias(data(runtime, (-1, -1), np.zeros((8, 2))), Buckets(8, False, 20)))
-    with pytest.raises(ValueError, match="max_distance lies beyond these"):
+    with pytest.raises(ValueError, match="max_distance must exceed these distances"):
         Buckets(8, False, 4)

@@ -204,7 +204,7 @@ def _check(q: TileTensor, k: TileTensor, head_size: int, causal: bool, scoring: 
         table, count = scoring.bias.table, scoring.bias.buckets.count
         shape, tile = (count, q.shape[2] // head_size), (count, q.tile[2] // head_size)
         if table.shape != shape or table.tile != tile:
-            raise ValueError(f"the table of a bias must have a row per bucket and be cut like heads, {shape} by {tile}; got {table!r}; cut it that way")
+            raise ValueError(f"the table of a bias must have a row per bucket and be cut like heads, {shape} by {tile}; got {table!r}; cut it so")
 
 
 def attention(
