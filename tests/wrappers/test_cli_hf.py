@@ -163,7 +163,7 @@ def add_words(path: Path) -> None:
         (change_tensor(NORM, lambda array: None), 4, f"start has no tensor {NORM} of shape (12,)"),
         (change_tensor(NORM, lambda array: array[:5].copy()), 4, "has shape (5,), config.json makes it (12,)"),
         (change_config(activation_function="mish"), 2, "activation_function in start/config.json must be one of"),
-        (change_config(model_type="electra"), 2, "learns what is behind the mask token, and the tokenizer of the data has none"),
+        (change_config(model_type="electra"), 2, "needs a mask token, and the tokenizer of the data has none"),
         (change_config(model_type="bort"), 2, 'model_type in start/config.json is "bort", which neither nntask nor transformers'),
         (change_config(vocab_size=200), 4, "wte.weight in start/model.safetensors has shape (300, 12), config.json makes it (200, 12)"),
         (lambda path: (path / "tokenizer.json").unlink(), 4, "--init-from start has no tokenizer.json"),

@@ -160,7 +160,7 @@ def test_a_batch_that_eager_pytorch_refuses_is_named_by_verify_and_changes_nothi
     with Session(_Net(), "sgd", lr=0.1, objective=lambda module, batch: module(**batch), minibatches=2, ram="16MB", workers=1, verify=1) as session:
         session.step(**batch(0))
         before = session.state_dict()
-        with pytest.raises(UsageError, match=r"step 2 by eager PyTorch first, which raised (RuntimeError|IndexError): .*mend the batch"):
+        with pytest.raises(UsageError, match=r"step 2 by eager PyTorch first, which raised (RuntimeError|IndexError): .*fix the batch"):
             session.step(**batch(1, bad=True))
         after = session.state_dict()
         assert session.num_steps == 1

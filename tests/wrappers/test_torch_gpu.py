@@ -280,8 +280,8 @@ def test_calls_have_cuda_kernels_by_pytorchs_own_table(family: str, is_on_cuda: 
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB of which 1.00 GiB is free. Process 7 has the rest."
             ),
             DoesNotFit,
-            "GPU 0 has no memory left for what PyTorch takes beside the budget (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB of "
-            "which 1.00 GiB is free); lower gpu_memory=, or end what else uses the card",
+            "GPU 0 has no memory left for PyTorch, which allocates outside the budget (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 "
+            "GiB of which 1.00 GiB is free); lower gpu_memory=, or end other programs that use the card",
         ),
         (torch.AcceleratorError("an illegal memory access"), DeviceFailed, "GPU 0 stopped working: an illegal memory access; resume from"),
         (

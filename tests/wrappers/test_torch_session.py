@@ -258,7 +258,7 @@ def test_a_module_gets_its_weights_back() -> None:
 def test_a_module_without_its_weights_is_refused(tmp_path: Path) -> None:
     """NaN would be trained otherwise: while a session has the weights and after it, until they are back, or are read from what it saved."""
     module, batches = make("gpt2", 1)
-    words = r"^transformer\.wte\.weight has no values, since a session has them, or had them .*; bring them back first with load_into\(module\)"
+    words = r"^transformer\.wte\.weight has no values, since a session holds them, or held them .*; bring them back first with load_into\(module\)"
     with Session(module, ram="64MB") as session:
         expected = session.evaluate(**batches[0])
         with pytest.raises(UsageError, match=words):
@@ -561,7 +561,7 @@ def test_threads_inside_operations(tmp_path: Path) -> None:
     with Session(_Twice(), "sgd", ram="16MB", threads=2) as session:
         assert torch.get_num_threads() == 2
         assert len(session.runtime.worker_names) == max(1, len(os.sched_getaffinity(0)) // 2)
-        with pytest.raises(UsageError, match="equal threads=, got 1 beside 2"):
+        with pytest.raises(UsageError, match="equal threads=, got 1 and 2"):
             Session(_Twice(), "sgd", ram="16MB")
         session.save(tmp_path / "saved")
     with Session(_Twice(), "sgd", ram="16MB") as session, pytest.raises(DataError, match=r"threads must be .*, 2, got 1"):

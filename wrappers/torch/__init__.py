@@ -1,6 +1,6 @@
-"""PyTorch: any module in training on the scheduler (`Session`), transformers' Trainer on it; tile tensors as torch tensors, models as modules.
+"""PyTorch on the scheduler: training of any module (`Session`), transformers' Trainer, conversion of tile tensors and of models.
 
-Each name is imported at its first use, so that importing this package imports no torch.
+Each name is imported at its first use, so importing this package does not import torch.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _attached, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> Any:
     try:
         return _attached(name)
-    except (ImportError, AttributeError) as error:  # also of a release that lacks what a module here imports
+    except (ImportError, AttributeError) as error:  # torch or transformers is missing, or lacks what a module here imports
         if name in __all__:
             from .releases import explain
 

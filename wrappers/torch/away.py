@@ -1,9 +1,9 @@
-"""Tensors whose values are in a session: outside a capture any use of them is refused, inside a capture each is replaced by its fake twin.
+"""Tensors whose values a session holds: outside a capture any use of them raises, inside a capture each is replaced by its fake twin.
 
-A session takes the values of parameters and buffers. What the program still holds are the tensor objects, and PyTorch would compute with whatever
-bytes they have. So their class is exchanged, in place, for one whose `__torch_function__` lets metadata through (shape, type, `requires_grad`) and
-refuses the rest: reading, writing, copying, averaging, clipping, saving. The twin is found by the identity of the tensor, so the name by which the
-program reaches it does not matter.
+A session takes the values of parameters and buffers. The program still holds the tensor objects, and PyTorch would compute with whatever bytes they
+have. So their class is replaced, in place, by one whose `__torch_function__` allows metadata (shape, type, `requires_grad`) and refuses everything
+else: reading, writing, copying, averaging, clipping, saving. The twin is found by the identity of the tensor, so the name under which the program
+reaches it does not matter.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _METHODS: Final = frozenset(
     ]
 )
 _WITHOUT_GRADIENTS: Final = frozenset({"zero_grad", "_init_group", "_apply"})
-"""Functions of PyTorch that do nothing if there are no gradients: they clear them, step an optimizer, or move a module to where it is."""
+"""Functions of PyTorch that skip missing gradients: they clear them, step an optimizer, or move a module to its own device."""
 _TWINS: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("twins", default=None)
 """While a module is captured: id of a tensor that is away -> its fake twin."""
 
@@ -96,20 +96,20 @@ def _function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
     if name == "__set__" and func.__self__.__name__ == "data" and args[1] is args[0]:
         return None
     raise UsageError(
-        f"the weights of the module are in a session, or went with one that was closed, so {name} cannot use them: read them with "
+        f"the weights of the module are in a session, or were in one that was closed, so {name} cannot use them: read them with "
         "session.state_dict(), overwrite them with session.load_state_dict(), compute with session.predict(); load_into(module) of the session, or "
         "close() of its trainer, brings them back"
     )
 
 
 def _changes_nothing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Return whether `Tensor.to` gives the tensor itself."""
+    """Return whether `Tensor.to` would return the tensor itself."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return (device is None or device.type == "cpu") and dtype in (None, tensor.dtype)
 
 
 class AwayTensor(torch.Tensor):  # type: ignore[misc]
-    """A buffer whose values are in a session."""
+    """A buffer whose values a session holds."""
 
     __torch_function__: ClassVar[Any] = classmethod(_function)
 
@@ -121,7 +121,7 @@ class AwayTensor(torch.Tensor):  # type: ignore[misc]
 
 
 class AwayParameter(torch.nn.Parameter):  # type: ignore[misc]
-    """A parameter whose values are in a session."""
+    """A parameter whose values a session holds."""
 
     __torch_function__: ClassVar[Any] = classmethod(_function)
 
@@ -149,7 +149,7 @@ def standing_for(twins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Replace tensors that are away by others inside the block.
 
     Args:
-        twins: id of a tensor that is away -> the tensor that is used in its place.
+        twins: id of a tensor that is away -> the tensor that replaces it.
     """
     token = _TWINS.set(twins)
     try:
@@ -159,12 +159,12 @@ def standing_for(twins: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
 
 def is_away(value: torch.Tensor) -> bool:
-    """Return whether a session has, or had, the values of a tensor."""
+    """Return whether a session holds, or held, the values of a tensor."""
     return isinstance(value, AwayParameter | AwayTensor)
 
 
 def send_away(value: torch.Tensor) -> None:
-    """Free the values of a tensor, which keeps its shape and type, over one element; a tensor that is away stays as it is."""
+    """Free the values of a tensor, which keeps its shape and type, over one element; a tensor that is away already is unchanged."""
     if is_away(value):
         return
     if not value.is_meta:
@@ -175,10 +175,10 @@ def send_away(value: torch.Tensor) -> None:
 
 
 def bring_back(value: torch.Tensor, data: torch.Tensor | None = None) -> None:
-    """Make a tensor that is away an ordinary one again.
+    """Turn a tensor that is away into an ordinary one.
 
     Args:
-        data: its values; None leaves it as it is, for one without memory (the meta device).
+        data: values of the tensor; None for a tensor without memory (the meta device).
     """
     if is_away(value):
         value.__class__ = value.__dict__.pop("_class_before")

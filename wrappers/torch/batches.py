@@ -1,4 +1,4 @@
-"""Batches and their minibatches: what a session takes, how it is cut, and what two of them share."""
+"""Batches and their minibatches: checks of a batch, its division, and the key that equal minibatches share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def _is_cut(value: Any) -> bool:
 
 
 def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -> None:
-    """Refuse a batch that cannot be cut into so many minibatches, or that a step cannot learn from.
+    """Check that a batch can be cut into `count` minibatches, and that a step can learn from it.
 
     Args:
         learns: whether the batch is for a training step.
 
     Raises:
-        UsageError: says what the batch has, and what to do.
+        UsageError: the batch is unsuitable; the message names its content and the remedy.
     """
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
@@ -52,7 +52,7 @@ def check_batch(batch: Mapping[str, Any], count: int, *, learns: bool = False) -
 
 
 def cut(batch: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The minibatches of a batch: tensors cut along their first axis, all else in each."""
+    """Return the minibatches of a batch: tensors are cut along their first axis, other values go to each."""
     pieces = {name: value.chunk(count) if _is_cut(value) else [value] * count for name, value in batch.items()}
     return [{name: piece[number] for name, piece in pieces.items()} for number in range(count)]
 
@@ -63,9 +63,9 @@ def signature_of(minibatch: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
-    """Return the strides that a tensor of a batch has in a session, and the elements between its first and its last one in memory.
+    """Return the strides of a batch's tensor in a session, and the number of elements from its first to its last one in memory.
 
-    They are its own, unless it is a thin part of a large memory: then they are those of a contiguous copy.
+    The strides are those of the tensor, or those of a contiguous copy if the tensor is a sparse part of a large memory.
     """
     extent = 1 + sum((length - 1) * stride for length, stride in zip(value.shape, value.stride(), strict=True))
     if value.numel() and extent <= 4 * value.numel() and not value.is_neg() and not value.is_conj():
@@ -74,7 +74,7 @@ def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
 
 
 def memory_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor of a batch as they lie in memory  # any shape -> (extent,)."""
+    """Return the elements of a batch's tensor in memory order  # any shape -> (extent,)."""
     value = value.detach().resolve_conj().resolve_neg()
     strides, extent = layout_of(value)
     if strides != tuple(value.stride()):
@@ -93,7 +93,7 @@ def _signature(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def shapes_of(minibatches: Sequence[Mapping[str, Any]]) -> str:
-    """The shapes of minibatches as words of a message."""
+    """Return the shapes of minibatches as words of a message."""
     texts = [
         ", ".join(f"{name} {tuple(value.shape)}" for name, value in each.items() if isinstance(value, torch.Tensor) and value.dim())
         for each in minibatches

@@ -1,7 +1,7 @@
 """The parts of a capture: calls of aten operations on references to storages.
 
-Memory is modelled by storages. A tensor is a reference: a storage with element type, shape, strides and offset. Views make references and no calls.
-In-place operations write a storage. A storage that some call makes is temporary; parameters, buffers, inputs and constants exist before.
+Memory is modelled by storages. A tensor is a reference: a storage with element type, shape, strides and offset. A view is a new reference without a
+call. In-place operations write a storage. A storage that a call allocates is temporary; parameters, buffers, inputs and constants exist before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .snapshots import Slot
 Role = Literal["parameter", "buffer", "input", "constant", "temporary"]
 
 TileKey = tuple[str, int]
-"""A parameter's name, and the number of one of its pieces: 0 of one that is not cut."""
+"""A parameter's name, and the number of one of its pieces, which is 0 if it is not cut."""
 
 aten: Final = torch.ops.aten
 
@@ -28,12 +28,12 @@ class Storage:
     """A piece of memory that tensors refer to.
 
     Attributes:
-        nbytes: its size.
-        role: kind of its content; a temporary one is made by a call.
-        name: name of the parameter, buffer or input; of a constant the path to it, "" if there is none.
+        nbytes: size in bytes.
+        role: kind of its content; a call allocates a temporary storage.
+        name: name of the parameter, buffer or input; for a constant the path to it, "" if there is none.
         tensor: the tensor of the program in whose memory a constant lies.
         piece: number of this piece of a parameter that is cut along its first axis (`cuts`).
-        is_again: whether its content was computed before, in a forward pass that a backward pass repeats.
+        is_again: whether its content is recomputed, in a backward pass that repeats a part of the forward pass.
     """
 
     nbytes: int
@@ -62,7 +62,7 @@ class Ref:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tensor is its storage, in the order of the memory."""
+        """Whether the tensor is all of its storage, in memory order."""
         numel = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length != 1 and stride != numel:
@@ -76,13 +76,13 @@ class Call:
     """One operation.
 
     Attributes:
-        func: the overload.
-        args, kwargs: its arguments, with references in place of tensors.
+        func: overload of the operation.
+        args, kwargs: arguments, with references in place of tensors.
         results: a reference for each tensor among its results, None for anything else, flattened.
         reads: storages of its arguments.
-        writes: storages that it makes or changes.
-        made: storages that it makes.
-        draw: number of the draw of a random call: a recomputation that has set the generator back draws the same numbers again.
+        writes: storages that it allocates or changes.
+        made: storages that it allocates.
+        draw: number of the draw of a random call: a recomputation that has reset the generator draws the same numbers.
     """
 
     func: Any
@@ -98,11 +98,11 @@ class Call:
     def of(
         cls, func: Any, args: Sequence[Any], results: Sequence[Ref | None], *, kwargs: Mapping[str, Any] | None = None, made: Collection[Storage] = ()
     ) -> Call:
-        """A call of an operation; what it reads follows from its arguments, and what it changes from its schema.
+        """Return a call of an operation; its arguments determine `reads`, and its schema determines which of them it changes.
 
         Args:
             kwargs: further arguments, by name.
-            made: storages of the results that are made by it.
+            made: storages of the results that it allocates.
         """
         kwargs = kwargs or {}
         reads = frozenset(ref.storage for ref in refs_in((*args, *kwargs.values())))
@@ -121,9 +121,9 @@ class Guard:
 
     Attributes:
         calls: calls of the pass that lead to the value.
-        ref: the tensor.
-        expected: its bytes.
-        where: the line of the program that has read it.
+        ref: reference of the tensor.
+        expected: bytes of the tensor.
+        where: line of the program that has read it.
     """
 
     calls: Sequence[Call]
@@ -141,7 +141,7 @@ class HostTensors:
         func, args, kwargs: the operation, with references in place of tensors.
         storages: storages of the results.
         shapes: shapes of the results, which must be the same in each step that replays the pass.
-        where: the line of the program.
+        where: line of the program.
     """
 
     calls: Sequence[Call]
@@ -158,9 +158,9 @@ class Carried:
     """A tensor that a pass leaves in an attribute, a container or a variable of the program.
 
     Attributes:
-        slot: the slot that holds it.
-        fake: the tensor that stands for it, a part of `slot.value` or the whole.
-        ref: its reference, a constant of the pass that is overwritten or one of the outputs.
+        slot: slot that holds it.
+        fake: fake tensor that represents it, a part of `slot.value` or the whole.
+        ref: reference of the tensor, which is an overwritten constant of the pass or one of the outputs.
         path: path of the slot, for messages.
     """
 
@@ -175,16 +175,16 @@ class Capture:
     """The calls of one pass over one batch.
 
     Attributes:
-        calls: in the order of eager PyTorch.
-        outputs: the result of the pass, and the references of `carried`.
-        gradients: the gradient of each parameter that has one.
+        calls: calls in the order of eager PyTorch.
+        outputs: result of the pass, and the references of `carried`.
+        gradients: gradient of each parameter that has one.
         storages: storages that exist before the pass, without constants.
         carried: tensors that the pass leaves in Python, for the next one or for the program.
-        guards: values by which the pass has decided.
+        guards: values by which the pass has made decisions.
         host: tensors whose shape depends on values, computed on the host before each step.
         outer: constants that are learnable tensors of the program -> their gradients, which are among the outputs.
         changed: inputs that the pass changes in place -> their values afterwards, which are among the outputs.
-        effects: paths of Python's state that the pass has changed, other than by tensors of the same shape: it must run again in each step.
+        effects: paths of Python's state that the pass has changed, other than by tensors of the same shape; it must then run in each step.
     """
 
     calls: Sequence[Call]
@@ -200,7 +200,7 @@ class Capture:
 
     @property
     def result(self) -> Any:
-        """The result of the pass, references in place of tensors: the loss for training. Objects, such as a cache of keys, are None."""
+        """Result of the pass, with references in place of tensors: the loss in training. Objects, such as a cache of keys, are None."""
         return self.outputs[0]
 
     @property
@@ -210,7 +210,7 @@ class Capture:
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
-    """The references among the arguments of an operation, which are nested in lists at most."""
+    """Yield the references among the arguments of an operation, which contain no other containers than lists."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, list | tuple):
@@ -219,10 +219,10 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Storage]:
-    """Storages of the arguments that an operation changes, as its schema says."""
+    """Yield the storages of the arguments that an operation changes according to its schema."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from (ref.storage for ref in tree_leaves(value) if isinstance(ref, Ref))
-    if func is aten.native_batch_norm.default and args[5]:  # its schema does not say that it updates the running statistics
+    if func is aten.native_batch_norm.default and args[5]:  # its schema omits that it updates the running statistics
         yield from (ref.storage for ref in args[3:5] if ref is not None)

@@ -1,8 +1,8 @@
-"""The capture of a pass: from a module and a batch to the calls of aten operations that its forward and backward pass make.
+"""The capture of a pass: from a module and a batch to the calls of aten operations in its forward and backward pass.
 
 The module runs once under a fake tensor mode (shapes only: no arithmetic, no memory), autograd included, and every operation that reaches the
-dispatcher below autograd is noted. So the calls are the ones that eager PyTorch makes, in their order, and computing them again gives eager's bits.
-Python control flow simply runs, with its effects. A decision that needs a value is taken by the value at hand, and becomes a guard.
+dispatcher below autograd is recorded. So the calls are those that eager PyTorch makes, in their order, and computing them gives eager's bits.
+Python control flow simply runs, with its effects. A decision that needs a value uses the value in the current batch, and becomes a guard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .values import HostValues
 from .world import World
 
 Function = Callable[[torch.nn.Module, Mapping[str, Any]], Any]
-"""From a module and a batch to the result of a pass."""
+"""Function of a module and a batch that returns the result of a pass."""
 
 _OF_ONEDNN: Final = frozenset({aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default})
 
@@ -43,11 +43,11 @@ class CaptureTerms:
 
     Args:
         backward: whether there is a backward pass.
-        divisor: the gradient is that of the loss divided by this number of minibatches.
-        on_gpus: whether GPUs are to compute it: attention is then captured as products and a softmax, since PyTorch's fused one is of the CPU alone.
-        world: the state of Python that the pass may read and change; None to ignore it.
+        divisor: number of minibatches by which the loss is divided before its gradient is taken.
+        on_gpus: whether GPUs compute the pass; attention is then captured as products and a softmax, since PyTorch's fused one is for the CPU only.
+        world: state of Python that the pass may read and change; None to ignore it.
         values: values of tensors, for decisions that need them; None if there are none.
-        own: id -> name of the module's tensors that the session has; None for all.
+        own: id -> name of the module's tensors that the session holds; None for all.
     """
 
     backward: bool
@@ -59,18 +59,18 @@ class CaptureTerms:
 
 
 def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Function, terms: CaptureTerms) -> Capture:
-    """Capture a forward pass, and the backward pass too if it is wanted. Values of the module are not used.
+    """Capture a forward pass, and on request the backward pass. Values of the module are not used.
 
-    State of Python that the pass changes stays changed, as after a call of the module; if capturing fails it is as before. Tensors that the pass
+    State of Python that the pass changes stays changed, as after a call of the module; if capturing fails it is restored. Tensors that the pass
     leaves there are fake until their values are known (`Capture.carried`).
 
-    Recurrent layers of oneDNN are captured once more with oneDNN switched off, for the whole process, so that they are products: the workspace of its
-    own ones has a size that only oneDNN knows. Nothing else should compute meanwhile.
+    Recurrent layers of oneDNN are captured a second time with oneDNN switched off, for the whole process, so that they become products: only oneDNN
+    knows the size of the workspace of its own layers. Nothing else should compute meanwhile.
 
     Args:
         module: the module, in training or evaluation mode, on the CPU or on the meta device.
-        batch: arguments of the function; tensors count as inputs, other values are fixed.
-        function: from the module and the batch to what is kept; a scalar, the loss, with a backward pass.
+        batch: arguments of the function; tensors are inputs, other values are fixed.
+        function: function of the module and the batch that returns the values to keep; with a backward pass a scalar, the loss.
         terms: options of the capture.
 
     Raises:
@@ -88,19 +88,19 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
     with ExitStack() as settings:
         if terms.on_gpus:
             settings.enter_context(sdpa_kernel(SDPBackend.MATH))
-        found = _capture(module, batch, function, terms, before, copies=False)
-        if any(call.func in _OF_ONEDNN for call in found.calls):
+        captured = _capture(module, batch, function, terms, before, copies=False)
+        if any(call.func in _OF_ONEDNN for call in captured.calls):
             settings.enter_context(_without_onednn())
-            found = again(copies=False)
-        if any(storage.role == "input" for call in found.calls for storage in call.writes):  # the model changes them, which stay the program's
-            found = again(copies=True)
-    return found
+            captured = again(copies=False)
+        if any(storage.role == "input" for call in captured.calls for storage in call.writes):  # the model changes the program's inputs
+            captured = again(copies=True)
+    return captured
 
 
 def _capture(
     module: torch.nn.Module, batch: Mapping[str, Any], function: Function, terms: CaptureTerms, before: Snapshot, *, copies: bool
 ) -> Capture:
-    """Capture a pass from a state of Python; with `copies` the function is given copies of the inputs."""
+    """Capture a pass from a state of Python; with `copies` the function gets copies of the inputs."""
     for path, (tensor, _) in before.tensors.items():
         if isinstance(tensor, FakeTensor):
             raise UsageError(
@@ -153,10 +153,10 @@ class _Twins(NamedTuple):
     """Fake tensors for the parameters and buffers of a module.
 
     Attributes:
-        by_name: by every name.
+        by_name: twins by every name.
         parameters: twins of parameters, by first names.
-        by_id: by the id of the tensor that they replace.
-        aliases: each with another tensor in its memory.
+        by_id: twins by the id of the tensor that they replace.
+        aliases: each twin with another tensor in its memory.
     """
 
     by_name: dict[str, torch.Tensor]
@@ -170,7 +170,7 @@ class _Run:
 
     Attributes:
         gradients: gradients of parameters, by their first names.
-        copies: copies of the inputs, if the function is given such.
+        copies: copies of the inputs, if the function gets copies.
     """
 
     def __init__(self, module: torch.nn.Module, recorder: CallRecorder, twins: _Twins) -> None:
@@ -181,7 +181,7 @@ class _Run:
         self.outer: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def result(self, batch: Mapping[str, Any], function: Function, terms: CaptureTerms, *, copies: bool) -> Any:
-        """Run the function, and the backward pass if there is one."""
+        """Run the function, and the backward pass if there is one, and return the function's result."""
         recorder = self._recorder
         inputs = {name: _input(value) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         for name, value in inputs.items():
@@ -199,23 +199,23 @@ class _Run:
                 if isinstance(child, torch.nn.RNNBase)
             ]
             outputs = applied.called_with(self.twins.by_name, inputs)
-            for child, weights, references in recurrent:  # lists of twins would stay
+            for child, weights, references in recurrent:  # otherwise they would keep lists of twins
                 child._flat_weights, child._flat_weight_refs = weights, references
             applied.update()
             self._write_moved()
             return tree_map_only(torch.Tensor, recorder.own, with_plain_classes(outputs))
 
     def _differentiate(self, outputs: Any, divisor: int) -> Any:
-        """Compute the gradients of all parameters that have one, those that a backward pass has added to `.grad` by itself included."""
+        """Compute the gradients of all parameters that have one, including those that a backward pass in the module has added to `.grad`."""
         if not outputs.requires_grad:
             raise UsageError("the loss depends on no parameter that is learnt; unfreeze one, or compute the loss from the module's result")
         outer = self._recorder.learnable()
         wanted = [*self._learnt.values(), *outer]
-        found = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, wanted, allow_unused=True)
-        given = zip(outer, found[len(self._learnt) :], strict=True)
+        gradients = torch.autograd.grad(outputs if divisor == 1 else outputs / divisor, wanted, allow_unused=True)
+        given = zip(outer, gradients[len(self._learnt) :], strict=True)
         self.outer = [(tensor, self._recorder.own(gradient.detach())) for tensor, gradient in given if gradient is not None]
-        found = found[: len(self._learnt)]
-        for (name, twin), gradient in zip(self._learnt.items(), found, strict=True):
+        gradients = gradients[: len(self._learnt)]
+        for (name, twin), gradient in zip(self._learnt.items(), gradients, strict=True):
             added, twin.grad = twin.grad, None
             if added is not None:
                 gradient = added if gradient is None else gradient + added
@@ -224,7 +224,7 @@ class _Run:
         return outputs
 
     def _write_moved(self) -> None:
-        """Write the values of tensors that the module has given other memory (``weight.data = ...``) to where they belong."""
+        """Write the values of tensors whose memory the module has replaced (``weight.data = ...``) to their original memory."""
         for twin, alias in self.twins.aliases:
             if self._recorder.known(twin) is not self._recorder.known(alias):
                 if twin.shape != alias.shape or twin.dtype != alias.dtype:
@@ -235,10 +235,10 @@ class _Run:
                     alias.copy_(twin.detach())
 
     def check_gradients(self) -> None:
-        """Refuse gradients that are not dense.
+        """Check that all gradients are dense.
 
         Raises:
-            UsageError: one is not.
+            UsageError: a gradient is sparse.
         """
         for name, gradient in self.gradients.items():
             if gradient.layout != torch.strided:
@@ -246,14 +246,14 @@ class _Run:
 
 
 def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple[list[Carried], list[Ref]]:
-    """Tensors that a pass has left in Python: written to the constant that they replace, or kept as outputs."""
+    """Return the tensors that a pass has left in Python, written to the constant that they replace or kept as outputs; and those outputs."""
     carried, kept = list[Carried](), list[Ref]()
     with recorder, torch.no_grad():
         for path, (tensor, slot) in after.tensors.items():
             if not isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
                 continue
             if slot.write is None:
-                raise UsageError(f"{path} keeps a tensor of the pass where it cannot be replaced by its value; keep it as an attribute of the module")
+                raise UsageError(f"{path} keeps a tensor of the pass in a place that cannot receive its value; keep it as an attribute of the module")
             old = before.tensors.get(path)
             if old is not None and before.leaves[path] == after.leaves[path] and (storage := recorder.known(old[0])) is not None:
                 if recorder.known(tensor) is not storage:
@@ -267,37 +267,37 @@ def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple
 
 
 def _random_states() -> dict[str, Any]:
-    """The states of the generators of Python and NumPy, by words for messages."""
+    """Return the states of the generators of Python and NumPy, by names for messages."""
     kind, words, *rest = np.random.get_state(legacy=True)
     return {"random numbers of Python": random.getstate(), "random numbers of NumPy": (kind, np.asarray(words).tobytes(), *rest)}
 
 
 def _kept(leaf: Any, recorder: CallRecorder) -> Any:
-    """The reference of a tensor, or a plain value; None for other objects, which may hold tensors without memory."""
+    """Return the reference of a tensor, or a plain value; None for other objects, which may hold tensors without memory."""
     if isinstance(leaf, torch.Tensor):
         return recorder.ref(leaf)
     return leaf if isinstance(leaf, bool | int | float | str | None) else None
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of a tensor's shape and type in CPU memory, contiguous."""
+    """Return a contiguous fake tensor of a tensor's shape and type in CPU memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _input(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor for one of the batch."""
+    """Return a fake tensor for a tensor of the batch."""
     strides, _ = layout_of(value)
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
 
 
 def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int, str] | None) -> _Twins:
-    """Fake tensors for the parameters and buffers of a module.
+    """Return fake tensors for the parameters and buffers of a module.
 
     Args:
-        own: id -> name of the tensors that the session has; None for all.
+        own: id -> name of the tensors that the session holds; None for all.
 
     Raises:
-        UsageError: the module has other parameters than the session.
+        UsageError: the module has a parameter that the session lacks.
     """
     twins = _Twins({}, {}, {}, [])
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
@@ -319,7 +319,7 @@ def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int,
 
 
 def with_hooks_of(parameter: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """Let a twin call the gradient hooks of its parameter."""
+    """Register the gradient hooks of a parameter at its twin, and return the twin."""
     if twin.requires_grad:
         for hook in (parameter._backward_hooks or {}).values():
             twin.register_hook(hook)
@@ -327,25 +327,25 @@ def with_hooks_of(parameter: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
 
 
 class Applied(torch.nn.Module):  # type: ignore[misc]
-    """A function of a module as a module."""
+    """A module that computes a function of another module."""
 
     def __init__(self, module: torch.nn.Module, function: Function, then: Callable[[Any], Any]) -> None:
         super().__init__()
         self.module, self.function, self.then = module, function, then
-        self.replaced: dict[str, tuple[torch.Tensor, Any]] = {}  # buffers that the function has replaced by new tensors: old and new
+        self.replaced: dict[str, tuple[torch.Tensor, Any]] = {}  # buffers that the function has replaced by new tensors: (old, new)
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
-        """The result of the function, after `then`."""
+        """Return the result of the function, after `then`."""
         before = dict(self.module.named_buffers(remove_duplicate=False))
-        found = self.function(self.module, batch)
+        result = self.function(self.module, batch)
         after = dict(self.module.named_buffers(remove_duplicate=False))
         self.replaced = {name: (old, after.get(name)) for name, old in before.items() if after.get(name) is not old}
-        return self.then(found)  # here, because a backward pass that computes again uses the module's tensors
+        return self.then(result)  # here, because a backward pass with recomputation uses the module's tensors
 
     def called_with(self, tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, Any]) -> Any:
         """Call the function while the module has other tensors, given by every name.
 
-        `functional_call` puts the tensors back by name in the order in which it replaced them: a part that has two names would keep its second one.
+        `functional_call` restores the tensors by name in the order of their replacement: a submodule with two names would keep its replacement.
         """
         once = {path for path, _ in self.module.named_modules()}
         again = {path for path, _ in self.module.named_modules(remove_duplicate=False)} - once
@@ -356,7 +356,7 @@ class Applied(torch.nn.Module):  # type: ignore[misc]
         """Write new values of replaced buffers to the old ones.
 
         Raises:
-            UsageError: a buffer has another shape or type.
+            UsageError: a new buffer has another shape or type.
         """
         for name, (old, new) in self.replaced.items():
             if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:

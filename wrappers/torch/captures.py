@@ -1,8 +1,7 @@
-"""The captured passes of a module: one for each purpose, shape of a minibatch and state of Python, made when they are first asked for.
+"""The captured passes of a module: one for each purpose, shape of a minibatch and state of Python, captured at their first use.
 
-A pass is used again as long as everything that its capture has read is as it was: the state of Python (`world`), PyTorch's settings, and the values
-that decisions were made by (guards). A pass that has changed the state of Python runs again in each step. Where it makes the calls that it made
-before, the tasks are those of before.
+A pass is reused as long as everything that its capture has read is unchanged: the state of Python (`world`), PyTorch's settings, and the values by
+which decisions were made (guards). A pass that has changed the state of Python runs in each step. If it makes the same calls, the tasks are reused.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ Purpose = Literal["train", "evaluate", "predict"]
 """Purpose of a step: an update, a loss, or the module's result."""
 
 Values = Callable[[Mapping[str, Any], int], HostValues]
-"""From a minibatch and its number within the step to values of tensors."""
+"""Function of a minibatch and its number within the step that returns values of tensors."""
 
 MOST_STATES: Final = 32
-"""States of Python and shapes whose passes are known; one that comes back later is captured again, and finds its tasks by their form."""
+"""Largest number of states of Python and shapes whose passes are kept; another one is captured anew, and finds its tasks by their form."""
 MANY: Final = 8
 """Number of passes in a row that are captured anew because they change the state of Python, before a warning."""
 
@@ -48,9 +47,9 @@ class PassUse:
     """A pass over one minibatch.
 
     Attributes:
-        tasks: the pass.
+        tasks: the tasks of the pass.
         carried: tensors that it leaves in Python; references are those of `tasks`.
-        constants: storages of `tasks` with the tensors of the program that they stand for now; without those that are found by their paths.
+        constants: storages of `tasks` with the program's tensors that they currently represent, except those found by their paths.
         host: values of inputs that the host has computed, by name.
         ran: whether Python has just run for it.
         has_effects: whether Python has changed its state meanwhile.
@@ -71,12 +70,12 @@ class Captures:
 
     Args:
         module: the module, whose values are not used.
-        objective: from the module and a batch to the loss.
-        terms: tiles, compiler and devices for which passes are made.
+        objective: function of the module and a batch that returns the loss.
+        terms: tiles, compiler and devices for which passes are captured.
         roots: further objects from which state of Python is reachable, by name.
         keeps_effects: whether state of Python that a pass changes stays changed, as after a call of the module.
-        quiet: waits until nothing computes, before a pass is captured.
-        shared: names of buffers that share memory in the module, and that no pass may change, because they are apart in a session.
+        quiet: function that waits until nothing computes, called before a pass is captured.
+        shared: names of buffers that share memory in the module, which no pass may change, because they are separate in a session.
     """
 
     def __init__(
@@ -95,9 +94,9 @@ class Captures:
         own: dict[int, str] = {}
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
-        self.own, self._tensors = own, [value for _, value in named_tensors(module)]  # alive, or an id would be another's
+        self.own, self._tensors = own, [value for _, value in named_tensors(module)]  # kept alive, so that ids stay unique
         self.world = World({"module": module, **(roots or {}), "hooks of all modules": _hooks_of_all()}, own)
-        self._passes: dict[Hashable, list[tuple[PassUse, Capture]]] = {}  # uses, and what must hold for them; those used last come last
+        self._passes: dict[Hashable, list[tuple[PassUse, Capture]]] = {}  # uses, and captures with their guards; least recently used first
         self._forms: dict[Hashable, list[Pass]] = {}
         self._num_anew, self._shared = 0, shared
         self._seen: Snapshot | None = None  # the state of Python at the last capture
@@ -105,10 +104,10 @@ class Captures:
     def pass_over(
         self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None = None, taken: Collection[Pass] = ()
     ) -> PassUse:
-        """The pass over a minibatch; nothing else may compute while it is captured.
+        """Return the use of a pass over a minibatch; nothing else may compute while it is captured.
 
         Args:
-            values: values of tensors, now; None if there are none.
+            values: current values of tensors; None if there are none.
             taken: passes over other minibatches of the step.
         """
         key = (purpose, divisor, signature_of(minibatch), surroundings(), self.world.now().key)
@@ -120,7 +119,7 @@ class Captures:
                 self._num_anew = 0
                 return replace(use, host=host)
         before = self.world.now()
-        with no_collections():  # which would go through all of torch
+        with no_collections():  # a collection would go through all of torch
             made = self._captured(minibatch, purpose, divisor, values)
         for name in {s.name for each in made.captured.calls for s in each.writes if s.role == "buffer"}.intersection(self._shared):
             raise UsageError(
@@ -131,7 +130,7 @@ class Captures:
         self._seen = before
         self._note_anew(changed)
         known = self._forms.setdefault((purpose, divisor, surroundings(), form_of(made.captured)), [])
-        same = next((each for each in known if each not in taken), made)  # a pass has one set of constants, and each minibatch may have its own
+        same = next((each for each in known if each not in taken), made)  # a pass has one set of constants, and each minibatch may need its own
         if same is made:
             known.append(made)
         if not made.captured.effects:
@@ -165,10 +164,10 @@ class Captures:
                 np.random.set_state(before[2])
 
     def _note_anew(self, changed: Sequence[str]) -> None:
-        """Count captures in a row, and warn once of many.
+        """Count captures in a row, and warn once if there are many.
 
         Args:
-            changed: places of Python that the pass has changed itself, or that are other than at the capture before.
+            changed: places in Python's state that the pass itself has changed, or that differ from the previous capture.
         """
         self._num_anew = self._num_anew + 1 if changed else 0
         if self._num_anew == MANY:
@@ -181,12 +180,12 @@ class Captures:
 
 
 def _hooks_of_all() -> dict[str, Any]:
-    """The tables of hooks that PyTorch calls for every module."""
+    """Return the tables of hooks that PyTorch calls for every module."""
     return {name: each for name, each in vars(torch.nn.modules.module).items() if name.startswith("_global_") and isinstance(each, dict)}
 
 
 def surroundings() -> Hashable:
-    """Settings of PyTorch that a capture reads."""
+    """Return the settings of PyTorch that a capture reads."""
     return (
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
@@ -202,7 +201,7 @@ def surroundings() -> Hashable:
 
 
 def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor], *, ran: bool = False) -> PassUse:
-    """A use of the tasks of one capture for another one of the same form.
+    """Return a use of one capture's tasks for another capture of the same form.
 
     Args:
         ran: whether Python has just run, so that its state is that after the pass.
@@ -219,30 +218,30 @@ def _use(tasks: Pass, captured: Capture, host: Mapping[str, torch.Tensor], *, ra
 
 
 def _constants_in(captured: Capture) -> list[Storage]:
-    """Constants in the order in which the pass meets them."""
-    found: dict[Storage, None] = {}
+    """Return the constants of a pass in the order of their first use."""
+    storages: dict[Storage, None] = {}
     for each in captured.calls:
-        found.update(dict.fromkeys(ref.storage for ref in tree_leaves((each.args, dict(each.kwargs))) if isinstance(ref, Ref)))
-    return [storage for storage in found if storage.role == "constant"]
+        storages.update(dict.fromkeys(ref.storage for ref in tree_leaves((each.args, dict(each.kwargs))) if isinstance(ref, Ref)))
+    return [storage for storage in storages if storage.role == "constant"]
 
 
 def _host_inputs(captured: Capture, values: HostValues | None) -> dict[str, torch.Tensor] | None:
-    """Values that the host computes for a pass, by name; None if a guard does not hold, or a shape has changed."""
-    found: dict[str, torch.Tensor] = {}
+    """Return the values that the host computes for a pass, by name; None if a guard does not hold, or a shape has changed."""
+    inputs: dict[str, torch.Tensor] = {}
     if not captured.guards and not captured.host:
-        return found
+        return inputs
     if values is None:
         return None
     for host in captured.host:
         results = values.run(host)
         if tuple(tuple(each.shape) for each in results) != host.shapes:
             return None
-        found.update((storage.name, each) for storage, each in zip(host.storages, results, strict=True))
-    return found if all(values.holds(guard) for guard in captured.guards) else None
+        inputs.update((storage.name, each) for storage, each in zip(host.storages, results, strict=True))
+    return inputs if all(values.holds(guard) for guard in captured.guards) else None
 
 
 def form_of(captured: Capture) -> Hashable:
-    """The form of a capture, which is equal for two captures if the same tasks do for both: calls, results and gradients, with storages by number."""
+    """Return the form of a capture: calls, results and gradients, with storages by number. Captures of equal form can use the same tasks."""
     numbers: dict[Storage, int] = {}
 
     def number(storage: Storage) -> Hashable:

@@ -1,10 +1,9 @@
 """Chains: runs of elementwise calls, reductions and normalisations that become one compiled call each.
 
-A chain reads what it needs from outside, and writes what is used after it; what only its own calls use has no memory at all. To the rest of the
-package a chain is a call like any other, whose operation is a `Chain`. Random calls, calls in place, products and lookups in tables stay calls of
-their own. Which calls form a chain follows from the pass alone, never from a budget, so the bits do not depend on one either. A chain touches
-no more memory than the hungriest single call of the pass, and with the buffers of its function a sixteenth more at most, so that the least budget
-hardly rises.
+A chain reads its inputs, and writes the results that are used after it; values that only its own calls use have no memory. To the rest of the package
+a chain is a call like any other, whose operation is a `Chain`. Random calls, calls in place, products and lookups in tables are never part of one.
+The choice of chains depends only on the pass, never on a budget, so the bits do not depend on one either. A chain touches at most as much memory as
+the largest single call of the pass, plus a sixteenth for the buffers of its function, so the smallest possible budget hardly rises.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ _MEMBERS: Final = frozenset(
 """Operations that may be in a chain, besides those that PyTorch tags as pointwise."""
 _DIVISIONS: Final = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
 _MOVES: Final = frozenset({aten.clone.default, aten._to_copy.default})
-"""Copies, which are no faster compiled; a chain has at least two other calls, and not only masks, which compiled loops compute slowly."""
+"""Copies, which are not faster when compiled. A chain has at least two other calls, and computes not only masks, which compiled loops do slowly."""
 
 
 class Chain:
-    """What a chain computes, in place of an operation of PyTorch in a call: its arguments are the inputs, its results are written where they belong.
+    """The operation of a chain's call, in place of PyTorch's; the call's arguments are the inputs, and results are written in place.
 
     Attributes:
-        name: its operations, for traces.
-        tags: none; as of an operation.
-        compiled: computes it.
+        name: names of its operations, for traces.
+        tags: tags of the operation; a chain has none.
+        compiled: function that computes it.
     """
 
     tags: frozenset[Any] = frozenset()
@@ -65,10 +64,10 @@ class Chain:
 
 
 class ChainCompiler:
-    """Makes chains of passes; equal ones are compiled once.
+    """Compiler of the chains of passes; equal chains are compiled once.
 
     Attributes:
-        num_compiled: functions compiled so far.
+        num_compiled: number of functions compiled so far.
     """
 
     def __init__(self) -> None:
@@ -76,11 +75,11 @@ class ChainCompiler:
 
     @property
     def num_compiled(self) -> int:
-        """Number of functions that were compiled."""
+        """Number of compiled functions."""
         return len(self._compiled)
 
     def chained(self, capture: Capture) -> Capture:
-        """A pass with its chains as single calls."""
+        """Return a pass with its chains as single calls."""
         return replace(capture, calls=_Chaining(capture, self._compile).calls())
 
     def _compile(self, calls: Sequence[Call], inputs: Sequence[Ref], results: Sequence[Ref]) -> Chain:
@@ -123,23 +122,23 @@ class _Chaining:
         self._limit = max((_nbytes(call.reads | call.writes) for call in capture.calls), default=0)
 
     def calls(self) -> list[Call]:
-        """The calls of the pass, those of each chain in one."""
-        found: list[Call] = []
+        """Return the calls of the pass, with those of each chain merged into one."""
+        merged: list[Call] = []
         at = 0
         while at < len(self._calls):
             if _may_join(self._calls[at]):
                 end = self._end_of_run(at)
                 while end > at + 1 and self._touched(at, end) > self._limit:
                     end -= 1
-                found += self._chains(at, end)
+                merged += self._chains(at, end)
             else:
                 end = at + 1
-                found.append(self._calls[at])
+                merged.append(self._calls[at])
             at = end
-        return found
+        return merged
 
     def _end_of_run(self, start: int) -> int:
-        """The first call after a start that can be in no chain, or uses a tensor of the calls before in a way that cannot be told as a view."""
+        """Return the first call after `start` that cannot be in a chain, or that uses a tensor of the run in a way that is not a view."""
         made: dict[Storage, Ref] = {}
         for number in range(start, len(self._calls)):
             call = self._calls[number]
@@ -150,13 +149,13 @@ class _Chaining:
         return len(self._calls)
 
     def _touched(self, start: int, end: int) -> int:
-        """Bytes that some calls read and write as a chain."""
+        """Return the bytes that some calls read and write as a chain."""
         calls = self._calls[start:end]
         made = {storage for call in calls for storage in call.made}
         return _nbytes({s for call in calls for s in call.reads} - made) + _nbytes({s for s in made if self._last_use[s] >= end})
 
     def _chains(self, start: int, end: int) -> list[Call]:
-        """The calls of a run, as one chain; in two parts if its function takes too much memory besides."""
+        """Return the calls of a run as one chain, or as two parts if its function needs too much additional memory."""
         calls = self._calls[start:end]
         if sum(call.func not in _MOVES for call in calls) < 2 or all(ref.dtype == torch.bool for call in calls for ref in _refs(call.results)):
             return list(calls)
@@ -173,7 +172,7 @@ class _Chaining:
 
 
 def _refs(*values: Any) -> list[Ref]:
-    """The references in some values, in order."""
+    """Return the references in some values, in order."""
     return [leaf for value in values for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value) if isinstance(leaf, Ref)]
 
 
@@ -182,7 +181,7 @@ def _nbytes(storages: Sequence[Storage] | set[Storage] | frozenset[Storage]) -> 
 
 
 def _sums_columns(call: Call) -> bool:
-    """Whether a call sums over other axes than the innermost in memory, at which the loops of PyTorch's own kernels are better than compiled ones."""
+    """Return whether a call sums over axes other than the innermost in memory, for which PyTorch's own loops are faster than compiled ones."""
     if call.func is not aten.sum.dim_IntList or not call.args[1]:
         return False
     source: Ref = call.args[0]
@@ -191,12 +190,12 @@ def _sums_columns(call: Call) -> bool:
 
 
 def _divides_integers(call: Call) -> bool:
-    """Whether a call divides integers: compiled loops note a division by zero in a variable that threads share."""
+    """Return whether a call divides integers: compiled loops record a division by zero in a variable that threads share."""
     return call.func.overloadpacket in _DIVISIONS and not all(ref.dtype.is_floating_point for ref in _refs(call.results))
 
 
 def _may_join(call: Call) -> bool:
-    """Whether a call may be in a chain: it only makes memory, whole, of real numbers, and its operation is one that fuses."""
+    """Return whether a call may be in a chain: it only fills new, whole memory with real numbers, by an operation that fuses."""
     is_known = call.func in _MEMBERS or torch.Tag.pointwise in call.func.tags
     if not is_known or call.is_random or call.writes != call.made or _sums_columns(call) or _divides_integers(call):
         return False
@@ -207,27 +206,27 @@ def _may_join(call: Call) -> bool:
 
 
 def _order(ref: Ref) -> list[int]:
-    """The axes of a tensor from the outermost in memory to the innermost."""
+    """Return the axes of a tensor from the outermost in memory to the innermost."""
     return sorted(range(len(ref.shape)), key=lambda axis: (-ref.strides[axis], ref.shape[axis] == 1))
 
 
 def _is_dense(ref: Ref) -> bool:
-    """Whether a tensor is its storage, its axes in any order."""
+    """Return whether a tensor is all of its storage, with its axes in any order."""
     order = _order(ref)
     return replace(ref, shape=tuple(ref.shape[a] for a in order), strides=tuple(ref.strides[a] for a in order)).is_whole
 
 
 def _grid(made: Ref, ref: Ref) -> list[tuple[int, int, int, int]] | None:
-    """How a tensor is found in a dense one: the memory as a grid of axes, of each of which the tensor has a part.
+    """Return how a tensor lies in a dense one: the memory as a grid of axes, of each of which the tensor covers a part.
 
     Returns:
-        For each axis of the grid, the outermost first: its length, first index and length of the part, and the axis of the tensor, -1 for one that
-        the tensor does not have; None if there is no such grid.
+        For each axis of the grid, the outermost first: its length, first index and length of the part, and the axis of the tensor, -1 if the tensor
+        lacks it; None if there is no such grid.
     """
     if ref.dtype != made.dtype:
         return None
     total, rest, inner = prod(made.shape), ref.offset, prod(made.shape)
-    found = []
+    axes = []
     for axis in _order(ref):
         length, stride = ref.shape[axis], ref.strides[axis]
         if length == 1 or stride == 0:
@@ -237,19 +236,19 @@ def _grid(made: Ref, ref: Ref) -> list[tuple[int, int, int, int]] | None:
         first, rest = divmod(rest, stride)
         if first + length > inner // stride:
             return None
-        found.append((inner // stride, first, length, axis))
+        axes.append((inner // stride, first, length, axis))
         inner = stride
     if rest >= inner or total == 0:
         return None
-    return [*found, (inner, rest, 1, -1)]
+    return [*axes, (inner, rest, 1, -1)]
 
 
 def _view(value: torch.Tensor, made: Ref, ref: Ref) -> torch.Tensor:
-    """A tensor as a view of the value of a dense one over the same storage, by operations on shapes and slices."""
+    """Return a tensor as a view of the value of a dense one over the same storage, by operations on shapes and slices."""
     if made == ref:
         return value
     grid = _grid(made, ref)
-    assert grid is not None  # `_end_of_run` has looked
+    assert grid is not None  # `_end_of_run` has checked that
     flat = value.permute(_order(made)).reshape([length for length, *_ in grid])
     for at, (length, first, count, _) in enumerate(grid):
         if count != length:
@@ -260,7 +259,7 @@ def _view(value: torch.Tensor, made: Ref, ref: Ref) -> torch.Tensor:
 
 
 def _function_of(calls: Sequence[Call], inputs: Sequence[Ref], results: Sequence[Ref]) -> Callable[..., list[torch.Tensor]]:
-    """The function that a chain is, for tracing."""
+    """Return the function that a chain computes, for tracing."""
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         given: Mapping[Ref, torch.Tensor] = dict(zip(inputs, tensors, strict=True))

@@ -1,7 +1,7 @@
-"""Batches of nntask's datasets as the arguments of a language model, by transformers' collators.
+"""Conversion of batches of nntask's datasets to the arguments of a language model, by transformers' collators.
 
-What is masked follows from the seed, the step and the minibatch, in validation from the seed and the tokens, so that a resumed run learns the same,
-and two validations score the same.
+Masks depend on the seed, the step and the minibatch, in validation on the seed and the tokens. So a resumed run trains on the same masks, and two
+validations give the same score.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from .language import Kind
 
 Tokens = npt.NDArray[np.int32]
 IGNORED: Final = -100
-"""Label of a token that the loss leaves out."""
+"""Label of a token that the loss ignores."""
 _TRIES: Final = 64
-"""Most draws of a mask until it hides a token."""
+"""Largest number of draws of a mask until it hides a token."""
 
 
 def load_tokenizer(directory: str) -> Any:
-    """transformers' tokenizer in a directory, or beside a tokenizer.json; None without a directory. It has a mask if its files have.
+    """Return transformers' tokenizer in a directory, or in that of a tokenizer.json; None without a path. It has a mask token if its files have one.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the tokenizer cannot be read.
     """
     if not directory:
         return None
     known, path = nntask.data.load_tokenizer(directory), Path(directory)
     try:
-        found = transformers.AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of any type, by what is broken
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # its type depends on the damage
         raise DataError(f"transformers cannot read the tokenizer in {directory}: {error}; copy its files from the model's directory again") from None
-    if found.mask_token is not None and found.mask_token_id >= known.vocab_size:  # transformers has added it
-        found.mask_token = None
-    return found
+    if tokenizer.mask_token is not None and tokenizer.mask_token_id >= known.vocab_size:  # transformers has added it
+        tokenizer.mask_token = None
+    return tokenizer
 
 
 class Collator:
-    """Makes minibatches.
+    """Maker of minibatches.
 
     Args:
-        kind: what the model learns.
-        tokenizer: transformers' tokenizer; None where the data are ids without one.
+        kind: training task of the model.
+        tokenizer: transformers' tokenizer; None if the data are ids without one.
         module: the model.
-        seed: of what is masked.
+        seed: seed of the masks.
 
     Attributes:
         fixed: arguments of the model that are the same in all batches.
@@ -65,35 +65,35 @@ class Collator:
         self.fixed = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
 
     def check(self) -> None:
-        """Refuse data that the model cannot learn from.
+        """Check that the model can learn from the data.
 
         Raises:
-            UsageError: tokens are to be masked, and the tokenizer has no mask, or more ids than the model.
+            UsageError: tokens must be masked, and the tokenizer has no mask token, or more ids than the model.
         """
         if self._kind != "masked":
             return
         if getattr(self._tokenizer, "mask_token", None) is None:
             raise UsageError(
-                "a masked language model learns what is behind the mask token, and the tokenizer of the data has none; "
-                "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json beside its tokenizer.json"
+                "a masked language model needs a mask token, and the tokenizer of the data has none; "
+                "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json next to its tokenizer.json"
             )
         num_ids, most = len(self._tokenizer), int(self._module.config.get_text_config().vocab_size)
-        if num_ids > most:  # random ones replace some tokens
+        if num_ids > most:  # random ids replace some tokens
             raise UsageError(
                 f"the tokenizer has {num_ids} ids with the special tokens that transformers adds to it, and the model's vocabulary {most}; "
                 "use the tokenizer that belongs to the model"
             )
 
     def training(self, tokens: Tokens, step: int, number: int) -> dict[str, Any]:
-        """Minibatch `number` of a step, from 1  # tokens (b, T)."""
+        """Return minibatch `number` of a step, from 1  # tokens (b, T)."""
         return self._minibatch(tokens, None, (step, number))
 
     def validation(self, tokens: Tokens, targets: Tokens) -> dict[str, Any]:
-        """A batch to be scored; sequences without a target in `targets` are not  # both (b, T)."""
+        """Return a batch to score; sequences without a target in `targets` are ignored  # both (b, T)."""
         return self._minibatch(tokens, np.asarray((targets >= 0).any(1)), (0, zlib.crc32(np.ascontiguousarray(tokens).tobytes())))
 
     def example(self, size: int, length: int) -> dict[str, Any]:
-        """A minibatch of these shapes, whose values mean nothing."""
+        """Return a minibatch of these shapes with arbitrary values."""
         tokens = np.zeros((size, length), np.int32)
         if self._kind == "masked":
             ids = torch.from_numpy(tokens.astype(np.int64))
@@ -101,11 +101,11 @@ class Collator:
         return self._minibatch(tokens, None, (0, 0))
 
     def _minibatch(self, tokens: Tokens, counts: npt.NDArray[np.bool_] | None, at: tuple[int, int]) -> dict[str, Any]:
-        """Arguments of the model.
+        """Return the arguments of the model.
 
         Args:
-            counts: (b,) which sequences are scored; None for all.
-            at: what random numbers follow from besides the seed.
+            counts: (b,) whether each sequence is scored; None for all.
+            at: numbers that determine random numbers together with the seed.
         """
         ids = tokens.astype(np.int64)
         if self._kind == "masked":
@@ -130,8 +130,8 @@ class Collator:
         for attempt in range(_TRIES):
             words = np.random.SeedSequence([self._seed, *at, attempt]).generate_state(2, np.uint32)
             seed = int(words[0]) << 31 | int(words[1]) >> 1
-            found = dict(transformers.DataCollatorForLanguageModeling(self._tokenizer, mlm=True, seed=seed)(list(torch.from_numpy(shown.copy()))))
-            if bool((found["labels"] != IGNORED).any()):
+            masked = dict(transformers.DataCollatorForLanguageModeling(self._tokenizer, mlm=True, seed=seed)(list(torch.from_numpy(shown.copy()))))
+            if bool((masked["labels"] != IGNORED).any()):
                 break
         else:
             raise DataError(
@@ -139,10 +139,10 @@ class Collator:
                 "or use other texts"
             )
         if counts is None:
-            return found
+            return masked
         whole = {"input_ids": torch.from_numpy(ids.copy()), "labels": torch.full(ids.shape, IGNORED)}
         for name, value in whole.items():
-            value[torch.from_numpy(counts)] = found[name]
+            value[torch.from_numpy(counts)] = masked[name]
         return whole
 
     def _pairs(self, ids: npt.NDArray[np.int64]) -> dict[str, Any]:

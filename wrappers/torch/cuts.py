@@ -1,14 +1,10 @@
 """Large parameters in pieces: a captured pass rewritten so that no call needs the whole of a parameter that is cut along its first axis.
 
-A parameter above a limit has a tile for each so many rows, and so have its gradient and the optimizer's state, so that none of them need fit the
-budget as a whole. Each call that touches it becomes one call for each piece:
-
-- a product whose rows or columns are cut writes the rows or columns of its result, one whose sum is cut adds up, piece after piece;
-- an elementwise operation computes the pieces;
-- looking up ids writes the rows that lie in a piece, and its gradient adds those up (`rows`).
-
-For any other call the pieces are put together in a temporary tensor before it, and what it has changed is cut again behind it: right for all, and for
-those of no gain. A product cut otherwise rounds otherwise, so the limit is part of the numerics, as a tile size is.
+A parameter above a limit has tiles of some rows each, and so have its gradient and the optimizer's state, so that none of them need fit the budget as
+a whole. Each call that touches it becomes one call for each piece: a product writes a part of its result, or adds to it if the summed axis is cut; an
+elementwise operation computes the pieces; a lookup writes the rows that lie in a piece, and its gradient adds those (`rows`). For any other call the
+pieces are joined in a temporary tensor before it, and if the call changes them, cut after it: correct for all calls, but without savings. A cut
+product rounds differently, so the limit is part of the numerics, like a tile size.
 
 Letters: V = rows of the parameter, K = the axis of a product that is summed over.
 """
@@ -27,20 +23,20 @@ from .calls import Call, Capture, Ref, Storage, TileKey, aten
 from .rows import ops
 
 LARGEST_TILE: Final = "64MB"
-"""Parameters above this are cut unless another size is asked for."""
+"""Default size above which parameters are cut."""
 _ELEMENTWISE: Final = frozenset({aten.clone.default, aten._to_copy.default})
-"""Elementwise operations that PyTorch does not tag as such."""
+"""Elementwise operations that PyTorch does not tag as pointwise."""
 
 
 def tiles_of(parameters: Iterable[tuple[str, torch.Tensor]], limit: int) -> dict[str, tuple[int, int]]:
-    """The parameters that are cut, by name: their rows, and those of a tile, in equal shares of at most `limit` bytes, one row at least."""
-    found = {}
+    """Return (rows, rows of a tile) of each parameter to cut, by name: equal tiles of at most `limit` bytes, and at least one row."""
+    tiles = {}
     for name, value in parameters:
         nbytes = value.numel() * value.element_size()
         if nbytes > limit and value.dim() > 1 and len(value) > 1:
             most = max(1, limit * len(value) // nbytes)
-            found[name] = len(value), -(-len(value) // -(-len(value) // most))
-    return found
+            tiles[name] = len(value), -(-len(value) // -(-len(value) // most))
+    return tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,8 @@ class _Cut:
     """A storage in pieces.
 
     Attributes:
-        pieces: the storage of each piece.
-        ends: number of the row behind the last one of each piece.
+        pieces: storage of each piece.
+        ends: row after the last one of each piece.
         row_nbytes: bytes of a row.
     """
 
@@ -59,20 +55,20 @@ class _Cut:
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """First row of each piece and the row behind its last."""
+        """First row of each piece, and the row after its last."""
         return list(zip([0, *self.ends], self.ends, strict=False))
 
 
 def cut_parameters(capture: Capture, tiles: Mapping[str, tuple[int, int]]) -> Capture:
-    """The same pass with large parameters, and their gradients, in pieces.
+    """Return the same pass with large parameters, and their gradients, in pieces.
 
     Args:
-        tiles: of each parameter that is cut, by name: its rows, and those of a tile.
+        tiles: (rows, rows of a tile) of each parameter that is cut, by name.
     """
-    found = {each: _cut_of(each, *tiles[each.name]) for each in capture.storages if each.role == "parameter" and each.name in tiles}
-    if not found:
+    parameter_cuts = {each: _cut_of(each, *tiles[each.name]) for each in capture.storages if each.role == "parameter" and each.name in tiles}
+    if not parameter_cuts:
         return capture
-    cuts = _with_gradients(capture, found)
+    cuts = _with_gradients(capture, parameter_cuts)
     calls: list[Call] = []
     gradients: dict[TileKey, Ref] = {}
     behind = _cut_behind(capture, cuts, tiles)
@@ -98,8 +94,8 @@ def _cut_of(storage: Storage, num_rows: int, rows: int) -> _Cut:
 
 
 def _with_gradients(capture: Capture, cuts: Mapping[Storage, _Cut]) -> dict[Storage, _Cut]:
-    """The cuts of parameters, and of those of their gradients that can be computed in pieces."""
-    found = dict(cuts)
+    """Return the cuts of parameters, and of those of their gradients that can be computed in pieces."""
+    all_cuts = dict(cuts)
     kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
     owners = {each.name: cut for each, cut in cuts.items()}
     for (name, _), ref in capture.gradients.items():
@@ -109,37 +105,37 @@ def _with_gradients(capture: Capture, cuts: Mapping[Storage, _Cut]) -> dict[Stor
             if not _are_cut_alike(capture, storages, owners, owners[name]):
                 continue
             num_rows = owners[name].ends[-1]
-            trial = {**found, **{each: _cut_of(each, num_rows, owners[name].ends[0]) for each in storages}}
+            trial = {**all_cuts, **{each: _cut_of(each, num_rows, owners[name].ends[0]) for each in storages}}
             if all(_pieces_of(call, trial) for call in capture.calls if storages & (call.reads | call.writes)):
-                found = trial
+                all_cuts = trial
                 break
-    return found
+    return all_cuts
 
 
 def _are_cut_alike(capture: Capture, storages: set[Storage], owners: Mapping[str, _Cut], cut: _Cut) -> bool:
-    """Whether all gradients in some storages, of which one may be that of several parameters, are whole ones of parameters that are cut alike."""
+    """Return whether all gradients in some storages are whole and belong to parameters that are cut alike; parameters may share a gradient."""
     inside = [(name, ref) for (name, _), ref in capture.gradients.items() if ref.storage in storages]
     return all(ref.is_whole and name in owners and owners[name].ends == cut.ends for name, ref in inside)
 
 
 def _elementwise_sources(capture: Capture, ref: Ref) -> set[Storage]:
-    """The storage of a tensor, and those of tensors of its shape that it is computed from elementwise."""
-    found, waiting = {ref.storage}, [ref.storage]
+    """Return the storage of a tensor, and those of tensors of its shape from which it is computed elementwise."""
+    sources, waiting = {ref.storage}, [ref.storage]
     while waiting:
         storage = waiting.pop()
         for call in capture.calls:
             if storage in call.writes and _is_elementwise(call):
                 for source in tree_leaves((call.args, dict(call.kwargs))):
                     is_alike = isinstance(source, Ref) and source.is_whole and source.shape == ref.shape and source.storage.role == "temporary"
-                    if is_alike and source.storage not in found:
-                        found.add(source.storage)
+                    if is_alike and source.storage not in sources:
+                        sources.add(source.storage)
                         waiting.append(source.storage)
-    return found
+    return sources
 
 
 def _cut_behind(capture: Capture, cuts: Mapping[Storage, _Cut], tiles: Mapping[str, tuple[int, int]]) -> dict[int, list[tuple[TileKey, Call]]]:
-    """Of gradients that are computed as a whole: number of the last call that writes one -> the copies of its pieces."""
-    found: dict[int, list[tuple[TileKey, Call]]] = {}
+    """Return the copies of the pieces of gradients that are computed as a whole, by the number of the last call that writes the gradient."""
+    copies: dict[int, list[tuple[TileKey, Call]]] = {}
     for (name, _), ref in capture.gradients.items():
         if name not in tiles or ref.storage in cuts:
             continue
@@ -148,15 +144,15 @@ def _cut_behind(capture: Capture, cuts: Mapping[Storage, _Cut], tiles: Mapping[s
         for number, first in enumerate(range(0, num_rows, rows)):
             source = _narrow(ref, 0, first, min(first + rows, num_rows))
             piece = Storage(prod(source.shape) * ref.dtype.itemsize, "temporary")
-            found.setdefault(last, []).append(((name, number), _clone(source, _whole(piece, source.shape, ref.dtype))))
-    return found
+            copies.setdefault(last, []).append(((name, number), _clone(source, _whole(piece, source.shape, ref.dtype))))
+    return copies
 
 
 # ---- One call ----
 
 
 def _pieces_of(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
-    """The calls on pieces that do what one does; None if there is no rule for it."""
+    """Return the calls on pieces that replace a call; None if there is no rule for it."""
     if not any(storage in cuts for storage in call.reads | call.writes):
         return [call]
     if call.func in (aten.mm.default, aten.addmm.default, aten.addmm.out):
@@ -173,7 +169,7 @@ def _pieces_of(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
 
 
 def _products(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
-    """A product of matrices, of which one axis is cut."""
+    """Return the calls for a product of matrices with one cut axis."""
     is_sum, is_made = call.func is not aten.mm.default, call.func is not aten.addmm.out
     if call.kwargs.keys() - {"out"}:
         return None
@@ -181,15 +177,15 @@ def _products(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
     result = _result(call)
     axes = [(left, 0, "rows"), (left, 1, "sum"), (right, 0, "sum"), (right, 1, "columns"), (result, 0, "rows"), (result, 1, "columns")]
     cut_refs = [ref for ref in (left, right, result) if ref.storage in cuts]
-    found = {(axis, tuple(cuts[ref.storage].ends)) for ref, at, axis in axes if ref.storage in cuts and _axis(ref, cuts[ref.storage]) == at}
-    if len(found) != 1 or any(_axis(ref, cuts[ref.storage]) is None for ref in cut_refs) or (is_sum and is_made and call.args[0].storage in cuts):
+    cut_axes = {(axis, tuple(cuts[ref.storage].ends)) for ref, at, axis in axes if ref.storage in cuts and _axis(ref, cuts[ref.storage]) == at}
+    if len(cut_axes) != 1 or any(_axis(ref, cuts[ref.storage]) is None for ref in cut_refs) or (is_sum and is_made and call.args[0].storage in cuts):
         return None
-    axis, ends = found.pop()
+    axis, ends = cut_axes.pop()
     bounds = list(zip([0, *ends], ends, strict=False))
     if axis == "sum":
         operands = [(_slice(left, 1, each, number, cuts), _slice(right, 0, each, number, cuts)) for number, each in enumerate(bounds)]
         adding = [Call.of(aten.addmm.out, (result, *each), (result,), kwargs={"out": result}) for each in operands]
-        if is_made:  # (M, K) @ (K, N): the first piece of K makes the result, the others are added
+        if is_made:  # (M, K) @ (K, N): the first piece of K writes the result, the others are added
             adding[0] = Call.of(call.func, (*call.args[:-2], *operands[0]), (result,), made=call.made)
         return adding
     at = 0 if axis == "rows" else 1
@@ -237,7 +233,7 @@ def _is_elementwise(call: Call) -> bool:
 
 
 def _elementwise(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
-    """An elementwise operation whose result is cut."""
+    """Return the calls for an elementwise operation whose result is cut."""
     result = _result(call)
     if result.storage not in cuts:
         return _inside_one_piece(call, cuts)
@@ -262,7 +258,7 @@ def _elementwise(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
 
 
 def _inside_one_piece(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | None:
-    """A call whose tensors lie inside one piece each, such as one on some first rows of a table."""
+    """Return a call whose tensors lie inside one piece each, such as the first rows of a table; None if they do not."""
     if any(storage in cuts for storage in call.made):
         return None
     moved: dict[Ref, Ref] = {}
@@ -280,7 +276,7 @@ def _inside_one_piece(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call] | 
 
 
 def _gathered(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call]:
-    """A call on wholes: the pieces are put together before it, and what it changes is cut again behind it."""
+    """Return a call on whole tensors, with calls that join the pieces before it, and that cut the tensors it changes after it."""
     wholes = {each: Storage(each.nbytes, "temporary") for each in call.reads | call.writes if each in cuts}
 
     def on_whole(ref: Ref) -> Ref:
@@ -304,14 +300,14 @@ def _gathered(call: Call, cuts: Mapping[Storage, _Cut]) -> list[Call]:
 
 
 def _result(call: Call) -> Ref:
-    """The result of a call that has one."""
+    """Return the only result of a call."""
     (result,) = call.results
     assert result is not None  # the operations of this module return tensors
     return result
 
 
 def _axis(ref: Ref, cut: _Cut) -> int | None:
-    """The axis of a tensor that runs over the rows of its storage; None if none does."""
+    """Return the axis of a tensor that runs over the rows of its storage; None if none does."""
     row = cut.row_nbytes // ref.dtype.itemsize
     for axis, (length, stride) in enumerate(zip(ref.shape, ref.strides, strict=True)):
         others = sum((n - 1) * step for at, (n, step) in enumerate(zip(ref.shape, ref.strides, strict=True)) if at != axis)
@@ -321,37 +317,37 @@ def _axis(ref: Ref, cut: _Cut) -> int | None:
 
 
 def _narrow(ref: Ref, axis: int, first: int, end: int) -> Ref:
-    """Some of a tensor along an axis."""
+    """Return a part of a tensor along an axis."""
     shape = (*ref.shape[:axis], end - first, *ref.shape[axis + 1 :])
     return replace(ref, shape=shape, offset=ref.offset + first * ref.strides[axis])
 
 
 def _piece(ref: Ref, axis: int, cuts: Mapping[Storage, _Cut], number: int) -> Ref:
-    """A piece of a tensor whose storage is cut, along the axis that runs over the rows."""
+    """Return a piece of a tensor whose storage is cut, along the axis that runs over the rows."""
     cut = cuts[ref.storage]
     first, end = cut.bounds[number]
     return replace(ref, storage=cut.pieces[number], shape=(*ref.shape[:axis], end - first, *ref.shape[axis + 1 :]))
 
 
 def _numbered_pieces(ref: Ref, axis: int, cuts: Mapping[Storage, _Cut]) -> Iterator[tuple[int, Ref]]:
-    """The pieces of a tensor, each with the number of its first row."""
+    """Yield the pieces of a tensor, each with the number of its first row."""
     for number, (first, _) in enumerate(cuts[ref.storage].bounds):
         yield first, _piece(ref, axis, cuts, number)
 
 
 def _slice(ref: Ref, axis: int, bounds: tuple[int, int], number: int, cuts: Mapping[Storage, _Cut]) -> Ref:
-    """A piece of a tensor, which is cut or whole."""
+    """Return a piece of a tensor, which is cut or whole."""
     return _piece(ref, axis, cuts, number) if ref.storage in cuts else _narrow(ref, axis, *bounds)
 
 
 def _broadcast(ref: Ref, result: Ref, axis: int, bounds: tuple[int, int], number: int, cuts: Mapping[Storage, _Cut]) -> Ref:
-    """What of a tensor a piece of a result needs that it is broadcast to."""
+    """Return the part of a tensor that is needed for a piece of a result to whose shape the tensor is broadcast."""
     at = axis - (len(result.shape) - len(ref.shape))
     return ref if at < 0 or ref.shape[at] == 1 else _slice(ref, at, bounds, number, cuts)
 
 
 def _whole(storage: Storage, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.uint8) -> Ref:
-    """A storage as a contiguous tensor, of bytes unless told."""
+    """Return a storage as a contiguous tensor, by default of bytes."""
     shape = (storage.nbytes,) if shape is None else shape
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return Ref(storage, dtype, shape, strides, 0)
@@ -362,5 +358,5 @@ def _clone(source: Ref, result: Ref) -> Call:
 
 
 def _empty(result: Ref) -> Call:
-    """The call that makes the memory of a tensor."""
+    """Return the call that allocates the memory of a tensor."""
     return Call.of(aten.empty_strided.default, (result.shape, result.strides), (result,), made={result.storage})

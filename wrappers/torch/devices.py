@@ -1,18 +1,14 @@
-"""Where PyTorch computes a task: on a CPU worker's memory, or on a GPU's, with PyTorch's own CUDA kernels on the scheduler's stream.
+"""Execution of PyTorch in a task: on a CPU worker's memory, or on a GPU's, with PyTorch's own CUDA kernels on the scheduler's stream.
 
-The one module that knows how the view of a tile becomes a tensor on a device, which stream is current, and how a card's errors are told.
-
-Rules on a GPU:
+This is the only module that turns the view of a tile into a tensor on a device, sets the current stream, and translates errors of a card. On a GPU:
 
 - Lent memory becomes a tensor without a copy by ``__cuda_array_interface__``. Its memory stays the scheduler's.
-- The worker's stream is PyTorch's current stream while a task's kernels are started (`torch.cuda.ExternalStream`). So what PyTorch allocates belongs
-  to that stream, and its caching allocator hands freed memory only to later work on the same stream: nothing has to be kept until kernels have ended.
+- The worker's stream is PyTorch's current stream while a task's kernels are started, so PyTorch's caching allocator hands memory that a task has
+  freed only to later work on the same stream: nothing must be kept until kernels have ended.
 - The host never waits: no value comes back from the device, and the seed is read there (`draws`).
-- A tensor of one call's results that PyTorch allocates is counted in the task's scratch, as on the CPU, and lies beside it on the card.
-- CUDA kernels that add by atomics would have a result of their own in each run: PyTorch is told to use those that do not, while sessions with GPUs
-  are open (`gpus.GpuTerms`).
-
-On an emulated device tensors are of host memory, and everything else is the same.
+- Results that PyTorch allocates are counted in the task's scratch, as on the CPU, although the card holds them outside of it.
+- Sessions with GPUs make PyTorch use deterministic kernels (`gpus.GpuTerms`), since kernels that add by atomics differ from run to run.
+On an emulated device tensors are in host memory, and everything else is the same.
 """
 
 from __future__ import annotations
@@ -53,27 +49,27 @@ _COMPOSITE: Final = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonF
 
 
 def has_kernel(func: Any, *keys: str) -> bool:
-    """Whether an overload has a kernel of its own for each of these dispatch keys."""
+    """Return whether an overload has its own kernel for each of these dispatch keys."""
     return all(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
 
 
 def runs_on_gpu(func: Any) -> bool:
-    """Whether an overload runs on GPUs, by a kernel for them or by other operations."""
+    """Return whether an overload runs on GPUs, by a kernel for them or by other operations."""
     return any(has_kernel(func, key) for key in (KEYS[-1], *_COMPOSITE))
 
 
 class _CudaArray:
-    """Lent device memory for PyTorch, as bytes."""
+    """Lent device memory in a form that PyTorch accepts, as bytes."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
 
 
 def as_bytes(view: Any, where: torch.device = HOST) -> torch.Tensor:
-    """The memory of a tile as bytes for PyTorch, without a copy  # any shape -> (nbytes,) uint8.
+    """Return the memory of a tile as bytes for PyTorch, without a copy  # any shape -> (nbytes,) uint8.
 
     Args:
-        view: an array of host memory, or a `DeviceArray`.
+        view: array of host memory, or `DeviceArray`.
         where: the device that computes.
     """
     if not isinstance(view, DeviceArray):
@@ -85,7 +81,7 @@ def as_bytes(view: Any, where: torch.device = HOST) -> torch.Tensor:
 
 
 def as_tensor(view: Any, shape: Sequence[int], where: torch.device = HOST) -> torch.Tensor:
-    """A view of a tile as a tensor of a shape with as many elements, without a copy; other terms as of `as_bytes`."""
+    """Return a tile as a tensor of another shape of the same size, without a copy; `view` and `where` are those of `as_bytes`."""
     return as_bytes(view, where).view(_OF_TILES[view.dtype]).view(shape)
 
 
@@ -93,7 +89,7 @@ def compute_on_gpu(compute: Callable[[torch.device], None]) -> None:
     """Let `compute` start PyTorch's kernels on the stream of the GPU whose worker thread calls this.
 
     Raises:
-        DoesNotFit: the card has no memory left for what PyTorch takes beside the budget.
+        DoesNotFit: the card has no memory left for PyTorch, which allocates outside the budget.
         DeviceFailed: the card has stopped working.
     """
 
@@ -117,13 +113,13 @@ def _external(card: int, pointer: int) -> torch.cuda.Stream:
 
 
 def _told(stream: StreamPointer, error: RuntimeError) -> Exception:
-    """The error that a program receives for one of PyTorch on a card."""
+    """Return the error that a program receives for an error of PyTorch on a card."""
     if isinstance(error, torch.OutOfMemoryError):
-        what, found, _ = str(error).partition(" is free")
+        size, available, _ = str(error).partition(" is free")
         return DoesNotFit(
-            f"{stream.name} has no memory left for what PyTorch takes beside the budget ({what}{found}); lower gpu_memory=, or end what else uses "
-            "the card"
+            f"{stream.name} has no memory left for PyTorch, which allocates outside the budget ({size}{available}); lower gpu_memory=, or end other "
+            "programs that use the card"
         )
     if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
-        return DeviceFailed(f"{stream.name} stopped working: {error}; resume from what save() wrote last, on another GPU or after a reset")
+        return DeviceFailed(f"{stream.name} stopped working: {error}; resume from the last save(), on another GPU or after a reset")
     return error

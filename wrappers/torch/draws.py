@@ -1,9 +1,9 @@
-"""Random calls on a GPU: from uniform numbers that a kernel of ours has written to scratch memory, before PyTorch computes the task.
+"""Random calls on a GPU, from uniform numbers that a kernel of ours writes to scratch memory before PyTorch computes the task.
 
 PyTorch's generator for CUDA differs from the CPU's and takes its seed from the host, which would have to wait for the device. The numbers here are a
 function of seed, step, minibatch, draw and the element's index (``keyed_uniform`` of `tiles`), and seed and step are read on the device. So they
-depend neither on the order of tasks nor on the card. They are not those that a CPU worker draws: as with our own models, tasks with a CUDA kernel
-run on GPUs and nowhere else where there are any, so who computes a call is settled by the machine, never by chance.
+depend neither on the order of tasks nor on the card. They differ from those that a CPU worker draws. This is deterministic, because tasks with a CUDA
+kernel run only on GPUs if the machine has any, as with our own models.
 
 Calls that need other numbers have no rule here and are left to CPU workers.
 """
@@ -19,29 +19,29 @@ import torch
 from .calls import Call, Ref, aten
 
 Rule = Callable[..., None]
-"""Computes ``(results, *args, uniforms=, **kwargs)`` from fp32 numbers in [0, 1), which it may overwrite."""
+"""Function ``(results, *args, uniforms=, **kwargs)`` that computes a call from fp32 numbers in [0, 1), which it may overwrite."""
 
 _EXACT_BITS: Final = {torch.bfloat16: 8, torch.float16: 11}
-"""Bits of mantissa of types that would round a number below 1 up to it."""
+"""Bits of mantissa of types in which a number below 1 could be rounded to 1."""
 
 
 def rule_of(func: Any) -> Rule | None:
-    """The rule that computes a random call on a GPU; None if there is none."""
-    found = _RULES.get(func)
-    return None if found is None else found[0]
+    """Return the rule that computes a random call on a GPU; None if there is none."""
+    entry = _RULES.get(func)
+    return None if entry is None else entry[0]
 
 
 def num_uniforms(call: Call) -> int:
-    """How many uniform numbers a random call with a rule takes."""
+    """Return the number of uniform numbers that a random call with a rule needs."""
     target = call.results[0]
     if target is None or not call.made:
         target = call.args[0]
-    assert isinstance(target, Ref)  # what is drawn
+    assert isinstance(target, Ref)  # the tensor to fill
     return _RULES[call.func][1] * prod(target.shape)
 
 
 def stream_of(call: Call, minibatch: int) -> int:
-    """The stream of ``keyed_uniform`` for a call in a minibatch."""
+    """Return the stream of ``keyed_uniform`` for a call in a minibatch."""
     return call.draw << 32 | minibatch
 
 
@@ -63,7 +63,7 @@ def _fill_uniform(target: torch.Tensor, low: float, high: float, uniforms: torch
 
 
 def _fill_normal(target: torch.Tensor, mean: float, std: float, uniforms: torch.Tensor) -> None:
-    """Box and Muller (1958): an element takes two numbers of its own."""
+    """Fill a tensor with normal numbers (Box and Muller, 1958); each element uses two uniform numbers."""
     radius, turn = uniforms.view(2, *target.shape)
     radius.neg_().add_(1).log_().mul_(-2).sqrt_()
     target.copy_(radius.mul_(turn.mul_(2 * pi).cos_()).mul_(std).add_(mean))
@@ -111,4 +111,4 @@ _RULES: Final[Mapping[Any, tuple[Rule, int]]] = {
     aten.bernoulli_.float: (_bernoulli_, 1),
     aten.bernoulli_.Tensor: (_bernoulli_, 1),
 }
-"""Random operation -> its rule, and numbers for an element."""
+"""Random operation -> its rule, and the count of uniform numbers for an element."""

@@ -1,4 +1,4 @@
-"""Steps from shapes alone: the pass over a minibatch, and the step as the planning sees it. No memory is taken and no weight is read."""
+"""Capture of steps from shapes alone: the pass over a minibatch, and the step in the planner's form. It allocates no memory and reads no weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .sums import with_accumulated_sums
 from .weights import attach_files
 
 _ONE_AT_ONCE: Final = threading.Lock()
-"""Held while a pass is captured and compiled: both change settings of PyTorch that are one for the process, and give them back."""
+"""Lock while a pass is captured and compiled: both change process-wide settings of PyTorch, and restore them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassTerms:
-    """What a captured pass is made for.
+    """Options of a captured pass.
 
     Attributes:
-        tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
-        compiler: compiles chains of calls; None if they stay calls of their own.
+        tiles: (rows, rows of a tile) of each parameter that is cut along its first axis, by name.
+        compiler: compiler of chains of calls; None leaves the calls separate.
         on_gpus: whether GPUs compute.
     """
 
@@ -44,12 +44,12 @@ class PassTerms:
 
 
 def pass_of(module: torch.nn.Module, minibatch: Mapping[str, Any], function: Function, terms: PassTerms, how: CaptureTerms) -> Pass:
-    """The pass over a minibatch; of several threads, one makes a pass at a time.
+    """Return the pass over a minibatch; concurrent threads capture one after another.
 
     Args:
-        function: see `capture`.
-        terms: what the pass is for.
-        how: how it is captured.
+        function: function that `capture` calls with the module and the minibatch.
+        terms: options of the pass.
+        how: options of the capture.
 
     Raises:
         UsageError: the pass cannot be captured.
@@ -75,14 +75,14 @@ def captured_step(
     max_norm: float = 0.0,
     weights: Path | None = None,
 ) -> CapturedStep:
-    """The step of some passes, as the planning sees it.
+    """Return the step of some passes in the planner's form.
 
     Args:
-        optimizer: of the update; None for a step without one.
-        minibatches: of each pass.
-        terms: what the passes are for.
+        optimizer: optimizer of the update; None for a step without one.
+        minibatches: arguments of each pass.
+        terms: options of the passes.
         max_norm: norm to which the gradient is clipped; 0 is off.
-        weights: the model directory in which the weights begin; None where they are in memory.
+        weights: model directory with the initial weights; None if they are in memory.
 
     Raises:
         DataError: the directory does not hold the weights of the module.

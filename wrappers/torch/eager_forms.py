@@ -1,4 +1,4 @@
-"""Replacements for parts of PyTorch that cannot run over fake tensors, or that compute otherwise than by the operations they are made of."""
+"""Replacements for parts of PyTorch that cannot run over fake tensors, or that bypass the operations they consist of."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .refusals import line_of_program
 
 @contextmanager
 def plain_python(recorder: CallRecorder) -> Iterator[None]:
-    """While a module is captured: control flow operators and re-entrant checkpoints run as plain Python, and reading values makes guards."""
-    thread = threading.get_ident()  # other threads of the program go on with PyTorch's own functions
+    """Run control flow operators and re-entrant checkpoints as plain Python during a capture, and turn each value that is read into a guard."""
+    thread = threading.get_ident()  # other threads of the program keep PyTorch's own functions
     with ExitStack() as stack:
 
         def replaced(owner: Any, name: str, value: Any) -> None:
@@ -50,12 +50,12 @@ def plain_python(recorder: CallRecorder) -> Iterator[None]:
 
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """`torch.cond` by the value of the predicate."""
+    """Replace `torch.cond` by a branch on the value of the predicate."""
     return (true_fn if bool(pred) else false_fn)(*operands)
 
 
 def _run_plainly(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """A re-entrant checkpoint without its recomputation, which the planner decides about; without an input that has a gradient it gives none."""
+    """Run a re-entrant checkpoint without its recomputation, which the planner decides about; without an input that has a gradient it gives none."""
     if any(isinstance(each, torch.Tensor) and each.requires_grad for each in args):
         return run(*args)
     with torch.no_grad():
@@ -75,7 +75,7 @@ def _refuse_kept_gradient(tensor: torch.Tensor) -> None:
 
 
 def _with_values(recorder: CallRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of PyTorch that reads the lengths or indices it is given, a vector of integers, without an operation."""
+    """Return a function of PyTorch that gets real values for lengths or indices, vectors of integers, since it reads them without an operation."""
 
     def real(value: Any) -> Any:
         is_lengths = isinstance(value, FakeTensor) and value.dtype == torch.int64 and value.dim() == 1
@@ -102,7 +102,7 @@ def _pad_packed_sequence(
 
 
 def _reading(recorder: CallRecorder, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of tensors that reads values without an operation."""
+    """Return a replacement for a method of tensors that reads values without an operation."""
 
     def reading(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if name == "numpy" and tensor.requires_grad and not kwargs.get("force", False):
@@ -119,7 +119,7 @@ def _reading(recorder: CallRecorder, name: str, read: Callable[..., Any]) -> Cal
 
 @contextmanager
 def _fast_paths_off() -> Iterator[None]:
-    """Let attention of evaluation compute by operations that are known here, instead of one fused operation."""
+    """Make attention in evaluation use separate operations, which this package knows, instead of one fused operation."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -129,7 +129,7 @@ def _fast_paths_off() -> Iterator[None]:
 
 
 def with_plain_classes(value: Any) -> Any:
-    """A result with `Fields` in place of a dataclass that is no container of PyTorch's."""
+    """Return a result with `Fields` in place of dataclass objects that are not containers of PyTorch's."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Mapping | list | tuple):
         return value
     return Fields(type(value), {field.name: with_plain_classes(getattr(value, field.name)) for field in dataclasses.fields(value)})
@@ -137,17 +137,17 @@ def with_plain_classes(value: Any) -> Any:
 
 @dataclasses.dataclass
 class Fields:
-    """The fields of an object of a dataclass, as a container that PyTorch's functions on trees know."""
+    """The fields of a dataclass object, as a container that PyTorch's functions on trees support."""
 
     kind: type
     values: dict[str, Any]
 
     def made(self) -> Any:
-        """An object of the dataclass with these fields."""
-        found: Any = object.__new__(self.kind)
+        """Return an object of the dataclass with these fields."""
+        result: Any = object.__new__(self.kind)
         for name, value in self.values.items():
-            object.__setattr__(found, name, value.made() if isinstance(value, Fields) else value)
-        return found
+            object.__setattr__(result, name, value.made() if isinstance(value, Fields) else value)
+        return result
 
 
 register_pytree_node(

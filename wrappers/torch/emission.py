@@ -28,7 +28,7 @@ class StepTasks:
     """Captured passes over minibatches on a state's runtime, ready to be submitted.
 
     Attributes:
-        inputs: by name, of each minibatch.
+        inputs: input tensors of each minibatch, by name.
     """
 
     def __init__(self, passes: Sequence[Pass], state: ModuleState, minibatches: Sequence[Mapping[str, Any]]) -> None:
@@ -40,7 +40,7 @@ class StepTasks:
         """Submit the tasks of all minibatches, and of the update if there is an optimizer.
 
         Returns:
-            The handles of the outputs, of each minibatch; and the gradient's sum of squares, None without an update.
+            The handles of the outputs of each minibatch; and the gradient's sum of squares, None without an update.
         """
         runtime, gradients = self._state.runtime, self._state.gradients(self._passes[0].captured.gradients)
         copies = {} if optimizer is None else self._copies_of_buffers()
@@ -54,17 +54,17 @@ class StepTasks:
         if optimizer is None:
             return kept, None
         written = {s.name for each in self._passes for call in each.captured.calls for s in call.writes if s.role == "parameter"}
-        optimizer.follow(written)  # masters of what the passes change themselves
+        optimizer.follow(written)  # updates masters of parameters that the passes themselves change
         optimizer.step()
         assert optimizer.grad_norm is not None  # step() has just set it
-        if copies:  # only of a step whose whole gradient is there
+        if copies:  # buffers are written only after the whole gradient has been computed
             accesses: list[Access] = [(copy.handles[0], R) for copy in copies.values()]
             accesses += [(self._state.buffers[name].handles[0], W) for name in copies]
             runtime.submit(_COPY, [*accesses, (optimizer.grad_norm.handles[0], R)])
         return kept, optimizer.grad_norm
 
     def _copies_of_buffers(self) -> dict[str, TileTensor]:
-        """Copies of the buffers that the passes change, by name, so that a step that fails has changed none."""
+        """Return copies of the buffers that the passes change, by name, so that a failed step leaves buffers unchanged."""
         updated = {s.name: None for each in self._passes for segment in each.segments for s in segment.updates if s.role == "buffer"}
         copies = {name: self._state.buffers[name].like(data_class="data", name=f"copy of {name}") for name in updated}
         if copies:
@@ -75,7 +75,7 @@ class StepTasks:
 
 
 def _copy_all(*views: Any, where: torch.device = HOST) -> None:
-    """The first half of the views are copied to the second half; one more is only waited for."""
+    """Copy the first half of the views to the second half; a further view only adds a dependency."""
     half = len(views) // 2
     for source, target in zip(views[:half], views[half : 2 * half], strict=True):
         as_bytes(target, where).copy_(as_bytes(source, where))
@@ -89,12 +89,12 @@ _COPY: Final = Codelet("copy buffers", cpu=_copy_all, cuda=_copy_all_on_gpu)
 
 
 def _with_copies(handles: Mapping[Storage, Handle], copies: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
-    """The handles with copies in place of the buffers of these names."""
+    """Return the handles with copies in place of the buffers of these names."""
     return {s: copies[s.name].handles[0] if s.role == "buffer" and s.name in copies else handle for s, handle in handles.items()}
 
 
 def key_of(runtime: TaskRuntime) -> TileTensor:
-    """The input (2,) of seed and number of the step, from which random numbers follow."""
+    """Return the input (2,) for the seed and the number of the step, which determine random numbers."""
     return TileTensor(runtime, (2,), (-1,), np.uint64, kind="input", data_class="data", name="random key")
 
 
@@ -107,7 +107,7 @@ def _inputs_of(runtime: TaskRuntime, example: Mapping[str, Any]) -> dict[str, Ti
 
 
 def _host_inputs_of(runtime: TaskRuntime, each: Pass) -> dict[str, TileTensor]:
-    """The inputs that the host computes, as bytes."""
+    """Return the inputs that the host computes, as bytes."""
     return {
         storage.name: TileTensor(runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="input", data_class="data", name=storage.name)
         for host in each.captured.host
@@ -116,20 +116,20 @@ def _host_inputs_of(runtime: TaskRuntime, each: Pass) -> dict[str, TileTensor]:
 
 
 def num_rows_of(captured: Capture) -> dict[str, int]:
-    """Name of an input that is looked up in a table -> number of rows of the smallest such table."""
-    found: dict[str, int] = {}
+    """Return the number of rows of the smallest table in which each input is looked up, by name of the input."""
+    num_rows: dict[str, int] = {}
     for call in captured.calls:
         if call.func is aten.embedding.default and call.args[1].storage.role == "input" and not call.args[1].storage.name.startswith(HOST_INPUT):
             name = call.args[1].storage.name
-            found[name] = min(call.args[0].shape[0], found.get(name, call.args[0].shape[0]))
-    return found
+            num_rows[name] = min(call.args[0].shape[0], num_rows.get(name, call.args[0].shape[0]))
+    return num_rows
 
 
 def check_ids(passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ids without a row in their table, before a task fails for them.
+    """Check that all ids have a row in their table, before a task fails.
 
     Raises:
-        UsageError: names the input, its range, and the table's.
+        UsageError: an id has none; the message names the input, its range, and the table's.
     """
     for each, minibatch in zip(passes, minibatches, strict=True):
         for name, num_rows in each.num_rows.items():
@@ -141,7 +141,7 @@ def check_ids(passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]]) 
 def write_inputs(
     tensors: Sequence[Mapping[str, TileTensor]], minibatches: Sequence[Mapping[str, Any]], host: Sequence[Mapping[str, torch.Tensor]]
 ) -> None:
-    """Write minibatches, and what the host has computed for each, to the inputs of a step."""
+    """Write minibatches, and the values that the host has computed for each, to the inputs of a step."""
     for inputs, minibatch, computed in zip(tensors, minibatches, host, strict=True):
         for name, tensor in inputs.items():
             if name in computed:
@@ -154,6 +154,6 @@ def write_inputs(
 
 
 def value_of(outputs: Any, kept: Mapping[Storage, Handle], ticket: Ticket) -> Any:
-    """The outputs of a pass with tensors in place of references."""
-    found = tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)
-    return found.made() if isinstance(found, Fields) else found
+    """Return the outputs of a pass with tensors in place of references."""
+    values = tree_map_only(Ref, lambda ref: tensor_of(torch.from_numpy(ticket.read(kept[ref.storage])), ref).clone(), outputs)
+    return values.made() if isinstance(values, Fields) else values

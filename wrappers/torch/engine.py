@@ -1,6 +1,7 @@
-"""A session behind the interface of nntask's training loop (`nntask.engine.interface`): a language model of transformers in ``nntask train``.
+"""A session with the interface of nntask's training loop (`nntask.engine.interface`): a language model of transformers in ``nntask train``.
 
-Data, loop, checkpoints, metrics and exit codes are nntask's; PyTorch computes inside the tasks. A loss is the mean over what a minibatch predicts.
+Data, loop, checkpoints, metrics and exit codes are nntask's; PyTorch computes inside the tasks. A loss is the mean over the predictions in a
+minibatch.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class TorchEngine:
     """A language model, its optimizer and their recorded step.
 
     Args:
-        run: what is trained, in minibatches of which size.
-        session: of the model, on the run's runtime.
-        collator: makes arguments of the model from tokens.
+        run: settings of the run, including the minibatches.
+        session: session over the model, on the run's runtime.
+        collator: maker of the model's arguments from tokens.
     """
 
     def __init__(self, run: LanguageRun, session: Session, collator: Collator) -> None:
@@ -33,12 +34,12 @@ class TorchEngine:
 
     @property
     def num_trained(self) -> int:
-        """Number of weights that are learnt."""
+        """Number of trainable weights."""
         return sum(parameter.numel() for parameter in self._session.module.parameters() if parameter.requires_grad)
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of one optimizer step."""
+        """Number of tasks in one optimizer step."""
         return self.step.num_tasks
 
     @property
@@ -48,35 +49,35 @@ class TorchEngine:
         return self._session.training_step([example] * self._run.step.num_minibatches)
 
     def start(self, step: int, lr: float, batch: Batch) -> StartedStep:
-        """Begin optimizer step `step` (from 1) on a whole batch; returns at once while fewer than two are in flight."""
+        """Begin optimizer step `step` (from 1) on a whole batch; return immediately while fewer than two are in flight."""
         size = self._run.step.minibatch
         rows = [batch.tokens[first : first + size] for first in range(0, len(batch.tokens), size)]
-        self._session.num_steps = step - 1  # random numbers follow from it
+        self._session.num_steps = step - 1  # random numbers depend on it
         for group in self._session.optimizer.param_groups:
             group["lr"] = lr
         return self._session.start_minibatches([self._collator.training(tokens, step, number) for number, tokens in enumerate(rows)])
 
     def evaluate(self, batch: Batch) -> float:
-        """The mean loss of what the model predicts of a batch, times the number of its targets; changes nothing."""
+        """Return the mean loss of the predictions in a batch times the number of its targets, without changing anything."""
         mean = self._session.evaluate(**self._collator.validation(batch.tokens, batch.targets))
         return mean * float((batch.targets >= 0).sum())
 
     def model_tensors(self) -> Mapping[str, TileTensor]:
-        """Parameters and buffers by name, as the module's `state_dict` has them."""
+        """Return parameters and buffers by the names in the module's `state_dict`."""
         return self._session.model_tensors()
 
     def optimizer_tensors(self) -> Mapping[str, TileTensor]:
-        """State of the optimizer by name."""
+        """Return the state of the optimizer by name."""
         return self._session.optimizer_tensors()
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on the CPU workers, in the element type of the model."""
+        """Return the flop/s of matrix products on the CPU workers, in the element type of the model."""
         return known_gemm_peak(max(len(self._session.runtime.stats()["busy_seconds"]), 1), self._run.model.dtype)
 
     def reset_optimizer(self) -> None:
-        """Begin anew with the weights as they are now."""
+        """Reset the optimizer, keeping the current weights."""
         self._session.reset_optimizer()
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
-        """The text that a run ends with, of a model that predicts the next token."""
+        """Return the text at the end of a run, from a model that predicts the next token."""
         return sample(self._run, self._session, dataset.tokenizer, length, stopped, self._collator.fixed)

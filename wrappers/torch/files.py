@@ -1,10 +1,10 @@
-"""A session on disk: a directory with weights, optimizer state and counters, written whole or not at all. No file is a pickle.
+"""A session on disk: a directory with weights, optimizer state and counters, written completely or not at all. No file is a pickle.
 
 ::
 
     DIRECTORY/model.safetensors, optimizer.safetensors, session.json, config.json, generation_config.json
 
-model.safetensors and the configs are those of transformers; the configs are there if the module has them.
+model.safetensors and the configs have transformers' formats; the configs exist if the module has them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "session.json"
 _UNSEALED: Final = 1
-"""Format of sessions whose session.json had no checksum of itself; such sessions are still read."""
+"""Format of sessions whose session.json had no checksum of itself; such sessions can still be read."""
 FORMAT: Final = 2
 _FIRST: Final[Mapping[str, Any]] = {"kind of device": "cpu", "threads": 1, "compiled": False, "rows_of_tiles": {}}
 """Numerics of sessions that were saved without them."""
 _ARGUMENTS: Final = {"kind of device": "ngpu", "rows_of_tiles": "largest_tile"}
-"""Numerics that follow from an argument of another name."""
+"""Numerics that depend on an argument of another name."""
 
 
 def save_session(
@@ -39,11 +39,11 @@ def save_session(
     """Write a session to a new directory.
 
     Args:
-        directory: does not exist.
+        directory: path of the new directory, which must not exist.
         model: name -> tensor of the module.
         optimizer: name -> tensor of the optimizer's state.
         state: further content of session.json.
-        module: whose config is saved, if it has one; None for no config.
+        module: module whose config is saved, if it has one; None for no config.
 
     Raises:
         UsageError: the directory exists.
@@ -61,17 +61,17 @@ def save_session(
 def write_session(
     directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
 ) -> None:
-    """Write the files of a session to a directory, which may exist; arguments and errors as of `save_session`."""
+    """Write the files of a session to a directory, which may exist; the arguments and errors are those of `save_session`."""
     checksums = {MODEL: write_model(directory, model, module), OPTIMIZER: save_tensors(directory / OPTIMIZER, optimizer, finite=True)}
     with storage_errors(directory):
         (directory / STATE).write_text(sealed({"format": FORMAT, **state, "checksums": checksums}))
 
 
 def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
-    """Write model.safetensors, and the configs of a module of transformers, to a directory; arguments and errors as of `save_session`.
+    """Write model.safetensors, and the configs of a module of transformers, to a directory, with the arguments and errors of `save_session`.
 
     Returns:
-        The checksum of model.safetensors.
+        Checksum of model.safetensors.
     """
     with storage_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.
 
 @contextmanager
 def storage_errors(directory: Path) -> Iterator[None]:
-    """Turn failures of the disk into the error that says what to do."""
+    """Turn failures of the disk into an error that names the remedy."""
     try:
         yield
     except OSError as error:
@@ -99,13 +99,13 @@ def load_session(
     """Fill tensors from a directory.
 
     Args:
-        numerics: what bits depend on, by name of the argument; must be as it was.
+        numerics: settings that bits depend on, by name of the argument; they must equal those of the saved session.
 
     Returns:
-        The content of session.json: "step", "lr" and what `SessionOptimizer.counters` returned among others.
+        The content of session.json: "step", "lr" and the result of `SessionOptimizer.counters` among others.
 
     Raises:
-        DataError: a file is missing, changed, or has other tensors, or its bits depended on something else.
+        DataError: a file is missing or changed, has other tensors, or was saved with other numerics.
     """
     file = directory / STATE
     try:

@@ -1,4 +1,4 @@
-"""Flags of ``nntask train`` and ``plan`` for a model that is trained through PyTorch: which are refused, and what those that are open mean there."""
+"""Flags of ``nntask train`` and ``plan`` for a model that is trained through PyTorch: the refused ones, and the meaning of some others."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "gpu-attention": (("own",), _GPUS),
     **{"dask": (("",), _DASK), "nodes": ((None,), _DASK), "link-bandwidth": (("",), _DASK), "transport": (("dask",), _DASK)},
 }
-"""Flag -> values that mean nothing, and why another one is refused."""
+"""Flag -> values that change nothing, and the reason why any other value is refused."""
 
 
 def checked_settings(settings: TrainSettings, stated: Mapping[str, Any], config: LanguageModelConfig) -> TrainSettings:
-    """Settings for a model that is trained through PyTorch.
+    """Return the settings for a model that is trained through PyTorch.
 
     Args:
-        settings: all of them.
-        stated: those that someone asked for, by flag; a continued run has others from its checkpoint.
-        config: of the model.
+        settings: all settings.
+        stated: values that the user has set, by flag; a continued run has others from its checkpoint.
+        config: configuration of the model.
 
     Raises:
-        UsageError: one of them asks for what nothing does there; names it, and says what to do.
+        UsageError: a flag does not apply; the message names it and the remedy.
     """
     for flag, (nothing, why) in REFUSED.items():
         if flag in stated and stated[flag] not in nothing:

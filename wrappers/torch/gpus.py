@@ -1,7 +1,7 @@
-"""GPUs of a session: which ones take part, whether PyTorch can use them, what they cannot compute, and PyTorch's settings meanwhile.
+"""GPUs of a session: the choice of GPUs, checks that PyTorch can use them, tasks without a CUDA kernel, and PyTorch's settings meanwhile.
 
-With GPUs everything that has a CUDA kernel runs on them and nowhere else, as with our own models: bits of CPU and GPU kernels differ, and so do
-random numbers, and neither may follow from which worker was free.
+With GPUs, everything that has a CUDA kernel runs only on them, as with our own models: bits of CPU and GPU kernels differ, and so do random numbers,
+and results must not depend on which worker was idle.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .threads import WhileOpen
 def machine_with(
     *, ngpu: int | None, sim_gpu: int, gpu_memory: str | None, workers: int | None, ram: int | str | None, disk: str | os.PathLike[str] | None
 ) -> MachineSpec:
-    """The machine of a session; arguments as of `Session`.
+    """Return the machine of a session; the arguments are those of `Session`.
 
     Raises:
-        UsageError: GPUs are asked for that are not to be had, or an argument breaks a rule.
-        DoesNotFit: a budget is above what this process may use.
+        UsageError: requested GPUs are not available, or an argument breaks a rule.
+        DoesNotFit: a budget is above the memory that this process may use.
     """
     if ngpu is not None and ngpu < 0:
         raise UsageError(f"ngpu must be at least 0, or None for all GPUs, got {ngpu}; use 0")
@@ -37,7 +37,7 @@ def machine_with(
     if workers is not None and workers < 0:
         raise UsageError(f"workers must be at least 0, or None for one a core, got {workers}; use 1")
     if workers == 0 and ngpu == 0 and not sim_gpu:
-        raise UsageError("workers must be at least 1 where there are no GPUs, got 0; use 1, or sim_gpu=1")
+        raise UsageError("workers must be at least 1 without GPUs, got 0; use 1, or sim_gpu=1")
     if ram is not None:
         ram = str(parse_size(str(ram), "ram"))
     return machine_of(
@@ -48,19 +48,19 @@ def machine_with(
             gpu_memory=gpu_memory or "",
             ram=ram or "",
             disk=os.fspath(disk or ""),
-            graphs=False,  # memory that PyTorch allocates between kernels is not a graph's
+            graphs=False,  # a graph cannot contain memory that PyTorch allocates between kernels
         )
     )
 
 
 def check_gpus(gpus: Sequence[Any], module: torch.nn.Module) -> None:
-    """Refuse GPUs that PyTorch cannot use, and parameters that they cannot update.
+    """Check that PyTorch can use the GPUs, and that they can update the parameters.
 
     Args:
-        gpus: devices of a runtime; emulated ones have no index and are the host's.
+        gpus: devices of a runtime; emulated ones have no index and belong to the host.
 
     Raises:
-        UsageError: this PyTorch has no CUDA, or does not see one of them; or a parameter that is learnt is neither of fp32 nor of bf16.
+        UsageError: this PyTorch has no CUDA, or does not see one of the GPUs; or a trainable parameter is neither fp32 nor bf16.
     """
     for gpu in gpus:
         index = getattr(gpu, "index", None)
@@ -81,28 +81,28 @@ def check_gpus(gpus: Sequence[Any], module: torch.nn.Module) -> None:
 
 
 def fallbacks_of(tasks: Iterable[RecordedTask], machine: MachineSpec) -> dict[str, int]:
-    """Tasks of a step that CPU workers run although there are GPUs, because a call of theirs has no CUDA kernel: name -> how many.
+    """Return the number of tasks that CPU workers run although there are GPUs, because a call has no CUDA kernel, by task name.
 
     Raises:
-        UsageError: there are some, and no CPU worker.
+        UsageError: there are such tasks, and no CPU worker.
     """
     if not machine.has_gpus:
         return {}
-    found = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
-    if found and not machine.num_cpu:
+    counts = dict(Counter(task.name for task in tasks if "cuda" not in task.kinds))
+    if counts and not machine.num_cpu:
         raise UsageError(
-            f"tasks of {', '.join(sorted(found))} have no CUDA kernel, and there is no CPU worker to run them; give workers=1, or use ngpu=0"
+            f"tasks of {', '.join(sorted(counts))} have no CUDA kernel, and there is no CPU worker to run them; give workers=1, or use ngpu=0"
         )
-    return found
+    return counts
 
 
 class GpuTerms(WhileOpen):
-    """Lets PyTorch use no CUDA kernel with a sum in no fixed order, where it has another one."""
+    """Settings of PyTorch for deterministic CUDA kernels, in operations that have them."""
 
     _before: ClassVar[tuple[bool, bool, bool]] = (False, False, True)
 
     def _begin(self) -> None:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; without it PyTorch warns of products
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used; PyTorch warns about products without it
         type(self)._before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -112,13 +112,13 @@ class GpuTerms(WhileOpen):
         torch.utils.deterministic.fill_uninitialized_memory = False
 
     def _join(self) -> None:
-        """Those of all sessions are equal."""
+        """Do nothing: all sessions use the same settings."""
 
     @classmethod
     def _restore(cls) -> None:
         is_on, warns, fills = cls._before
         torch.use_deterministic_algorithms(is_on, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills
-        if torch.cuda.is_initialized():  # the card gets back what PyTorch keeps of it
-            torch._C._cuda_clearCublasWorkspaces()  # of streams that are gone
+        if torch.cuda.is_initialized():  # return the memory that PyTorch caches on the card
+            torch._C._cuda_clearCublasWorkspaces()  # workspaces of streams that no longer exist
             torch.cuda.empty_cache()

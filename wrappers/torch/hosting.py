@@ -1,6 +1,6 @@
-"""The runtime under a session: opened for it, or a caller's own, with PyTorch's settings meanwhile; and what a program sees when it fails.
+"""The runtime of a session: opened for it, or the caller's own, with PyTorch's settings meanwhile; and the translation of its failures.
 
-A failure is one sentence with what to do, instead of how the runtime came to know. Failures of a caller's runtime are the caller's to explain.
+A failure becomes one sentence with a remedy, without internals of the runtime. Failures of a caller's runtime are raised unchanged.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Host:
     """A runtime for a session, open until `close`.
 
     Args:
-        module: what is to be trained there.
+        module: module to train.
         on: a machine and its runtime, which the caller has opened and will close; None to open one.
-        threads: threads of PyTorch inside an operation.
-        resources: what `machine_with` takes; without `workers`, as many as cores by `threads`.
+        threads: number of PyTorch's threads inside an operation.
+        resources: arguments of `machine_with`; without `workers`, their number is that of the cores divided by `threads`.
 
     Raises:
-        UsageError, DoesNotFit: see `Session`.
+        UsageError, DoesNotFit: an argument breaks a rule, or a budget is too large, as described at `Session`.
 
     Attributes:
-        machine, runtime: those there are.
-        threads: threads of PyTorch inside an operation.
-        is_borrowed: whether the runtime is the caller's.
+        machine, runtime: the machine and its runtime.
+        threads: number of PyTorch's threads inside an operation.
+        is_borrowed: whether the runtime belongs to the caller.
     """
 
     def __init__(self, module: torch.nn.Module, on: tuple[MachineSpec, Runtime] | None, threads: int, resources: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ class Host:
             raise
 
     def close(self) -> None:
-        """Close the runtime if it is not the caller's, and give the program PyTorch's settings back. Idempotent."""
+        """Close the runtime unless it belongs to the caller, and restore the program's settings of PyTorch. Idempotent."""
         if not self.is_borrowed:
             self.runtime.close()
         for settings in self._settings:
@@ -71,10 +71,10 @@ class Host:
 
     @contextmanager
     def user_errors(self) -> Iterator[None]:
-        """Turn failures of the runtime into the error that says what to do.
+        """Turn failures of the runtime into errors that name the remedy.
 
         Raises:
-            NntaskError: for a failure.
+            NntaskError: the runtime failed.
         """
         try:
             yield
@@ -85,11 +85,11 @@ class Host:
 
 
 def _user_error(error: Exception, runtime: Runtime, *, has_disk: bool) -> Exception:
-    """The error that a program sees for a failure of the runtime: first what is known to have gone wrong, else the error itself."""
+    """Return the error to raise for a failure of the runtime: the known cause if there is one, else the error itself."""
     if isinstance(error.__cause__, OperationFailed):
         return UsageError(f"{error.__cause__}; look at the values of this batch")
     if runtime.tier_failure is not None:
-        return StorageError(f"{runtime.tier_failure}; make a new session, and resume from what save() wrote last")
+        return StorageError(f"{runtime.tier_failure}; make a new session, and resume from the last save()")
     if isinstance(error.__cause__, NntaskError):
         return error.__cause__
     refusal = error if isinstance(error, scheduler.DoesNotFit) else runtime.refusal

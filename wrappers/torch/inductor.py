@@ -1,11 +1,11 @@
 """Chains of calls compiled to one function each by PyTorch's Inductor and the C++ compiler of this machine.
 
-A compiled function reads its inputs and writes its results where it is told to; buffers that it needs between its loops come from PyTorch, and their
-bytes are known. It computes with one thread and without Python's lock, so that workers compute side by side. Equal chains are compiled once in a
-session, and Inductor keeps what it has compiled on disk (TORCHINDUCTOR_CACHE_DIR) for the next one.
+A compiled function reads its inputs and writes its results in memory that the caller gives it; PyTorch allocates the buffers that it needs between
+its loops, and their size is known. It uses one thread and releases the GIL, so that workers compute in parallel. Equal chains are compiled once in a
+session, and Inductor caches compiled code on disk (TORCHINDUCTOR_CACHE_DIR) for the next one.
 
-Loops that are fused sum in another order than PyTorch's own kernels: results differ from eager's by rounding, and are the same in every run of one
-machine, whatever the budget and the workers.
+Fused loops sum in another order than PyTorch's own kernels: results differ from eager's by rounding, and are the same in every run of one
+machine, for any budget and number of workers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from nntask import UsageError
 from .releases import check_inductor
 
 _OPTIONS: Final = {
-    **{"cpp.threads": 1, "compile_threads": 1},  # no pool of processes that would stay
+    **{"cpp.threads": 1, "compile_threads": 1},  # no pool of processes, which would stay alive
     **{"size_asserts": False, "alignment_asserts": False, "cpp_wrapper": False, "fx_graph_cache": True},
 }
 _CALL: Final = (
     "[](auto... each) {{ struct Unlocked {{ PyThreadState* state = PyEval_SaveThread(); ~Unlocked() {{ PyEval_RestoreThread(state); }} }} unlocked; "
     "kernel(each...); }}({}); Py_RETURN_NONE;"
 )
-"""How Inductor's binding of a kernel calls it: its own keeps Python's lock."""
+"""C++ code with which Inductor's binding calls a kernel; Inductor's own code keeps the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Compiled:
     """A compiled function.
 
     Attributes:
-        run: takes a list of inputs and then of results, which it fills.
-        nbytes: bytes of the buffers that it takes from PyTorch, all of them at once.
+        run: function of a list of inputs and then of results, which it fills.
+        nbytes: total bytes of the buffers that PyTorch allocates for it.
     """
 
     run: Callable[[list[torch.Tensor]], Any]
@@ -50,7 +50,7 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor must be like: one that is given to a compiled function."""
+    """Layout of a tensor that is passed to a compiled function."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class Spec:
 
 
 def check_compiler() -> None:
-    """Refuse to compile without a C++ compiler.
+    """Check that there is a C++ compiler.
 
     Raises:
-        UsageError: there is none that works, or this release of PyTorch lacks what is used of its Inductor.
+        UsageError: no compiler works, or this release of PyTorch lacks parts of Inductor that are used here.
     """
     check_inductor()
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -80,12 +80,12 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
     """Compile a function of tensors, made of operations without side effects.
 
     Args:
-        function: from the inputs to the results.
-        inputs, results: what they are like.
-        name: the operations, for messages.
+        function: function of the inputs that returns the results.
+        inputs, results: layouts of the tensors.
+        name: name of the operations, for messages.
 
     Raises:
-        UsageError: it cannot be compiled here.
+        UsageError: the function cannot be compiled here.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -106,7 +106,7 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise UsageError(
-            f"{name} cannot be compiled ({type(error).__name__}: {reason[0] if reason else ''}); leave out compiled=True, or mend the compiler"
+            f"{name} cannot be compiled ({type(error).__name__}: {reason[0] if reason else ''}); leave out compiled=True, or fix the compiler"
         ) from error
     return Compiled(compiled, _buffers_of(compiled.source_code))
 
@@ -114,7 +114,7 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
 def _nll_loss_backward(
     gradient: torch.Tensor, scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int, count: torch.Tensor
 ) -> Any:
-    """The gradient of a loss by a mask, not by a scatter, so that it needs no memory of its own  # (), (N, V), (N,), () -> (N, V)."""
+    """Return the gradient of a loss by a mask instead of a scatter, which needs no extra memory  # (), (N, V), (N,), () -> (N, V)."""
     if scores.dim() != 2 or weight is not None or not reduction or scores.shape[1] >= 1 << 31:
         return NotImplemented
     row = torch.arange(scores.shape[1], dtype=torch.int32)  # (V,)
@@ -123,14 +123,14 @@ def _nll_loss_backward(
 
 
 _MEAN: Final = 1
-"""The reduction of a loss by its mean, as PyTorch numbers them; 0 is none and 2 the sum."""
+"""PyTorch's number for the reduction of a loss by its mean; 0 is none and 2 the sum."""
 _DECOMPOSITIONS: Final = {torch.ops.aten.nll_loss_backward.default: _nll_loss_backward}
-"""Operations that are taken apart otherwise than Inductor does it."""
+"""Operations that are decomposed in another way than Inductor's."""
 
 
 @contextmanager
 def _unlocked_kernels() -> Iterator[None]:
-    """Let kernels that are loaded meanwhile run without Python's lock."""
+    """Make kernels that are loaded in the block run without the GIL."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     before = CppPythonBindingsCodeCache.call_entry_function
@@ -142,7 +142,7 @@ def _unlocked_kernels() -> Iterator[None]:
 
 
 def _buffers_of(source: str) -> int:
-    """Bytes of all buffers that the code of a compiled function makes."""
+    """Return the total bytes of the buffers that the code of a compiled function allocates."""
     total = 0
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.startswith("empty_strided"):

@@ -1,7 +1,7 @@
-"""Checks of the insides of PyTorch that this package uses: all of their names are there, and a tiny module trains as eager PyTorch does.
+"""Checks of the internals of PyTorch that this package uses: all their names exist, and a tiny module trains as in eager PyTorch.
 
-Both are asked of releases outside the tested range (`releases`). The names are read from the sources of this package, so there is no list to keep.
-Those of Inductor are looked for only when chains are to be compiled, since importing it takes seconds.
+Releases outside the tested range must pass both (`releases`). The names are read from the sources of this package, so no list must be maintained.
+Those of Inductor are checked only before chains are compiled, since importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 _INDUCTOR: Final = "inductor.py"
 _OF_CUDA: Final = "torch._C._cuda"
-"""Beginning of names that only a PyTorch with CUDA has."""
+"""Prefix of names that only a PyTorch with CUDA has."""
 _TOLERANCE: Final = 1e-5
 """Largest difference of a loss or a weight between a session and eager PyTorch after one step of the probe."""
 RATE: Final = 0.1
@@ -29,32 +29,32 @@ Step = Callable[[torch.nn.Module, torch.Tensor], tuple[float, Mapping[str, torch
 
 
 def find_fault(session: type[Any]) -> str | None:
-    """Return the reason why this PyTorch cannot train here: names that it lacks, or a step that differs from eager's; None without a fault.
+    """Return why this PyTorch cannot train here: names that it lacks, or a step that differs from eager's; None if it can.
 
     Args:
-        session: the class of sessions, which imports this module.
+        session: class of sessions; passed in because its module imports this one.
     """
     folder = Path(__file__).parent
     if missing := missing_names(name for file in sorted(folder.glob("*.py")) if file.name != _INDUCTOR for name in names_in(file.read_text())):
         return f"it lacks {', '.join(missing)}"
     try:
         difference = first_difference(partial(_step_of, session))
-    except Exception as error:  # of any type: whatever the insides raise
+    except Exception as error:  # any error of PyTorch's internals
         lines = str(error).splitlines()
         return f"a self-check failed ({type(error).__name__}: {lines[0] if lines else ''})"
     return None if difference is None else f"a self-check differs from eager PyTorch in {difference}"
 
 
 def find_fault_of_inductor() -> str | None:
-    """Names that this PyTorch lacks for compiled chains, in words; None if it has all."""
+    """Return which names this PyTorch lacks for compiled chains, in words; None if it has all."""
     missing = missing_names(names_in((Path(__file__).parent / _INDUCTOR).read_text()))
     return f"it lacks {', '.join(missing)}" if missing else None
 
 
 def names_in(source: str) -> set[str]:
-    """Names of PyTorch in the source of a module, such as ``torch._C._get_mkldnn_enabled`` and ``torch.ops.aten.mm.default``.
+    """Return the names of PyTorch in the source of a module, such as ``torch._C._get_mkldnn_enabled`` and ``torch.ops.aten.mm.default``.
 
-    They are what is imported from PyTorch, and attributes of that, of ``torch`` and of ``aten``.
+    They are the names imported from PyTorch, and attributes of those, of ``torch`` and of ``aten``.
     """
     tree = ast.parse(source)
     known = {"torch": "torch", "aten": "torch.ops.aten"}
@@ -77,7 +77,7 @@ def names_in(source: str) -> set[str]:
 
 
 def missing_names(names: Iterable[str]) -> list[str]:
-    """Return the names that this PyTorch lacks, in order; without those that begin with another missing name."""
+    """Return the names that this PyTorch lacks, in order, except those that begin with another missing name."""
     has_cuda = torch.backends.cuda.is_built()
     missing: list[str] = []
     for name in sorted(set(names)):
@@ -88,7 +88,7 @@ def missing_names(names: Iterable[str]) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    """Return whether a dotted name of PyTorch is there, as an attribute or as a module to import."""
+    """Return whether a dotted name of PyTorch exists, as an attribute or as a module to import."""
     value: Any = torch
     path = "torch"
     for attribute in name.split(".")[1:]:
@@ -106,10 +106,10 @@ def _exists(name: str) -> bool:
 
 
 class _Probe(torch.nn.Module):  # type: ignore[misc]
-    """Products, attention, a counter that is changed in place, and a random mask that is kept, so that eager PyTorch can use the same one.
+    """A model with products, attention, a counter that is changed in place, and a random mask that is kept, so that eager PyTorch can reuse it.
 
     Args:
-        draws: whether the mask is drawn in the forward pass; else the one that the buffer holds is used.
+        draws: whether the forward pass draws the mask; otherwise it uses the mask in the buffer.
     """
 
     def __init__(self, *, draws: bool) -> None:
@@ -119,7 +119,7 @@ class _Probe(torch.nn.Module):  # type: ignore[misc]
         self.register_buffer("mask", torch.ones(2, 2, 6, 4))  # (B, heads, T, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch  # (B, T, C) -> ()."""
+        """Return the loss of a batch  # (B, T, C) -> ()."""
         self.num_calls.add_(1)
         if self.draws:
             self.mask.copy_(functional.dropout(torch.ones_like(self.mask), 0.5))
@@ -130,10 +130,10 @@ class _Probe(torch.nn.Module):  # type: ignore[misc]
 
 
 def first_difference(step: Step) -> str | None:
-    """Train the probe for one step and compare it with eager PyTorch; returns what differs first, None if nothing does.
+    """Train the probe for one step and compare it with eager PyTorch; return the name of the first difference, None without one.
 
     Args:
-        step: takes the step: from the probe and a batch to the loss and to parameters and buffers by name.
+        step: function that takes the step, from the probe and a batch, and returns the loss, and parameters and buffers by name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -158,7 +158,7 @@ def _step_of(session: type[Any], module: torch.nn.Module, x: torch.Tensor) -> tu
 
 
 def _differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Names of tensors that differ by more than rounding, or that only one side has."""
+    """Yield the names of tensors that differ by more than rounding, or that only one side has."""
     for name in ("the loss", *expected):
         if name not in found or not torch.allclose(found[name], expected[name], rtol=_TOLERANCE, atol=_TOLERANCE):
             yield name

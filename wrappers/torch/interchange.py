@@ -1,7 +1,7 @@
-"""PyTorch: tile tensors as torch tensors and back, through DLPack; modules of transformers as models, and models or runs as modules.
+"""Exchange with PyTorch: tile tensors as torch tensors and back, through DLPack; modules of transformers as models, and models or runs as modules.
 
 torch is imported inside the functions, so importing this module does not need it. A tile is borrowed without a copy, as DLPack does; a whole tensor
-is one copy, because its tiles are not contiguous.
+is copied once, because its tiles are not contiguous.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AUTO: Final = {
     "classify": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-"""Objective -> transformers' class of modules that have its head."""
+"""Objective -> transformers' class of modules with its head."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def lend_tile(runtime: TaskRuntime, handle: Handle, mode: Mode = "R") -> Iterato
 
 
 def to_tensor(tensor: TileTensor) -> torch.Tensor:
-    """The whole tile tensor as a torch tensor of the same shape and element type; waits for the tasks that write it."""
+    """Return the whole tile tensor as a torch tensor of the same shape and element type, after the tasks that write it."""
     return _as_torch(tensor.read())
 
 
@@ -70,7 +70,7 @@ def from_tensor(values: torch.Tensor, tensor: TileTensor) -> None:
 
 
 def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = None, *, dtype: npt.DTypeLike = np.float32) -> LanguageModel:
-    """A model on a runtime with the weights of a module of transformers, of a family here, which are copied.
+    """Return a model on a runtime with a copy of the weights of a transformers module, whose family must be one of nntask's.
 
     Args:
         module: the module.
@@ -99,7 +99,7 @@ def from_torch(module: Any, runtime: TaskRuntime, tiling: ModelTiling | None = N
 
 
 def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
-    """A transformers module in evaluation mode from a model, a run directory or a checkpoint, in its own element type; adapters are merged.
+    """Return a transformers module in evaluation mode from a model, a run directory or a checkpoint, in its element type; adapters are merged.
 
     Raises:
         DataError: there is no checkpoint, or it is broken.
@@ -125,7 +125,7 @@ def to_torch(source: LanguageModel | str | os.PathLike[str]) -> Any:
 
 
 def _as_torch(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A torch tensor over the memory of an array."""
+    """Return a torch tensor over the memory of an array."""
     import torch
 
     if array.dtype == _BF16:  # not an element type of NumPy's DLPack
@@ -134,7 +134,7 @@ def _as_torch(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _as_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    """An array over the memory of a torch tensor on the CPU; a copy of a tensor on another device."""
+    """Return an array over the memory of a torch tensor on the CPU; a copy of a tensor on another device."""
     import torch
 
     values = values.detach().cpu()

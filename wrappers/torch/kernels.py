@@ -1,14 +1,12 @@
-"""Computing a call into memory that is lent: which form of an operation writes its result where it is told to.
-
-In order of preference an operation is computed by
+"""Computation of a call into lent memory, by the first of these ways that an operation has:
 
 - a rule of this module, for operations that are a fill, a copy or an indexed sum (`_INTO`);
 - its own ``out=`` overload, if that is a kernel of each kind of device and not one that allocates, computes and copies;
-- itself, on memory of PyTorch, and a copy. That memory is counted as scratch of the task.
+- the operation itself, into memory of PyTorch, and a copy. That memory is counted as scratch of the task.
 
-All three give the bits of the operation itself. A chain (`chains`) writes where it is told to; what it takes from PyTorch is counted likewise.
-Random operations draw from a generator of their own, whose seed is given with the task, so that the numbers depend neither on the order of tasks nor
-on the worker; on a GPU by rules of `draws`.
+All three give the bits of the operation itself. A chain (`chains`) writes into lent memory; its own temporaries are counted as scratch, too.
+A random operation draws from its own generator, whose seed comes with the task, so that the numbers depend neither on the order of tasks nor
+on the worker. On a GPU, random operations follow the rules of `draws`.
 """
 
 from __future__ import annotations
@@ -28,31 +26,31 @@ from .devices import HOST, KEYS, has_kernel, runs_on_gpu
 from .draws import rule_of
 
 Into = Callable[..., None]
-"""Computes ``(results, *args, **kwargs)``: fills the list of result tensors."""
+"""Function ``(results, *args, **kwargs)`` that fills the list of result tensors."""
 
 EMPTY: Final = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default})
-"""Operations that only make memory."""
+"""Operations that only allocate memory."""
 _METADATA: Final = frozenset({aten.as_strided_.default, aten.resize_.default, aten.t_.default, aten.transpose_.default, aten.squeeze_.dim})
 """In-place operations on the shape of a tensor alone, which later references already have."""
 _NOT_RANDOM: Final = frozenset({aten._scaled_dot_product_flash_attention_for_cpu.default})
-"""Tagged as random by PyTorch; without dropout, the only way they are called on the CPU, they are not."""
+"""Operations that PyTorch tags as random although they are not: they are only called without dropout on the CPU."""
 
 
 def draws(call: Call) -> bool:
-    """Whether a call needs a generator."""
+    """Return whether a call needs a generator."""
     return call.is_random and call.func not in _NOT_RANDOM
 
 
 def does_nothing(call: Call) -> bool:
-    """Whether a call computes nothing: it makes memory or changes a shape."""
+    """Return whether a call computes nothing: it allocates memory or changes a shape."""
     return call.func in EMPTY or call.func in _METADATA
 
 
 def into_of(call: Call) -> Into | None:
-    """The rule or the ``out=`` overload that computes a call into given memory; None if it must be computed beside it and copied.
+    """Return the rule or the ``out=`` overload that computes a call into given memory; None if its result must be copied there.
 
     Raises:
-        UsageError: the call is random and takes no generator.
+        UsageError: the call is random and does not accept a generator.
     """
     if draws(call):
         rule = _RANDOM.get(call.func)
@@ -70,26 +68,26 @@ def into_of(call: Call) -> Into | None:
 
 
 def has_cuda_kernel(call: Call) -> bool:
-    """Whether a GPU can compute a call; what it cannot is left to CPU workers."""
+    """Return whether a GPU can compute a call; other calls are left to CPU workers."""
     if draws(call):
         return rule_of(call.func) is not None
     return does_nothing(call) or call.func in _INTO or runs_on_gpu(call.func)
 
 
 def torch_nbytes(call: Call) -> int:
-    """Bytes that a call takes from PyTorch's allocator for its results."""
+    """Return the bytes that a call takes from PyTorch's allocator for its results."""
     if does_nothing(call) or into_of(call) is not None:
         return 0
     return sum(storage.nbytes for storage in call.made)
 
 
 def _divides_by_count(call: Call) -> bool:
-    """Whether a call is the gradient of a table whose rows are divided by how often their ids occur."""
+    """Return whether a call is the gradient of a table whose rows are divided by how often their ids occur."""
     return call.func is aten.embedding_dense_backward.default and bool(call.args[4])
 
 
 def _normalises_strided(call: Call) -> bool:
-    """Whether a call is a batch normalisation of a strided input, for which PyTorch has a kernel that leaves the mean out if given ``out=``."""
+    """Return whether a call normalises a batch of strided input, for which PyTorch's ``out=`` kernel omits the mean."""
     if call.func is not aten.native_batch_norm.default:
         return False
     ref = call.args[0]
@@ -102,21 +100,21 @@ def _normalises_strided(call: Call) -> bool:
 
 
 def buffer_nbytes(call: Call) -> int:
-    """Bytes that a call takes from PyTorch's allocator for what is between its loops."""
+    """Return the bytes that a call takes from PyTorch's allocator for values between its loops."""
     return call.func.compiled.nbytes if isinstance(call.func, Chain) else 0
 
 
 def tensor_of(memory: torch.Tensor, ref: Ref) -> torch.Tensor:
-    """A tensor over the bytes of its storage  # (nbytes,) uint8 -> ref.shape."""
+    """Return a tensor over the bytes of its storage  # (nbytes,) uint8 -> ref.shape."""
     typed = memory.view(ref.dtype)
-    found = typed.as_strided(ref.shape, ref.strides, typed.storage_offset() + ref.offset)
+    tensor = typed.as_strided(ref.shape, ref.strides, typed.storage_offset() + ref.offset)
     if ref.is_conj:
-        found = torch._conj(found)
-    return torch._neg_view(found) if ref.is_neg else found
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if ref.is_neg else tensor
 
 
 class OperationFailed(Exception):
-    """An operation of PyTorch has raised; the message names it, `__cause__` is what it raised."""
+    """An error of an operation of PyTorch; the message names the operation, `__cause__` is the original error."""
 
     def __init__(self, call: Call, error: Exception) -> None:
         said = next(iter(str(error).splitlines()), "").rstrip(".;: ")
@@ -129,8 +127,8 @@ class Program:
     Args:
         calls: the calls, in order.
         numbers: number of each call in the whole pass.
-        ends: storages that PyTorch makes -> number of the last call that uses each, after which its memory is given back.
-        on_gpu: whether a GPU computes them, and random calls are given uniform numbers instead of a generator.
+        ends: storages that PyTorch allocates -> number of the last call that uses each, after which its memory is released.
+        on_gpu: whether a GPU computes the calls; random calls then get uniform numbers instead of a generator.
 
     Attributes:
         draws: the random calls.
@@ -161,9 +159,9 @@ class Program:
         """Compute the calls.
 
         Args:
-            memory: storage -> its bytes, (nbytes,) uint8; a storage that is missing is made by PyTorch and entered.
-            random: the argument that a random call takes its numbers from, by name.
-            where: the device of the memory.
+            memory: storage -> its bytes, (nbytes,) uint8; a missing storage is allocated by PyTorch and entered.
+            random: function that returns the argument from which a random call takes its numbers, by name.
+            where: device of the memory.
 
         Raises:
             OperationFailed: an operation refuses its values, or finds no memory.
@@ -171,16 +169,16 @@ class Program:
         tensors: dict[Ref, torch.Tensor] = {}
 
         def find(ref: Ref) -> torch.Tensor:
-            found = tensors.get(ref)
-            if found is None:
-                found = tensors[ref] = tensor_of(memory[ref.storage], ref)
-            return found
+            tensor = tensors.get(ref)
+            if tensor is None:
+                tensor = tensors[ref] = tensor_of(memory[ref.storage], ref)
+            return tensor
 
         for step, dropped in zip(self._steps, self._dropped, strict=True):
             try:
                 step.run(find, memory, random, where)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise  # of a card
+                raise  # errors of a card
             except Exception as error:
                 raise OperationFailed(step.call, error) from error
             for storage in dropped:
@@ -194,7 +192,7 @@ class _Step:
 
     def __init__(self, call: Call, into: Into | None, is_random: bool) -> None:
         self.call, self.into, self.is_random = call, into, is_random
-        self._has_device = call.kwargs.get("device") is not None  # the CPU, where it was captured
+        self._has_device = call.kwargs.get("device") is not None  # captured as the CPU
         self._fresh = [(at, ref) for at, ref in enumerate(call.results) if ref is not None and ref.storage in call.made]
 
     def run(
@@ -219,8 +217,8 @@ class _Step:
                 results[at] = find(ref)
             self.into(results, *args, **kwargs)
             return
-        found = call.func(*args, **kwargs)
-        leaves = list(found) if isinstance(found, tuple | list) else [found]
+        value_or_values = call.func(*args, **kwargs)
+        leaves = list(value_or_values) if isinstance(value_or_values, tuple | list) else [value_or_values]
         for at, ref in self._fresh:
             value = leaves[at]
             if ref.storage in memory:
@@ -230,7 +228,7 @@ class _Step:
 
 
 def generator_of(seed: Sequence[int]) -> torch.Generator:
-    """A generator whose numbers depend on all the given ones (splitmix64, Steele et al. 2014, folded over them)."""
+    """Return a generator whose numbers depend on all numbers in `seed` (splitmix64, Steele et al. 2014, folded over them)."""
     state = 0
     for number in seed:
         state = (state ^ (number & _WORD)) + 0x9E3779B97F4A7C15 & _WORD
@@ -252,7 +250,7 @@ def _resolved(value: Any, find: Callable[[Ref], torch.Tensor]) -> Any:
 
 
 def _bytes_of(value: torch.Tensor, ref: Ref) -> torch.Tensor:
-    """The memory of a result as bytes, laid out as its reference says; a copy only if PyTorch has chosen other strides."""
+    """Return the memory of a result as bytes, in the layout of its reference; it is copied only if PyTorch has chosen other strides."""
     if tuple(value.stride()) == ref.strides and value.storage_offset() == ref.offset and value.untyped_storage().nbytes() == ref.storage.nbytes:
         return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
     memory = torch.empty(ref.storage.nbytes, dtype=torch.uint8, device=value.device)
@@ -262,11 +260,11 @@ def _bytes_of(value: torch.Tensor, ref: Ref) -> torch.Tensor:
 
 @cache
 def _out_overload(func: Any) -> Into | None:
-    """The overload with the same arguments and an output that is given, if every kind of device has a kernel for it."""
+    """Return the overload with the same arguments and a given output, if every kind of device has a kernel for it."""
     schema = func._schema
     plain = [(argument.name, str(argument.type)) for argument in schema.arguments]
     if any(argument.alias_info is not None or argument.name == "reduction" for argument in schema.arguments):
-        return None  # losses that reduce first give their result the shape of their input
+        return None  # losses with a reduction give their result the shape of their input before they reduce it
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
         outs = [argument.name for argument in overload._schema.arguments if argument.is_out]
@@ -321,7 +319,7 @@ def _masked_fill(results: Sequence[torch.Tensor], source: torch.Tensor, mask: to
 
 
 def _relu(results: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-    torch.clamp_min(source, 0, out=results[0])  # what PyTorch's own kernel calls
+    torch.clamp_min(source, 0, out=results[0])  # the function that PyTorch's own kernel calls
 
 
 def _safe_softmax(results: Sequence[torch.Tensor], source: torch.Tensor, axis: int, dtype: torch.dtype | None = None) -> None:

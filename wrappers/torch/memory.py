@@ -1,8 +1,8 @@
-"""Memory of a session outside its budget, and how it is kept small.
+"""Memory of a session outside its budget, and its release.
 
-A budget counts every tensor. Outside it lie Python objects of the recorded steps, code of libraries, and the working memory of kernels. This module
-releases what importing and capturing leave behind. Importing it loads all code that a session uses, 40 MB of Numba among it, so that imports take
-their memory before a session fills its budget.
+A budget counts every tensor. It does not count Python objects of the recorded steps, code of libraries, and the working memory of kernels. This
+module releases unused memory after imports and captures. Importing it loads all code that a session uses, including 40 MB of Numba, so that imports
+take their memory before a session fills its budget.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from scheduler.storage import release_file_pages
 from tiles.kernels import load_update_loops
 
 _KEPT_FILE_NBYTES: Final = 64 << 20
-"""Resident file pages below this size are not released: a training reads about 40 MB of them. Bytes."""
+"""Bytes of resident file pages below which they are not released; training reads about 40 MB of them."""
 _STATUS: Final = Path("/proc/self/status")
 BESIDE_NBYTES: Final = 64 << 20
-"""Resident memory above imports and budget that ``benchmarks/torch_memory.py`` allows: recorded steps, and working memory of kernels. Bytes."""
+"""Bytes above imports and budget that ``benchmarks/torch_memory.py`` allows for recorded steps and working memory of kernels."""
 
 
 def outside_budget() -> dict[str, int]:
-    """Return resident memory that `ram` does not count, bytes.
+    """Return resident memory that `ram` does not count, in bytes.
 
     Returns:
-        "imports": resident memory of this process, which has imported all code of a session and holds no weights. "beside": allowance for recorded
-        steps and working memory of kernels.
+        Two entries: resident memory of this process, which has imported all code of a session and holds no weights ("imports"), and the allowance
+        `BESIDE_NBYTES`.
     """
     return {"imports": psutil.Process().memory_info().rss, "beside": BESIDE_NBYTES}
 
 
 def release_unused() -> None:
-    """Release memory that a capture has left behind: free objects of Python, freed pieces of the C library, and pages of libraries.
+    """Release memory that is unused after a capture: free objects of Python, freed memory of the C library, and pages of libraries.
 
-    The process must not compute meanwhile, because code that runs would be mapped again page by page.
+    The process must not compute meanwhile, because running code would be mapped page by page afterwards.
     """
     _clear_free_lists()
     give_back_freed()
@@ -47,8 +47,8 @@ def release_unused() -> None:
 
 
 def _clear_free_lists() -> None:
-    """Clear Python's lists of free objects, each of which keeps a page; a full collection does that, over no objects here."""
-    if gc.get_freeze_count():  # the program's choice, which unfreeze() would undo
+    """Clear Python's lists of free objects, each of which keeps a page, by a full collection over no objects."""
+    if gc.get_freeze_count():  # the program has frozen objects, and unfreeze() would undo that
         gc.collect()
         return
     gc.freeze()
@@ -59,7 +59,7 @@ def _clear_free_lists() -> None:
 
 
 def _resident_file_nbytes() -> int:
-    """Resident pages of mapped files, bytes; 0 where the system does not tell."""
+    """Return the bytes of resident pages of mapped files; 0 if the system does not report them."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -68,9 +68,9 @@ def _resident_file_nbytes() -> int:
 
 
 def _load_code() -> None:
-    """Import what PyTorch's optimizers and Numba import at their first use, by using them on one element.
+    """Import the modules that PyTorch's optimizers and Numba import at their first use, by using them on one element.
 
-    Loading a compiled loop needs 50 MB of the compiler's code for a moment, which would come on top of a full budget in the first step.
+    Loading a compiled loop briefly needs 50 MB for the compiler's code, which would exceed a full budget in the first step.
     """
     load_update_loops()
     torch.optim.AdamW([torch.zeros(1)])

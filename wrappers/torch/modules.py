@@ -1,4 +1,4 @@
-"""Modules of PyTorch around a session: their tensors by name, and how values leave them and come back."""
+"""Modules of PyTorch around a session: their tensors by name, and moving values out of them and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .away import bring_back, is_away, send_away
 
 @contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode, as its own `eval` does, and take back what that has changed of its attributes."""
+    """Put a module into evaluation mode with its own `eval`, and restore the changed attributes afterwards."""
     before = {child: dict(vars(child)) for child in module.modules()}
     module.eval()
     changed = [(child, {name: value for name, value in held.items() if vars(child).get(name) is not value}) for child, held in before.items()]
@@ -28,7 +28,7 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def shared_buffers(module: torch.nn.Module) -> set[str]:
-    """Return the first names of buffers that share their memory with another one, and would be apart in a session."""
+    """Return the first names of buffers that share memory with another one, and would be separate in a session."""
     names: dict[int, list[str]] = {}
     for name, value in first_values(module).items():
         if not value.is_meta and not is_away(value):
@@ -37,29 +37,29 @@ def shared_buffers(module: torch.nn.Module) -> set[str]:
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by every name, tied ones several times; sparse ones and those without elements stay in the module and are left out."""
+    """Yield parameters and buffers by every name, tied ones several times; sparse and empty ones stay in the module and are skipped."""
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         if is_lazy(value) or (value.layout == torch.strided and value.numel()):
             yield name, value
 
 
 def is_frozen(value: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter that is not learnt."""
+    """Return whether a tensor is a frozen parameter."""
     return isinstance(value, torch.nn.Parameter) and not value.requires_grad
 
 
 def first_values(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by their first names."""
-    found, seen = {}, set[int]()
+    """Return parameters and buffers by their first names."""
+    tensors, seen = {}, set[int]()
     for name, value in named_tensors(module):
         if id(value) not in seen:
-            found[name] = value
+            tensors[name] = value
             seen.add(id(value))
-    return found
+    return tensors
 
 
 def saved_tensors(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the content of a module's `state_dict`, with the tensors themselves, also of one that overrides it without PyTorch's arguments."""
+    """Return the content of a module's `state_dict`, with the tensors themselves; an override without PyTorch's arguments is bypassed."""
     try:
         found: dict[str, Any] = module.state_dict(keep_vars=True)
     except TypeError:
@@ -68,7 +68,7 @@ def saved_tensors(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def let_go(module: torch.nn.Module) -> ExitStack:
-    """Let go of a module's values, as `send_away` does, and refuse to load others until the result is closed."""
+    """Free a module's values, as `send_away` does, and refuse to load others until the result is closed."""
     for _, value in named_tensors(module):
         send_away(value)
     guards = ExitStack()
@@ -87,7 +87,7 @@ def _refuse_loading(*_: Any) -> None:
 def saved_names(module: torch.nn.Module) -> dict[str, str]:
     """Return the names under which a module saves its parameters and buffers: first name of the tensor -> name in `state_dict`.
 
-    A wrapper may save parts under other names than it knows them by (`checkpoint_wrapper`).
+    A wrapper may save parts under other names than those in the module tree (`checkpoint_wrapper`).
     """
     first: dict[int, str] = {}
     for name, value in named_tensors(module):
@@ -100,7 +100,7 @@ def saved_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def give(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Give a module values for its tensors of these names; tensors without memory become new ones, tied as they were."""
+    """Give a module values for its tensors of these names; tensors without memory are replaced by new ones, with the same ties."""
     own = dict(named_tensors(module))
     made: dict[int, torch.Tensor] = {}
     for name, value in values.items():

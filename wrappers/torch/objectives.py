@@ -1,4 +1,4 @@
-"""What a pass computes: the module's result, or a loss from it."""
+"""Objectives: functions of a module and a batch that compute the module's result, or a loss from it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from nntask import UsageError
 from .capture import Function
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
-"""From the module's result and the batch to a tensor of one element."""
+"""Function of the module's result and the batch that returns a tensor of one element."""
 
 
 def call(module: torch.nn.Module, batch: Mapping[str, Any]) -> Any:
-    """The module's result for a batch."""
+    """Return the module's result for a batch."""
     return module(**batch)
 
 
 def objective_of(loss: Loss) -> Function:
-    """The objective that calls the module and computes a loss from its result."""
+    """Return the objective that calls the module and computes a loss from its result."""
     return lambda module, batch: loss(module(**batch), batch)
 
 
 def scalar(objective: Function) -> Function:
-    """An objective that refuses what is not a tensor with one element."""
+    """Return an objective that raises unless the result is a tensor with one element."""
 
     def checked(module: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
         loss = objective(module, batch)
@@ -39,16 +39,16 @@ def scalar(objective: Function) -> Function:
 
 
 def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The loss that a module's result has or is."""
-    found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, Mapping):
-        found = outputs.get("loss")
-    if found is None:
+    """Return the loss in a module's result, or the result if it is a tensor."""
+    loss = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    if loss is None:
         raise UsageError(f"the module's result, a {type(outputs).__name__}, has no loss; give labels in the batch, or loss=, a function of both")
-    return found
+    return loss
 
 
 def read_by(objective: Any) -> dict[str, Any]:
-    """Return, by names for messages, what the state of Python that a loss reads is reachable from: the function itself, or what its `reads` says."""
+    """Return the objects from which a loss can reach state of Python, by names for messages: the result of its `reads`, or the function itself."""
     reads = getattr(objective, "reads", None)
     return {"loss": objective} if reads is None else dict(reads())

@@ -1,9 +1,9 @@
 """PyTorch's optimizers as those of nntask: by name, or from an instance over the module's parameters.
 
-The instance of torch.optim has the options, which every step reads, so that schedulers work; it never updates. The state (moments, masters, numbers
-of steps) is in the session, in nntask's optimizer. While the session is open, whatever would read or change state of the instance is refused.
+The instance of torch.optim holds the options, which every step reads, so that schedulers work; it never updates. The state (moments, masters, numbers
+of steps) is in the session, in nntask's optimizer. While the session is open, reading or changing the state of the instance raises an error.
 
-As in torch.optim, a step leaves a parameter without a gradient alone: no decay, no moments, and its own number of steps stays.
+As in torch.optim, a step ignores a parameter without a gradient: no decay, no moments, and no change of its own number of steps.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tiles import TileTensor
 
 _NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _ZERO: Final = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "decoupled_weight_decay": False}
-"""Options of PyTorch's optimizers that are not implemented -> the only value they may have."""
+"""Options of PyTorch's optimizers that are not implemented -> the only allowed value."""
 _OPTIONS: Final = ("lr", "betas", "momentum", "weight_decay", "eps")
-"""Options that every step reads, of those that an optimizer has; they may change between steps and differ between groups."""
+"""Options that every step reads if an optimizer has them; they may change between steps and differ between groups."""
 
 
 def torch_optimizer(
     optimizer: str | torch.optim.Optimizer, module: torch.nn.Module, lr: float | None, options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """The optimizer that a session was given, as PyTorch's: it holds the options and the learning rate, and never runs.
+    """Return the optimizer of a session as an instance of PyTorch's; it holds the options and the learning rate, and never runs.
 
     Args:
         optimizer: a name, or an instance.
-        module: whose parameters it is for.
-        lr: learning rate of one that is named; None for PyTorch's default.
-        options: further options of one that is named.
+        module: module whose parameters it updates.
+        lr: learning rate of an optimizer given by name; None for PyTorch's default.
+        options: further options of an optimizer given by name.
 
     Raises:
         UsageError: there is no such optimizer, it is not implemented here, or an option is not.
@@ -81,41 +81,41 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def norm_limit(max_grad_norm: float) -> float:
-    """The norm to which gradients are clipped, 0 for no clipping: an infinite one only measures, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Return the norm to which gradients are clipped, 0 for no clipping: infinity only measures, as in ``torch.nn.utils.clip_grad_norm_``."""
     return 0.0 if max_grad_norm == math.inf else max_grad_norm
 
 
 def options_of(number: int, group: Mapping[str, Any]) -> Options:
-    """The options of a parameter group as they are now.
+    """Return the current options of a parameter group.
 
     Args:
-        number: of the group, for messages.
+        number: number of the group, for messages.
 
     Raises:
         UsageError: an option is out of range.
     """
     name, decays = ("betas", group["betas"]) if "betas" in group else ("momentum", (group["momentum"], 0.0))
     first, second = map(float, decays)
-    found = Options(float(group["lr"]), float(group["weight_decay"]), first, second, float(group.get("eps", 0.0)))
+    options = Options(float(group["lr"]), float(group["weight_decay"]), first, second, float(group.get("eps", 0.0)))
     if not (0 <= first < 1 and 0 <= second < 1):
         raise UsageError(f"{name} of group {number} must be at least 0 and below 1, got {group[name]}; correct it, or its schedule")
     for name in ("weight_decay", "eps"):
-        if not 0 <= getattr(found, name) < math.inf:
+        if not 0 <= getattr(options, name) < math.inf:
             raise UsageError(f"{name} of group {number} must be at least 0, got {group[name]}; correct it, or its schedule")
-    return found
+    return options
 
 
 def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> Optimizer:
-    """The optimizer over a session's parameters: a group for each, because each counts its own steps.
+    """Return the optimizer over a session's parameters, with a group for each, because each counts its own steps.
 
     Raises:
-        UsageError: the optimizer lacks a parameter that is learnt, or has one that the module lacks.
+        UsageError: the optimizer lacks a trainable parameter, or has one that the module lacks.
     """
     groups = [
         Group([parameters[name]], options.weight_decay)
         for names, options in zip(_names_in_groups(optimizer, module), _all_options(optimizer), strict=True)
         for name in names
-        if name in parameters  # one without elements stays in the module
+        if name in parameters  # an empty parameter stays in the module
     ]
     seen = {group.parameters[0].name for group in groups}
     if missing := sorted(name for name, parameter in parameters.items() if parameter.trainable and name not in seen):
@@ -128,15 +128,15 @@ def optimizer_on(optimizer: torch.optim.Optimizer, module: torch.nn.Module, para
 
 
 def _all_options(optimizer: torch.optim.Optimizer) -> list[Options]:
-    """The options of each parameter group as they are now."""
+    """Return the current options of each parameter group."""
     return [options_of(number, group) for number, group in enumerate(optimizer.param_groups)]
 
 
 def _names_in_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[list[str]]:
-    """The names of the parameters of each group.
+    """Return the names of the parameters of each group.
 
     Raises:
-        UsageError: the module lacks one.
+        UsageError: the module lacks one of them.
     """
     by_id = {id(parameter): name for name, parameter in module.named_parameters()}
     if any(id(parameter) not in by_id for group in optimizer.param_groups for parameter in group["params"]):
@@ -149,35 +149,35 @@ class SessionOptimizer:
 
     Args:
         options: the instance of torch.optim.
-        module: whose parameters it is for.
-        parameters: of the session, by name.
+        module: module whose parameters it updates.
+        parameters: parameters of the session, by name.
         max_norm: norm to which the gradient is clipped; 0 is off.
 
     Attributes:
         options: the instance of torch.optim.
-        updates: emits the updates, and has the state.
+        updates: nntask's optimizer, which emits the updates and holds the state.
 
     Raises:
-        UsageError: the optimizer lacks a parameter that is learnt, or has one that the module lacks.
+        UsageError: the optimizer lacks a trainable parameter, or has one that the module lacks.
     """
 
     def __init__(self, options: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> None:
         self.options, self._module = options, module
         self.updates = optimizer_on(options, module, parameters, max_norm)
         group_of = {name: number for number, names in enumerate(_names_in_groups(options, module)) for name in names}
-        self._rows = {p.name: group_of[p.name] for group in self.updates.groups for p in group.parameters}  # name -> number of its group there
-        self._skipped = dict.fromkeys(self._rows, 0)  # steps so far that had no gradient of the parameter
+        self._rows = {p.name: group_of[p.name] for group in self.updates.groups for p in group.parameters}  # name -> number of its group
+        self._skipped = dict.fromkeys(self._rows, 0)  # number of steps so far without a gradient of the parameter
         self._terms, self._members = self._terms_now(), self._members_now()
 
     def tensors(self) -> dict[str, TileTensor]:
-        """The state by name."""
+        """Return the state by name."""
         return self.updates.tensors()
 
     def check(self) -> None:
-        """Refuse a step if the optimizer was changed in another way than by the options of its groups.
+        """Check that the optimizer was changed only by the options of its groups.
 
         Raises:
-            UsageError: says what has changed.
+            UsageError: something else has changed; the message names it.
         """
         state = self.options.state
         if not isinstance(state, _StateElsewhere):
@@ -213,7 +213,7 @@ class SessionOptimizer:
         self.updates.prepare_groups(steps, [options[group] for group in self._rows.values()])
 
     def note_step(self, updated: Collection[str]) -> None:
-        """Count a step that has begun; PyTorch's schedulers see it as they see a step of the optimizer itself."""
+        """Count a step that has begun; PyTorch's schedulers see it like a step of the optimizer itself."""
         self._skip(1, [name for name in self._skipped if name not in updated])
         self.options._opt_called = True
 
@@ -234,20 +234,20 @@ class SessionOptimizer:
             self._skipped[name] += count
 
     def num_steps_of(self, name: str, number: int) -> int:
-        """The steps that a parameter has taken when the session has taken `number`."""
+        """Return the number of steps that a parameter has taken when the session has taken `number`."""
         return number - self._skipped.get(name, 0)
 
     def follow(self, names: Collection[str]) -> None:
-        """Emit the tasks that take over parameters which were overwritten; moments stay."""
+        """Emit the tasks that update masters after parameters were overwritten; moments stay."""
         self.updates.follow(names)
 
     def reset(self) -> None:
-        """Emit the tasks that begin anew with the parameters as they are now."""
+        """Emit the tasks that reset the state, keeping the current parameters."""
         self.updates.reset()
         self._skipped = dict.fromkeys(self._skipped, 0)
 
     def counters(self) -> dict[str, Any]:
-        """Return the state that a session saves besides tensors: the options of each group, and the steps that a parameter has skipped, if any."""
+        """Return the state that a session saves besides tensors: options of each group, and numbers of skipped steps that are not 0."""
         groups = [
             {name: list(map(float, group[name])) if name == "betas" else float(group[name]) for name in _OPTIONS if name in group}
             for group in self.options.param_groups
@@ -255,14 +255,14 @@ class SessionOptimizer:
         return {"groups": groups, "skipped": {name: count for name, count in self._skipped.items() if count}}
 
     def restore(self, state: Mapping[str, Any], source: Path) -> None:
-        """Take over what `counters` returned; a session that was saved without it has one learning rate, and no parameter has skipped a step.
+        """Restore the result of `counters`; a session that was saved without it has one learning rate and no skipped steps.
 
         Args:
             state: content of session.json.
             source: the directory, for messages.
 
         Raises:
-            DataError: the groups or the parameters are others.
+            DataError: the groups or the parameters differ.
         """
         own, skipped = self.options.param_groups, state.get("skipped", {})
         groups = state.get("groups", [{"lr": state["lr"]}] * len(own))
@@ -275,19 +275,19 @@ class SessionOptimizer:
         self._skipped = {**dict.fromkeys(self._skipped, 0), **skipped}
 
     def _terms_now(self) -> dict[str, Any]:
-        """Return the values that must stay while the session is open, by name."""
-        found: dict[str, Any] = {}
+        """Return the values that must not change while the session is open, by name."""
+        terms: dict[str, Any] = {}
         for name, parameter in self._module.named_parameters():
-            if name not in self._skipped:  # frozen when the session was made, so without state; a parameter that is learnt may rest for a while
-                found[f"requires_grad of {name}"] = parameter.requires_grad
+            if name not in self._skipped:  # frozen when the session was made, so without state; trainable parameters may be frozen for a while
+                terms[f"requires_grad of {name}"] = parameter.requires_grad
         for number, group in enumerate(self.options.param_groups):
-            found.update({f"{option} of group {number}": value for option, value in group.items() if option in _ZERO})
+            terms.update({f"{option} of group {number}": value for option, value in group.items() if option in _ZERO})
             if "momentum" in group:
-                found[f"whether group {number} has momentum"] = bool(group["momentum"])
-        return found
+                terms[f"whether group {number} has momentum"] = bool(group["momentum"])
+        return terms
 
     def _members_now(self) -> list[list[int]]:
-        """Identities of the parameters in each group."""
+        """Return the ids of the parameters in each group."""
         return [list(map(id, group["params"])) for group in self.options.param_groups]
 
 
@@ -295,7 +295,7 @@ _STATE_REMEDY: Final = "save() and resume() of the session keep the state, and i
 
 
 class _StateElsewhere(defaultdict[Any, Any]):
-    """`state` of an optimizer while a session has the state: everything that reads or changes it is refused."""
+    """`state` of an optimizer while a session holds the state: reading or changing it raises an error."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(f"optimizer.state cannot be read or changed while a session is open, because the session has the state; {_STATE_REMEDY}")
@@ -306,7 +306,7 @@ class _StateElsewhere(defaultdict[Any, Any]):
 
 @contextmanager
 def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Refuse whatever reads or changes the state of an optimizer meanwhile; afterwards it can be used again, without state."""
+    """Refuse reading or changing the state of an optimizer in the block; afterwards it can be used again, without state."""
 
     def refuse(name: str) -> NoReturn:
         raise UsageError(f"{name} of the optimizer cannot be called while a session is open, because the session has the state; {_STATE_REMEDY}")
@@ -325,10 +325,10 @@ def guarded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse hooks around the steps of an optimizer.
+    """Check that no hooks run around the steps of an optimizer.
 
     Raises:
-        UsageError: it has some, or all optimizers have.
+        UsageError: the optimizer has hooks, or all optimizers have.
     """
     tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     of_all = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")

@@ -1,6 +1,6 @@
 """Exchange of values between a step and the program: inputs and constants before it, tensors that it leaves in Python after it.
 
-A step leaves values in place of the fake tensors of its capture, and writes constants and inputs that it has changed.
+A step replaces the fake tensors of its capture by values, and writes constants and inputs that it has changed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Leaving:
     """Tensors that one pass of a step will leave in Python.
 
     Attributes:
-        use: the pass.
-        targets: the tensors of the program that are its constants in this step.
-        minibatch: its inputs.
+        use: use of the pass.
+        targets: tensors of the program that are its constants in this step.
+        minibatch: inputs of the pass.
     """
 
     use: PassUse
@@ -49,7 +49,7 @@ class Leaving:
 
     @property
     def is_any(self) -> bool:
-        """Whether the pass leaves anything, or has changed plain state of Python, which is taken back if the step fails."""
+        """Whether the pass leaves anything, or has changed plain state of Python, which is restored if the step fails."""
         captured = self.use.tasks.captured
         return bool(self.use.has_effects or self.use.carried or captured.written or captured.changed or captured.outer)
 
@@ -57,13 +57,13 @@ class Leaving:
 def write_step(
     recorded: RecordedStep, uses: Sequence[PassUse], minibatches: Sequence[Mapping[str, Any]], world: World, state: ModuleState
 ) -> list[Leaving]:
-    """Write the inputs of a step, and bring constants up to the values that the program's tensors have.
+    """Write the inputs of a step, and update constants to the values of the program's tensors.
 
     Args:
         recorded: the step.
-        uses: its passes.
-        minibatches: the arguments of each one by name.
-        world: where constants are found by their paths.
+        uses: uses of its passes.
+        minibatches: arguments of each minibatch, by name.
+        world: state of Python, in which constants are found by their paths.
         state: owner of the constants.
 
     Returns:
@@ -92,7 +92,7 @@ def write_step(
 
 
 def _where_now(carried: Sequence[Carried], now: Snapshot) -> tuple[Carried, ...]:
-    """Return the places of carried tensors as they are now, when containers may be others than at the capture."""
+    """Return carried tensors at their current places, when containers may differ from those of the capture."""
     refs = {each.path: each.ref for each in carried if each.path in now.tensors}
     return tuple(
         Carried(slot, now.tensors[path][0], ref, path) for path, ref in refs.items() for slot in (now.tensors[path][1], *now.aliases.get(path, ()))
@@ -101,7 +101,7 @@ def _where_now(carried: Sequence[Carried], now: Snapshot) -> tuple[Carried, ...]
 
 @contextmanager
 def undone_on_failure(world: World) -> Iterator[Callable[[], None]]:
-    """Give Python back the state that it has now, random numbers included, if the block raises, or when the yielded function is called."""
+    """Restore the current state of Python, including random numbers, if the block raises or when the yielded function is called."""
     before, numbers = world.now(), (random.getstate(), np.random.get_state())
 
     def undo() -> None:
@@ -118,20 +118,20 @@ def undone_on_failure(world: World) -> Iterator[Callable[[], None]]:
 
 
 def host_values(minibatch: Mapping[str, Any], seed: Sequence[int], world: World, state: ModuleState) -> HostValues:
-    """Return the values of tensors as the next step finds them.
+    """Return the values of tensors at the beginning of the next step.
 
     Args:
         minibatch: the inputs by name.
         seed: seed, numbers of the step and of the minibatch.
-        world: where constants are found by their paths.
-        state: has the other tensors.
+        world: state of Python, in which constants are found by their paths.
+        state: owner of the other tensors.
     """
     tensors = state.tensors()
 
     def value_of(storage: Storage) -> torch.Tensor:
         if storage.role == "constant":
-            found = world.now().tensors.get(storage.name)
-            now = storage.tensor if found is None else found[0]
+            entry = world.now().tensors.get(storage.name)
+            now = storage.tensor if entry is None else entry[0]
             assert now is not None
             return whole(now)
         if storage.role == "input":
@@ -142,10 +142,10 @@ def host_values(minibatch: Mapping[str, Any], seed: Sequence[int], world: World,
 
 
 def check_changed(captured: Capture, minibatch: Mapping[str, Any]) -> None:
-    """Refuse a batch whose tensors share memory that the pass changes.
+    """Check that no tensors of a batch share memory that the pass changes.
 
     Raises:
-        UsageError: names both.
+        UsageError: two do; the message names both.
     """
     for name in captured.changed:
         for other, value in minibatch.items():
@@ -158,7 +158,7 @@ def check_changed(captured: Capture, minibatch: Mapping[str, Any]) -> None:
 
 
 def bring_into_python(leavings: Sequence[Leaving], kept: Sequence[Mapping[Storage, Handle]], ticket: Ticket, state: ModuleState) -> None:
-    """Write the tensors that the passes of a step have left to where the program finds them.
+    """Write the tensors that the passes of a step have left to their places in the program.
 
     Args:
         leavings: tensors that each pass has left.
@@ -194,12 +194,12 @@ def _replace(carried: Sequence[Carried], handles: Mapping[Storage, Handle], tick
             state.forget_stamp(each.ref.storage)
         slots.setdefault((id(_owner_of(each.slot)), each.slot.key), (each.slot, {}))[1][id(each.fake)] = made[each.ref]
     for slot, values in slots.values():
-        assert slot.write is not None  # `capture` has refused others
+        assert slot.write is not None  # `capture` refuses other slots
         slot.write(slot.key, tree_map_only(torch.Tensor, lambda tensor, values=values: values.get(id(tensor), tensor), slot.value))
 
 
 def _owner_of(slot: Slot) -> Any:
-    """Return the object that a slot is a part of."""
+    """Return the object that a slot belongs to."""
     return slot.write.args[0] if isinstance(slot.write, partial) else getattr(slot.write, "__self__", slot.write)
 
 

@@ -1,6 +1,6 @@
-"""The reach of Python code: names that a function loads beside its arguments, read from its bytecode, and whose code a file, class or module is.
+"""Names that Python code loads in addition to its arguments, read from its bytecode, and the origin of files, classes and modules.
 
-Only loads that the bytecode names are found; what is reached by `getattr` with a computed name, or through C, is not.
+Only loads that the bytecode names are found, not those by `getattr` with a computed name, or through C.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 Origin = Literal["user", "library", "torch"]
-"""Author of some code: the program, an installed package, or PyTorch and ours, whose state is no part of a program's."""
+"""Author of some code: the program, an installed package, or PyTorch and ours, whose state does not belong to a program."""
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _OWN: Final = str(Path(__file__).resolve().parents[2])
@@ -27,7 +27,7 @@ _LIBRARIES: Final = tuple({os.path.join(sysconfig.get_path(name), "") for name i
 
 @lru_cache(maxsize=4096)
 def origin_of(filename: str) -> Origin:
-    """Return whose code a file has."""
+    """Return the origin of the code in a file."""
     if filename.startswith((_TORCH, *_OURS)):
         return "torch"
     if filename.startswith("<frozen") or filename.startswith(_LIBRARIES):
@@ -42,13 +42,13 @@ def is_foreign(kind: type) -> bool:
 
 @lru_cache(maxsize=4096)
 def origin_of_class(kind: type) -> Origin:
-    """Return whose code a class has."""
+    """Return the origin of a class."""
     module = sys.modules.get(kind.__module__)
     return "user" if module is None else origin_of_module(module)
 
 
 def origin_of_module(module: ModuleType) -> Origin:
-    """Return whose code a Python module has."""
+    """Return the origin of a Python module."""
     name = module.__name__.partition(".")[0]
     if getattr(module, "__file__", None) is None:
         return "library" if name in sys.stdlib_module_names and name != "__main__" else "user"
@@ -56,24 +56,24 @@ def origin_of_module(module: ModuleType) -> Origin:
 
 
 Chain = tuple[str, ...]
-"""A name and the attributes that are loaded of it: ("settings", "RATE") for ``settings.RATE``."""
+"""A name and the attributes that are loaded from it: ("settings", "RATE") for ``settings.RATE``."""
 
 
 @lru_cache(maxsize=16384)
 def names_in(code: CodeType) -> frozenset[str]:
-    """Return the names that a function and those inside it use."""
+    """Return the names that a function and the functions inside it use."""
     inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
 class Loads(NamedTuple):
-    """Loads of a function and of those inside it.
+    """Loads of a function and of the functions inside it.
 
     Attributes:
         of_globals: chains that begin with a global.
         of_self: attributes of the first argument.
         of_cells: chains that begin with a variable of an enclosing function.
-        imports: chains that begin with a Python module which the function imports.
+        imports: chains that begin with a Python module that the function imports.
     """
 
     of_globals: tuple[Chain, ...]
@@ -91,7 +91,7 @@ def loads_of(code: CodeType) -> Loads:
 
 
 def _scan(code: CodeType, own: str, found: list[dict[Chain, None]]) -> None:
-    """Note the loads of a function; `own` is the name by which it knows the first argument of the outermost one."""
+    """Add the loads of a function to `found`; `own` is its name for the first argument of the outermost function."""
     of_globals, of_self, of_cells, imports = found
     chain: Chain = ()
     target: dict[Chain, None] | None = None

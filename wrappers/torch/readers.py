@@ -37,11 +37,11 @@ _ITERATORS: Final[tuple[type, ...]] = (
 
 
 class StateAccess(NamedTuple):
-    """How the state of an object is read and written.
+    """Functions that read and write the state of an object.
 
     Attributes:
-        read: returns the state, which is compared by value.
-        write: gives the object a state that `read` has returned; None where Python cannot.
+        read: function that returns the state, which is compared by value.
+        write: function that sets the object to a state returned by `read`; None if Python cannot do so.
     """
 
     read: Callable[[], State]
@@ -107,7 +107,7 @@ def _state_of_iterator(value: Any) -> State:
 
 
 def _state_of_running_generator(value: types.GeneratorType[Any, Any, Any]) -> State:
-    """Return the instruction at which a generator of Python stands, and its plain variables."""
+    """Return the current instruction of a generator of Python, and its plain variables."""
     frame = value.gi_frame
     if frame is None:
         return ("ended",)
@@ -119,7 +119,7 @@ def _state_of_context(value: ContextVar[Any]) -> State:
 
 
 def state_of_cache(value: Any) -> State:
-    """Return the state of a function's cache that a call which finds its result leaves alone."""
+    """Return the state of a function's cache; a call that hits the cache does not change it."""
     return value.cache_info().misses, value.cache_info().currsize
 
 
@@ -146,7 +146,7 @@ def entries_of(content: Mapping[str, Any]) -> State:
 
 
 def plain_entries(content: dict[Any, Any]) -> State:
-    """Return the keys and the values that a dictionary holds, whatever its class makes of them when it is asked (a lazy one imports and fails)."""
+    """Return the keys and the values that a dictionary holds, bypassing overridden methods (those of a lazy dictionary may import, and fail)."""
     is_usual = type(content).values in (dict.values, OrderedDict.values)
     return (*content, *content.values()) if is_usual else (*dict.keys(content), *dict.values(content))
 
@@ -157,13 +157,13 @@ def options_of(group: Mapping[str, Any]) -> State:
 
 
 def replace_item(content: set[Any], item: Any, other: Any) -> None:
-    """Replace an item of a set by another one."""
+    """Replace an item of a set by `other`."""
     content.discard(item)
     content.add(other)
 
 
 def content_of(cell: types.CellType) -> State:
-    """Return the content of a cell; None for one that is not filled yet."""
+    """Return the content of a cell; None if it is not filled yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -187,11 +187,11 @@ _ACCESS: Final[tuple[tuple[Any, Callable[[Any], State], Callable[[Any, State], N
     (types.GeneratorType, _state_of_running_generator, None),
     (ContextVar, _state_of_context, None),
 )
-"""By types: how to read the state of their objects, and how to write it."""
+"""(types, function that reads the state of their objects, function that writes it)."""
 
 
 def is_simple(value: Any, depth: int = 2) -> bool:
-    """Return whether a value is plain, or a small container of such."""
+    """Return whether a value is plain, or a small container of plain values."""
     if isinstance(value, (*PLAIN, float, np.generic, enum.Enum)):
         return True
     if not isinstance(value, dict | list | tuple | set | frozenset) or depth == 0 or len(value) > 1000:

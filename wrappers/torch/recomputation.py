@@ -1,5 +1,7 @@
-"""What a module's own checkpointing makes again: PyTorch enters a context while a backward pass repeats a part of the forward pass, and what is
-captured inside is marked."""
+"""Marking of values that a module's own checkpointing recomputes.
+
+PyTorch enters a context while a backward pass repeats a part of the forward pass; calls captured inside it are marked.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ _MAKES_AGAIN: Final = ContextVar("makes_again", default=False)
 
 
 def makes_again() -> bool:
-    """Whether the calling thread is inside `making_again`."""
+    """Return whether the calling thread is inside `making_again`."""
     return _MAKES_AGAIN.get()
 
 
 @contextmanager
 def making_again() -> Iterator[None]:
-    """The block makes values again; for `torch.utils.checkpoint.checkpoint(context_fn=)`, which leaves it early as soon as it has all it wants."""
+    """Mark the block as recomputation, for `torch.utils.checkpoint.checkpoint(context_fn=)`, which leaves it as soon as it has all it needs."""
     token = _MAKES_AGAIN.set(True)
     try:
         yield

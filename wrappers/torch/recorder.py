@@ -1,4 +1,4 @@
-"""The dispatch mode that notes the calls of a pass: everything that reaches PyTorch's dispatcher below autograd."""
+"""The dispatch mode that records the calls of a pass: everything that reaches PyTorch's dispatcher below autograd."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .refusals import line_of_program
 from .values import HostValues, origin_of_values, value_bytes
 
 HOST_INPUT: Final = "on the host "
-"""Beginning of the names of inputs that the host computes."""
+"""Prefix of the names of inputs that the host computes."""
 
 
 class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the calls that make or change memory.
+    """Recorder of the calls that allocate or change memory.
 
     Args:
         values: values of tensors, for decisions that need them; None if there are none.
         on_gpus: whether GPUs compute the pass.
-        paths: id of a tensor that is not the module's own -> the path to it.
+        paths: id of a tensor that is not the module's own -> path to it.
 
     Attributes:
-        calls: the calls so far.
+        calls: calls so far.
         named: storages that were entered by role and name.
-        guards, host: see `Capture`.
+        guards, host: values that were read, and tensors that the host computes; they become fields of `Capture`.
     """
 
     def __init__(self, values: HostValues | None = None, paths: Mapping[int, str] | None = None, *, on_gpus: bool = False) -> None:
@@ -48,24 +48,24 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._storages: dict[int, Storage] = {}
         self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
         self._learnable: dict[int, torch.Tensor] = {}
-        self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a sparse tensor -> it, and its dense form
-        self._alive: list[Any] = []  # a storage that is freed would give its address to another one
+        self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a sparse tensor -> (the tensor, its dense form)
+        self._alive: list[Any] = []  # keeps storages alive; otherwise another one could get the same address
 
     def enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
-        """Note memory that exists before the pass."""
+        """Enter memory that exists before the pass, and return its storage."""
         self.named.append(self._enter(tensor, role, name))
         return self.named[-1]
 
     def learnable(self) -> list[torch.Tensor]:
-        """The tensors of the program, outside of the module, that the pass has met and that learn."""
+        """Return the learnable tensors of the program, outside the module, that the pass has used."""
         return list(self._learnable.values())
 
     def known(self, tensor: torch.Tensor) -> Storage | None:
-        """The storage of a tensor that the pass has met."""
+        """Return the storage of a tensor that the pass has used; None for other tensors."""
         return self._storages.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
     def is_watched(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of the program may change between passes: the pass has met it, or the state of Python has it."""
+        """Return whether a tensor of the program may change between passes: the pass has used it, or the state of Python has it."""
         return id(tensor) in self._paths or self.known(tensor) is not None
 
     def is_changed(self, copy: torch.Tensor) -> bool:
@@ -74,13 +74,13 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return any(storage in call.writes and storage not in call.made for call in self.calls)
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy of one in memory that exists before the pass, such as an input that a module returns."""
+        """Return the tensor, or a copy if its memory exists before the pass, such as an input that a module returns."""
         if tensor.layout != torch.strided or self.ref(tensor).storage.role == "temporary":
             return tensor
         return tensor.clone()
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """The reference of a tensor; memory that nothing has made is a constant of the model."""
+        """Return the reference of a tensor; memory that no call has allocated is a constant of the model."""
         if tensor.layout != torch.strided:
             raise UsageError(f"tensors must be dense, got one of layout {tensor.layout}; use dense tensors in the model")
         storage = self._storages.get(tensor.untyped_storage()._cdata)
@@ -90,10 +90,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return Ref(storage, tensor.dtype, *layout, tensor.is_conj(), tensor.is_neg())
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The value of a tensor, which is a guard of the pass from now on.
+        """Return the value of a tensor, and make it a guard of the pass.
 
         Raises:
-            UsageError: there are no values here.
+            UsageError: values are not available.
         """
         ref, where = self.ref(tensor), line_of_program()
         if self._values is None:
@@ -113,7 +113,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
             self.guards.setdefault((ref, expected), Guard(origin.calls, ref, expected, where))
 
     def _check_random(self, is_random: bool, where: str) -> None:
-        """Refuse decisions by random numbers where the host would draw others.
+        """Refuse decisions by random numbers if the host would draw other numbers.
 
         Raises:
             UsageError: GPUs compute the pass.
@@ -131,12 +131,12 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return storage
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same place in memory for one of the program, so that views of it refer to it, too."""
+        """Return a fake tensor at the same place in memory as a tensor of the program, so that views of it refer to the same storage."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor.requires_grad and tensor.is_leaf:
             self._learnable[id(tensor)] = tensor
-        if tensor.layout != torch.strided:  # a constant in another form
+        if tensor.layout != torch.strided:  # a constant in another layout
             with _disable_current_modes():
                 dense = self._dense.setdefault(id(tensor), (tensor, tensor.to_dense()))[1]
             if self.known(dense) is None:
@@ -154,17 +154,17 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return fake
 
     def begin(self) -> None:
-        """Note the state of PyTorch's generator before the pass: numbers that do not follow from it come from a seed of the program."""
+        """Note the state of PyTorch's generator before the pass; numbers that do not derive from it come from a seed of the program."""
         with _disable_current_modes():
             self._unseeded.add(bytes(torch.random.get_rng_state().numpy()))
 
     def _is_seeded(self) -> bool:
-        """Whether the program has seeded PyTorch's generator, or has set its state, so that the next numbers are the same in each pass."""
+        """Return whether the program has seeded PyTorch's generator, or set its state, so that the next numbers are the same in each pass."""
         with _disable_current_modes():
             return bytes(torch.random.get_rng_state().numpy()) not in self._unseeded
 
     def _draw(self) -> int:
-        """The number of a draw, from the state of PyTorch's generator, which goes on by one number."""
+        """Return the number of a draw, which depends on the state of PyTorch's generator, and advance the generator by one number."""
         with _disable_current_modes():
             state = bytes(torch.random.get_rng_state().numpy())
             torch.rand(())
@@ -192,24 +192,24 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return self._note(func, given, named, result)
 
     def _check_layout(self, ref: Ref) -> None:
-        """Refuse to look at the memory of a result whose layout PyTorch tells otherwise beforehand than it makes it.
+        """Check that the memory layout of a result is known, since PyTorch may predict another layout than it computes.
 
         Raises:
-            UsageError: a strided tensor went into the result.
+            UsageError: the result was computed from a strided tensor.
         """
         maker = next((call for call in self.calls if ref.storage in call.made), None)
         made = None if maker is None else maker.results[0]
         if maker is not None and maker.func is aten.constant_pad_nd.default and made is not None and len(made.shape) < 4:
-            return  # always contiguous: images alone keep another memory format
+            return  # always contiguous: only images keep another memory format
         refs = [] if maker is None else [each for each in tree_leaves((maker.args, dict(maker.kwargs))) if isinstance(each, Ref)]
         if any(each.shape and each.strides != tuple(torch.empty(each.shape, device="meta").stride()) for each in refs):
             raise UsageError(
                 f"{line_of_program()} takes a strided view (as_strided) of the result of {maker.func if maker else ''}, whose layout in memory is "
-                "not known beforehand; call contiguous() on what went into it"
+                "not known beforehand; call contiguous() on its inputs"
             )
 
     def _note(self, func: Any, given: Any, named: Any, result: Any) -> Any:
-        """Note a call with its results."""
+        """Record a call with its results."""
         made = set()
         results: list[Ref | None] = []
         for leaf in tree_leaves(result):
@@ -226,13 +226,13 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation that gives Python a value (`item`, `equal`)."""
+        """Return the result of an operation that gives Python a value (`item`, `equal`)."""
         values = tree_map_only(torch.Tensor, self.value, (args, kwargs))
         with _disable_current_modes():
             return func(*values[0], **values[1])
 
     def _computed(self, func: Any, given: Any, named: Any) -> Any:
-        """The results of an operation whose shapes depend on values: constants that the host computes before each step."""
+        """Return the results of an operation whose shapes depend on values: constants that the host computes before each step."""
         assert self._values is not None
         with _disable_current_modes():
             results = self._values.results(self.calls, func, given, named)
@@ -250,9 +250,9 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         return results[0] if len(results) == 1 else tuple(results)
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a random operation whose generator the program has seeded, or keeps: the numbers that it gives now, as constants.
+        """Return the result of a random operation with a seeded generator, or with the program's own: its current numbers, as constants.
 
-        A generator that goes on is state of Python, whose change makes the pass run again in the next step.
+        A generator that advances is state of Python, whose change makes the pass run in the next step.
         """
         changes = [args[number] for number, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
@@ -264,14 +264,14 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
 
         values = tree_map_only(torch.Tensor, real, (args, kwargs))
         with _disable_current_modes():
-            found = func(*values[0], **values[1])
+            result = func(*values[0], **values[1])
         if changes:
-            return aten.copy_.default(changes[0], found)
-        return found
+            return aten.copy_.default(changes[0], result)
+        return result
 
 
 def over_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply a function to the tensors among the arguments of an operation, which are nested in lists at most; faster than PyTorch's for any tree."""
+    """Apply a function to the tensors in an operation's arguments, which contain no containers but lists; faster than PyTorch's for any tree."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, list | tuple):
@@ -280,20 +280,20 @@ def over_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, all of it; of a sparse one that of its dense form  # (nbytes,) uint8."""
+    """Return all of a tensor's memory, or for a sparse tensor that of its dense form  # (nbytes,) uint8."""
     dense = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()
     return torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())
 
 
 def _run_fake(func: Any, args: Any, kwargs: Any) -> Any:
-    """The results of an operation as fake tensors; of one whose shapes PyTorch works out for some element types only, by the rule for all."""
+    """Return the results of an operation as fake tensors; if PyTorch infers shapes for some element types only, the same rule serves all."""
     if func is aten._grouped_mm.default and args[0].dtype not in (torch.bfloat16, torch.float16):
         left, right = args[0], args[1]
         offsets = args[2] if len(args) > 2 else kwargs.get("offs")
         if left.dim() == 2 and right.dim() == 2:  # (M, K) @ (K, N), K in groups -> (G, M, N)
             return left.new_empty((offsets.shape[0], left.shape[0], right.shape[1]))
         return left.new_empty((*left.shape[:-1], right.shape[-1]))  # (M, K) @ (G, K, N), M in groups -> (M, N)
-    found = func(*args, **kwargs)
-    if func is aten._scaled_dot_product_flash_attention_for_cpu.default and found[0].dtype == torch.float64:
-        return found[0], found[1].to(torch.float64)  # PyTorch 2.12 tells beforehand that the sums are fp32, and makes fp64
-    return found
+    result = func(*args, **kwargs)
+    if func is aten._scaled_dot_product_flash_attention_for_cpu.default and result[0].dtype == torch.float64:
+        return result[0], result[1].to(torch.float64)  # PyTorch 2.12 predicts fp32 sums, and computes fp64
+    return result

@@ -1,7 +1,7 @@
-"""The recorded steps of a session: one for each purpose and each shape of batches, made when they are first asked for.
+"""The recorded steps of a session: one for each purpose and each shape of batches, recorded at their first use.
 
-A module is captured once for each shape of a minibatch. Before a step is recorded, and memory is taken for it, a dry run from shapes says whether the
-budgets hold it. Of many shapes the steps that were used last are kept.
+A module is captured once for each shape of a minibatch. Before a step is recorded, and memory is allocated for it, a dry run from shapes checks that
+the budgets hold it. If there are many shapes, only the most recently used steps are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .step import Pass
 from .values import origin_of_values
 
 MOST_STEPS: Final = 8
-"""Recorded steps that are kept for each purpose; one that is dropped is recorded again when its shape comes back."""
+"""Largest number of recorded steps for each purpose; a dropped one is recorded anew when its shape is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class RecordedStep:
     Attributes:
         step: the step.
         passes: the pass over each minibatch.
-        divisor: the loss of the step is the sum of the minibatches' losses divided by this.
-        inputs: by name, of each minibatch.
-        outputs: of each minibatch: what the pass returns, with references.
-        kept: handles of the outputs' storages, of each minibatch.
+        divisor: number by which the sum of the minibatches' losses is divided.
+        inputs: input tensors of each minibatch, by name.
+        outputs: result of the pass over each minibatch, with references in place of tensors.
+        kept: handles of the outputs' storages, for each minibatch.
         squares: the gradient's sum of squares; None without an update.
-        updated: names of the parameters that the step updates: those that have a gradient.
+        updated: names of the parameters that the step updates, which are those with a gradient.
     """
 
     step: Step
@@ -62,20 +62,20 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Records the steps of a session.
+    """Recorder of the steps of a session.
 
     Args:
         captures: the passes of the module.
         state: the module's tensors.
-        key: what random numbers follow from.
-        optimizer: updates the parameters.
+        key: key of random numbers.
+        optimizer: optimizer that updates the parameters.
         options: the optimizer of torch.optim that it follows.
         max_norm: norm to which the gradient is clipped; 0 is off.
-        machine: the budgets, within which a step is checked to fit; None where the caller has done so.
-        order, recompute: in which a training step executes when memory is short, and what it makes again, as of `Runtime.record`.
+        machine: machine whose budgets a step must fit; None if the caller has checked that.
+        order, recompute: order of a training step's tasks when memory is short, and the recomputed part, both arguments of `Runtime.record`.
 
     Attributes:
-        fallbacks: of the steps so far, tasks that CPU workers run although there are GPUs: name -> how many in a step.
+        fallbacks: number of tasks in the steps so far that CPU workers run although there are GPUs, by name.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class StepRecorder:
         self._options, self._max_norm, self._machine = options, max_norm, machine
         self._planned = {"order": order, "recompute": recompute}
         self.fallbacks: dict[str, int] = {}
-        self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # those used last come last
+        self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # least recently used first
 
     def step_for(
         self, purpose: Purpose, minibatches: Sequence[Mapping[str, Any]], divisor: int, values: Values
     ) -> tuple[RecordedStep, list[PassUse]]:
-        """The recorded step for some minibatches, and the uses that it makes of its passes.
+        """Return the recorded step for some minibatches, and its uses of its passes.
 
         Args:
-            values: of tensors, for decisions of the module.
+            values: values of tensors, for decisions of the module.
 
         Raises:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
@@ -117,23 +117,23 @@ class StepRecorder:
             uses.append(self._captures.pass_over(each, purpose, divisor, values(each, number), taken))
         check_uses(uses)
         key = (purpose, divisor, *(id(each.tasks) for each in uses))
-        found = self._steps.pop(key, None)
-        if found is None:
+        recorded = self._steps.pop(key, None)
+        if recorded is None:
             self._state.runtime.wait()  # a step that is dropped may still compute
             self._drop(purpose)
-            with no_collections():  # which would go through all of torch
-                found = self._record(purpose, [each.tasks for each in uses], minibatches, divisor)
+            with no_collections():  # a collection would go through all of torch
+                recorded = self._record(purpose, [each.tasks for each in uses], minibatches, divisor)
             release_unused()
-        self._steps[key] = found
-        return found, uses
+        self._steps[key] = recorded
+        return recorded, uses
 
     def _drop(self, purpose: Purpose) -> None:
-        """Make room for one more step."""
+        """Drop the least recently used step if another one would exceed the limit."""
         known = [key for key in self._steps if key[0] == purpose]
         if len(known) == MOST_STEPS:
             del self._steps[known[0]]
             self._captures.keep({each for step in self._steps.values() for each in step.passes})
-            gc.collect()  # a step and its instances know each other, and hold memory of the budget
+            gc.collect()  # a step and its instances refer to each other, and hold memory of the budget
 
     def _record(self, purpose: Purpose, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], divisor: int) -> RecordedStep:
         if len({frozenset(each.captured.gradients) for each in passes}) > 1:
@@ -146,7 +146,7 @@ class StepRecorder:
             self._check_fit(self._machine, passes, minibatches, training=is_training)
         emission = StepTasks(passes, self._state, minibatches)
         runtime = self._state.runtime
-        assert isinstance(runtime, Runtime)  # a dry state is never recorded for replays
+        assert isinstance(runtime, Runtime)  # a state for dry runs is never recorded for replays
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
         with runtime.record(order, recompute) as step:
             kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
@@ -154,11 +154,11 @@ class StepRecorder:
         return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], kept, squares, updated)
 
     def _check_fit(self, spec: MachineSpec, passes: Sequence[Pass], minibatches: Sequence[Mapping[str, Any]], *, training: bool) -> None:
-        """Refuse a step that cannot run within the budgets, before memory is taken for it.
+        """Check that a step can run within the budgets, before memory is allocated for it.
 
         Raises:
-            DoesNotFit: says which budget is too small, and by how much.
-            UsageError: the step has nothing that `recompute` could make again.
+            DoesNotFit: a budget is too small; the message names it and the missing bytes.
+            UsageError: the step has nothing that `recompute` could recompute.
         """
         terms, module = self._captures.terms, self._captures.module
         plan = captured_step(module, self._options if training else None, passes, minibatches, terms, max_norm=self._max_norm).plan
@@ -182,10 +182,10 @@ class StepRecorder:
 
 
 def check_uses(uses: Sequence[PassUse]) -> None:
-    """Refuse a step of several minibatches of which one decides by what another one of the same step changes.
+    """Check that no minibatch of a step decides by a value that another minibatch of the same step changes.
 
     Raises:
-        UsageError: names the line of the program.
+        UsageError: one does; the message names the line of the program.
     """
     reads: list[Guard | HostTensors] = []
     for use in uses:

@@ -1,4 +1,4 @@
-"""Errors of a capture as sentences of one line, with the line of the program."""
+"""Conversion of errors in a capture to sentences of one line, which name the line of the program."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _HERE: Final = os.path.dirname(__file__) + os.sep
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn what cannot be captured into a sentence with the line of the model, which PyTorch's log of fake tensors would bury.
+    """Turn an error of a capture into a sentence with the line of the model, and silence PyTorch's log of fake tensors, which would bury it.
 
-    Errors that the program raises itself pass through.
+    Errors that the program itself raises pass through.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
@@ -58,20 +58,20 @@ def refusals() -> Iterator[None]:
 
 
 def _is_of_program(error: BaseException) -> bool:
-    """Return whether an error was raised by a statement of the program, not inside of PyTorch, of a C function or of ours."""
+    """Return whether a statement of the program raised an error, not PyTorch, a C function or this package."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     return not last.filename.startswith((_TORCH, _HERE)) and (last.line or "").startswith(("raise", "assert"))
 
 
 def _line_of(error: BaseException) -> str:
-    """The innermost line outside PyTorch that an error passed through."""
+    """Return the innermost line outside PyTorch that an error passed through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, _HERE))]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the module"
 
 
 def line_of_program() -> str:
-    """The innermost line outside PyTorch and this package that is being executed, as FILE:LINE."""
+    """Return the innermost line outside PyTorch and this package that is being executed, as FILE:LINE."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
         frame = frame.f_back

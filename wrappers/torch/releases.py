@@ -1,8 +1,8 @@
 """Releases of PyTorch, transformers and accelerate that a session works with: older ones are refused, newer ones checked, with a warning.
 
-A version is judged when the first session or trainer is made, not on import. Within the range nothing more is done. A newer release of PyTorch, or a
-pre-release, must have every name that this package uses and must pass a self-check (`insides`), once in a process; then one line is printed. This
-module imports none of the packages until a check needs one.
+A version is checked when the first session or trainer is made, not on import. A release in the range needs no further check. A newer release of
+PyTorch, or a pre-release, must have every name that this package uses and must pass a self-check (`insides`), once in a process; then one line is
+printed. This module imports none of the packages until a check needs one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from nntask import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """The releases of a package that the tests of this package have passed with.
+    """The releases of a package with which the tests of this package have passed.
 
     Attributes:
         title: name of the package in sentences.
-        package: its name for pip.
-        oldest, newest: first and last release of the range, major and minor number.
+        package: name of the package for pip.
+        oldest, newest: first and last release of the range, (major, minor).
     """
 
     title: str
@@ -47,13 +47,13 @@ class Supported:
         return f"pip install '{self.package}>={low}.{first},<{high}.{last + 1}'"
 
     def holds(self, version: str) -> bool:
-        """Return whether a version is of the range; it is not if it is newer or a pre-release.
+        """Return whether a version is in the range; a newer version or a pre-release is not.
 
         Args:
-            version: as the package states it, such as "2.13.0+cpu".
+            version: version in the package's own form, such as "2.13.0+cpu".
 
         Raises:
-            UsageError: it is older.
+            UsageError: the version is older.
         """
         numbers = re.match(r"(\d+)\.(\d+)(?:\.\d+)*(.*)", version)
         release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
@@ -64,7 +64,7 @@ class Supported:
         return is_final and release <= self.newest
 
     def refusal(self, version: str, reason: str) -> UsageError:
-        """The error for a release outside the range that fails a check."""
+        """Return the error for a release outside the range that fails a check."""
         return UsageError(f"{self.title} {version} is not among the tested releases, {self.words}, and {reason}; {self.remedy}")
 
 
@@ -77,13 +77,13 @@ _done: set[str] = set()
 
 
 def check_release(tested: Supported, version: str, find_fault: Callable[[], str | None] | None = None) -> None:
-    """Refuse a release that is older than the tested ones; check and warn of one outside the range, once in a process.
+    """Refuse a release that is older than the tested ones; check one outside the range and warn about it, once in a process.
 
     Args:
         tested: the range.
-        version: the release that is installed.
-        find_fault: checks a release outside the range; returns what is wrong with it, after "and", or None. May make sessions, which are not checked
-            meanwhile. None if there is no check.
+        version: the installed release.
+        find_fault: check of a release outside the range; it returns a fault as words after "and", or None. It may make sessions, whose releases are
+            not checked meanwhile. None if there is no check.
 
     Raises:
         UsageError: the release is older, or has a fault.
@@ -105,13 +105,13 @@ def check_release(tested: Supported, version: str, find_fault: Callable[[], str 
 
 
 def check_torch(session: type[Any]) -> None:
-    """Check the release of PyTorch that is installed; the first session does so.
+    """Check the installed release of PyTorch; the first session does so.
 
     Args:
-        session: the class of sessions, which imports this module; the self-check trains with it.
+        session: class of sessions, with which the self-check trains; passed in because its module imports this one.
 
     Raises:
-        UsageError: it is older than the tested ones, or newer and lacks what a session uses.
+        UsageError: the release is older than the tested ones, or newer and lacks parts that a session uses.
     """
     import torch
 
@@ -121,7 +121,7 @@ def check_torch(session: type[Any]) -> None:
 
 
 def check_inductor() -> None:
-    """Check that a PyTorch outside the tested range has what is used of its Inductor; the first session with compiled chains does so.
+    """Check that a PyTorch outside the tested range has the parts of Inductor that are used here; the first session with compiled chains does so.
 
     Raises:
         UsageError: it lacks a name.
@@ -139,10 +139,10 @@ def check_packages(session: type[Any]) -> None:
     """Check the releases of PyTorch and transformers that are installed, for `nntask train` and `nntask plan`.
 
     Args:
-        session: see `check_torch`.
+        session: class of sessions, the argument of `check_torch`.
 
     Raises:
-        UsageError: one is older than the tested ones, or PyTorch is newer and lacks what a session uses.
+        UsageError: a release is older than the tested ones, or PyTorch is newer and lacks parts that a session uses.
     """
     import transformers
 
@@ -154,10 +154,10 @@ def refuse_older(packages: Sequence[Supported] = (TORCH, TRANSFORMERS)) -> None:
     """Refuse installed packages that are older than the tested releases, without importing them.
 
     Args:
-        packages: those to look at; by default what `nntask train` needs.
+        packages: packages to check; by default those that `nntask train` needs.
 
     Raises:
-        UsageError: one is older.
+        UsageError: a package is older.
     """
     for tested, installed in _installed(packages):
         tested.holds(installed)
@@ -167,7 +167,7 @@ def explain(error: Exception, *, of_trainer: bool = False) -> None:
     """Raise an error about releases if a module of this package cannot be imported and an installed release is not a tested one.
 
     Args:
-        error: what the import raised.
+        error: error of the import.
         of_trainer: whether the module is the Trainer's, which needs transformers and accelerate too.
 
     Raises:

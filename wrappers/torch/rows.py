@@ -1,10 +1,10 @@
-"""Operations on some rows of a table: looking ids up in a piece of it, and summing gradients into a piece of its gradient.
+"""Operations on a part of a table's rows: looking up ids in a piece of it, and summing gradients into a piece of its gradient.
 
 Letters: N = number of ids; C = width; V = rows of the table; v = rows of the piece, those from `first` on.
 
-A piece has the rows that it has in any order of the pieces, and each row of a result belongs to one piece, so looking up is exact, and a gradient's
-row is the sum over its ids in their order, as PyTorch sums on one thread. Ids are taken some at a time, so the working memory is small. On a CPU
-those outside the piece are left out first; on a GPU, whose host must not wait for how many there are, they take part without effect.
+Each row belongs to one piece, and the order of pieces does not matter. So looking up is exact, and a row of a gradient is the sum over its ids in
+their order, as PyTorch computes it on one thread. Ids are processed in groups, so the working memory is small. On a CPU, ids outside the piece are
+removed first; on a GPU, where counting them would make the host wait, they take part without effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 AT_ONCE: Final = 256
-"""Ids that are taken at once."""
+"""Number of ids that are processed at once."""
 
 _LIBRARY: Final = torch.library.Library("nntask", "DEF")
 _LIBRARY.define("look_up_rows(Tensor(a!) out, Tensor weight, Tensor ids, int first, int total) -> ()")
@@ -24,17 +24,17 @@ _LIBRARY.define("add_rows_gradient(Tensor(a!) out, Tensor gradient, Tensor ids, 
 
 
 def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int, total: int) -> None:
-    """Write the rows of the ids that lie in a piece of the table; other rows of the result stay.
+    """Write the rows of the ids that lie in a piece of the table; other rows of the result are unchanged.
 
     Args:
         out: (N, C), or more axes before the last.
         weight: (v, C), the piece.
-        ids: as many as the result has rows.
+        ids: N ids, one for each row of the result.
         first: number of the piece's first row in the table.
-        total: V.
+        total: number of rows V of the table.
 
     Raises:
-        IndexError: an id has no row in the table; on CPUs, where the first piece is looked up.
+        IndexError: an id has no row in the table; checked on CPUs only, with the first piece.
     """
     flat = out.view(-1, out.shape[-1])
     if ids.is_cuda:
@@ -47,13 +47,13 @@ def look_up(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: i
 
 
 def look_up_without_counting(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> None:
-    """`look_up` without asking how many ids lie in the piece; `out` is (N, C)."""
+    """Compute `look_up` without counting the ids in the piece; `out` is (N, C)."""
     if first == 0:
-        out.fill_(torch.nan)  # of an id without a row
+        out.fill_(torch.nan)  # the result for an id without a row
     for target, rows in zip(out.split(AT_ONCE), (ids.reshape(-1).long() - first).split(AT_ONCE), strict=True):
         inside = (rows >= 0) & (rows < weight.shape[0])
-        found = weight.index_select(0, rows.clamp(0, weight.shape[0] - 1))
-        torch.where(inside[:, None], found, target, out=target)
+        looked_up = weight.index_select(0, rows.clamp(0, weight.shape[0] - 1))
+        torch.where(inside[:, None], looked_up, target, out=target)
 
 
 def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
@@ -61,10 +61,10 @@ def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, f
 
     Args:
         out: (v, C), the gradient of the piece.
-        gradient: (N, C), or more axes before the last: of what was looked up.
-        ids: as many as that has rows.
+        gradient: (N, C), or more axes before the last: the gradient of the result of the lookup.
+        ids: N ids, one for each row of `gradient`.
         first: number of the piece's first row in the table.
-        padding: an id that has no gradient; -1 for none.
+        padding: id without a gradient; -1 for none.
     """
     flat = gradient.reshape(-1, gradient.shape[-1])
     if ids.is_cuda:
@@ -75,19 +75,19 @@ def add_gradient(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, f
 
 
 def add_gradient_without_counting(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
-    """`add_gradient` without asking how many ids lie in the piece: the others add zeros. `gradient` is (N, C)."""
+    """Compute `add_gradient` without counting the ids in the piece: other ids add zeros. `gradient` is (N, C)."""
     for values, rows in zip(gradient.split(AT_ONCE), (ids.reshape(-1).long() - first).split(AT_ONCE), strict=True):
         inside = (rows >= 0) & (rows < out.shape[0]) & ((rows != padding - first) if padding >= 0 else True)
         out.index_add_(0, rows.clamp(0, out.shape[0] - 1), torch.where(inside[:, None], values, 0))
 
 
 def gradient_into(out: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, first: int, padding: int) -> None:
-    """Write the gradient of a piece; arguments as of `add_gradient`."""
+    """Write the gradient of a piece; the arguments are those of `add_gradient`."""
     add_gradient(out.zero_(), gradient, ids, first, padding)
 
 
 def _inside(ids: torch.Tensor, first: int, count: int, padding: int = -1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Places of the ids that lie in a piece, and their rows in it, some at a time."""
+    """Yield positions of the ids that lie in a piece, and their rows in it, in groups."""
     flat = ids.reshape(-1).long()
     chosen = (flat >= first) & (flat < first + count)
     if padding >= 0:

@@ -1,4 +1,4 @@
-"""The text that a run ends with: each token costs a forward pass over a whole sequence, since a session keeps no keys and values between calls."""
+"""Sampling of text at the end of a run. Each token costs a forward pass over a whole sequence, since a session caches no keys and values."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .session import Session
 def sample(
     run: LanguageRun, session: Session, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool], fixed: Mapping[str, Any]
 ) -> str:
-    """Text, or ids without a tokenizer, from a model that predicts the next token.
+    """Return text, or ids without a tokenizer, from a model that predicts the next token.
 
     Args:
-        length: tokens of a sequence; the text is no longer.
-        stopped: asked before each token.
+        length: number of tokens of a sequence, the largest length of the text.
+        stopped: function that returns whether to stop, called before each token.
         fixed: further arguments of the model.
     """
     prompt, num_before = sample_prompt(run, tokenizer, length)
     ids, how = list(prompt), replace(HOW, seed=run.model.seed)
     ends = tokenizer.special.eos if tokenizer else ()
-    row = np.zeros((1, length), np.int64)  # what stands behind a token does not change its scores
+    row = np.zeros((1, length), np.int64)  # tokens after a position do not change its scores
     row[0, : len(ids)] = ids
     for number in range(min(run.settings.run.sample_tokens, length - len(ids))):
         if stopped():

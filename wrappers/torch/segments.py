@@ -1,7 +1,7 @@
-"""Calls grouped to tasks: consecutive calls form a segment, and what only they use is scratch memory of the task.
+"""Grouping of calls into tasks: consecutive calls form a segment, and storages that only they use are scratch memory of the task.
 
-A segment has at most one call with matrix products or the like, and the elementwise calls around it, as long as the task touches no more memory than
-the hungriest single call of the pass does. So grouping saves tasks and traffic, and never raises the least budget that a step needs.
+A segment has at most one call with matrix products or similar work, and the elementwise calls around it, as long as the task touches no more memory
+than the largest single call of the pass. So grouping saves tasks and traffic, and never raises the smallest budget that a step needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .chains import Chain
 from .kernels import buffer_nbytes, does_nothing, torch_nbytes
 
 ALIGNMENT: Final = 64
-"""Offsets in scratch memory are multiples of this; bytes."""
+"""Alignment of offsets in scratch memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,13 +31,13 @@ class Segment:
         calls: consecutive calls.
         reads: storages from outside that it only reads.
         updates: storages from outside that it changes.
-        makes: storages that it makes and that are used outside it.
+        makes: storages that it allocates and that are used outside it.
         inner: storages that only it uses -> offset in its scratch memory.
-        lives: inner storages -> number of the call that makes each.
+        lives: inner storages -> number of the call that allocates each.
         ends: inner storages -> number of the last call that uses each.
-        beside_nbytes: most bytes that PyTorch allocates for one call: results, which are then copied, and the buffers of a chain.
-        scratch_nbytes: bytes of scratch memory, those that PyTorch allocates included.
-        gradients: those that are final after it.
+        beside_nbytes: largest number of bytes that PyTorch allocates for one call: results, which are then copied, and the buffers of a chain.
+        scratch_nbytes: bytes of scratch memory, including those that PyTorch allocates.
+        gradients: gradients that are final after it.
         flops: floating-point operations.
     """
 
@@ -56,13 +56,13 @@ class Segment:
 
     @property
     def share_again(self) -> float:
-        """Of the bytes that it writes, those that a backward pass makes again."""
+        """Fraction of the bytes that it writes that a backward pass recomputes."""
         written = [storage for call in self.calls for storage in call.writes]
         return sum(storage.nbytes for storage in written if storage.is_again) / max(1, sum(storage.nbytes for storage in written))
 
     @property
     def name(self) -> str:
-        """The operation that takes longest, for traces: that with most flops, else that with the largest result."""
+        """Name of the longest operation, for traces: the one with most flops, or else with the largest result."""
         work = [(flops_of(call), sum(s.nbytes for s in call.writes), -at) for at, call in enumerate(self.calls)]
         func = self.calls[-max(work)[2]].func
         name: str = func.name if isinstance(func, Chain) else func.overloadpacket._qualified_op_name.partition("::")[2].strip("_")
@@ -75,7 +75,7 @@ def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = Non
     A gradient is final after the last call that writes its storage.
 
     Args:
-        kind_of: calls for which it has different values are in different segments; None for one kind.
+        kind_of: function whose value is the same for all calls of a segment; None for no such restriction.
     """
     calls = capture.calls
     last_use: dict[Storage, int] = {}
@@ -90,34 +90,34 @@ def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = Non
     for tile, ref in capture.gradients.items():
         finals.setdefault(last_write[ref.storage], []).append(tile)
     limit = max((_touched(call) for call in calls), default=0)
-    found: list[Segment] = []
+    segments: list[Segment] = []
     start, heavy, touched = 0, False, _Touched()
     for number, call in enumerate(calls):
         is_heavy = flops_of(call) > 0
         differs = kind_of is not None and number > start and kind_of(call) != kind_of(calls[number - 1])
         if number > start and (differs or (heavy and is_heavy) or touched.with_call(call) > limit):
-            found.append(_segment(capture, start, number, last_use, kept, finals))
+            segments.append(_segment(capture, start, number, last_use, kept, finals))
             start, heavy, touched = number, False, _Touched()
         heavy = heavy or is_heavy
         touched.add(call)
     if start < len(calls):
-        found.append(_segment(capture, start, len(calls), last_use, kept, finals))
-    return found
+        segments.append(_segment(capture, start, len(calls), last_use, kept, finals))
+    return segments
 
 
 class _Touched:
-    """Bytes of all storages that some calls touch."""
+    """Total bytes of the storages that some calls touch."""
 
     def __init__(self) -> None:
         self._storages: set[Storage] = set()
         self._nbytes = 0
 
     def with_call(self, call: Call) -> int:
-        """Bytes with one more call."""
+        """Return the bytes with one more call."""
         return self._nbytes + sum(s.nbytes for s in (call.reads | call.writes) - self._storages)
 
     def add(self, call: Call) -> None:
-        """Note a call."""
+        """Add a call."""
         self._nbytes = self.with_call(call)
         self._storages |= call.reads | call.writes
 
@@ -164,13 +164,13 @@ def _nbytes(storage: Storage) -> int:
 
 
 def _final_at(capture: Capture, storage: Storage, finals: Mapping[int, Sequence[TileKey]], start: int, end: int) -> list[int]:
-    """The end of the segment if a gradient in the storage is handed over there."""
+    """Return [`end`] if a gradient in the storage is copied or added at the end of the segment, else [`start`]."""
     tiles = (tile for number in range(start, end) for tile in finals.get(number, ()))
     return [end] if any(capture.gradients[tile].storage is storage for tile in tiles) else [start]
 
 
 def scratch_layout(first: Mapping[Storage, int], last: Mapping[Storage, int]) -> tuple[dict[Storage, int], int]:
-    """Offsets in scratch memory for storages that live from one call to another, first fit by size; and the bytes of all."""
+    """Return offsets in scratch memory for storages that live from one call to another, first fit by size; and the total bytes."""
     placed: list[tuple[int, int, Storage]] = []
     for storage in sorted(first, key=lambda each: (-each.nbytes, first[each])):
         offset = 0
@@ -182,7 +182,7 @@ def scratch_layout(first: Mapping[Storage, int], last: Mapping[Storage, int]) ->
 
 
 def flops_of(call: Call) -> float:
-    """Floating-point operations of a call; 0 of one without products, by PyTorch's own table."""
+    """Return the floating-point operations of a call according to PyTorch's own table; 0 for a call without products."""
     count = None if isinstance(call.func, Chain) else flop_registry.get(call.func.overloadpacket)
     if count is None or does_nothing(call):
         return 0.0
@@ -196,5 +196,5 @@ def _on_meta(ref: Ref) -> torch.Tensor:
 
 
 def storages_of(segments: Iterable[Segment]) -> set[Storage]:
-    """All storages that lie outside scratch memory."""
+    """Return all storages that lie outside scratch memory."""
     return {storage for each in segments for storage in (*each.reads, *each.updates, *each.makes)}

@@ -1,13 +1,13 @@
-"""Training any PyTorch module on the scheduler: hard budgets for memory, planned movement between memories, the same bits whatever they are.
+"""Training of any PyTorch module on the scheduler, within hard memory budgets, with planned copies between memories and bits independent of both.
 
     session = Session(module, optimizer="adamw", lr=3e-4, ram="2GiB", disk="scratch", minibatches=2)
     loss = session.step(input_ids=ids, labels=ids)
 
 The module is captured when the first batch of a shape arrives (`capture`), its calls become tasks (`segments`, `step`), and a whole optimizer step,
-all minibatches and the update, is recorded once and replayed. PyTorch computes inside the tasks, one thread for each worker.
+all minibatches and the update, is recorded once and replayed. PyTorch computes inside the tasks, with one thread per worker.
 
-Parameters and buffers move into the session. The module keeps its structure; its tensors are emptied (NaN in a few bytes, of the same shape), so that
-memory holds the weights once; `load_into` brings them back.
+Parameters and buffers move into the session. The module keeps its structure; its tensors keep their shapes without values (NaN in a few bytes), so
+that memory holds the weights once. `load_into` returns the values.
 """
 
 from __future__ import annotations
@@ -59,46 +59,48 @@ class Session:
     """A module in training.
 
     Args:
-        module: any module on the CPU, or with `weights` one without values. Its tensors move into the session.
-        optimizer: "sgd", "adam", "adamw", or an instance of these of torch.optim over the module's parameters. Every step reads the options of its
-            groups, so that PyTorch's schedulers work; its state is in the session.
-        lr: learning rate of an optimizer that is named.
-        loss: from the module's result and the batch to a scalar; None if the result has the loss (`.loss`), or is it.
-        objective: from the module and a batch to the loss, instead of calling the module and `loss`; None for these two.
-        minibatches: parts of a batch along the first axis, whose gradients are summed; as many as workers keep all of them busy. The gradient is that
-            of the mean of the minibatches' losses.
-        max_grad_norm: the whole gradient is scaled down to this norm; 0 is off. The norm is measured in any case; infinity does nothing else.
-        seed: of dropout and other random numbers.
-        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of what is free.
+        module: any module on the CPU, or with `weights` a module without values. Its tensors move into the session.
+        optimizer: "sgd", "adam", "adamw", or an instance of these classes of torch.optim over the module's parameters. Every step reads the options
+            of its groups, so that PyTorch's schedulers work; its state is in the session.
+        lr: learning rate of an optimizer given by name.
+        loss: function of the module's result and the batch that returns a scalar; None if the result has the loss (`.loss`), or is the loss.
+        objective: function of the module and a batch that returns the loss, instead of a call of the module and `loss`; None for these two.
+        minibatches: number of parts of a batch along the first axis, whose gradients are summed; the number of workers keeps all of them busy. The
+            gradient is that of the mean of the minibatches' losses.
+        max_grad_norm: norm to which the whole gradient is scaled down; 0 is off. The norm is measured in any case; infinity only measures it.
+        seed: seed of dropout and other random numbers.
+        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of the free memory.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads; none where GPUs compute.
-        threads: threads of PyTorch inside an operation. With 1, minibatches side by side use the cores; more are for steps of one minibatch. Part of
-            the numerics: sums over threads round otherwise.
-        ngpu: number of GPUs, the first ones that CUDA shows; None for all. What has a CUDA kernel runs on them and nowhere else.
+        workers: number of CPU workers; None for the number of cores divided by `threads`, or for none if GPUs compute.
+        threads: number of PyTorch's threads inside an operation. With 1, minibatches use the cores in parallel; more are for steps of one minibatch.
+            Part of the numerics: sums over threads round differently.
+        ngpu: number of GPUs, the first ones that CUDA shows; None for all. Tasks with a CUDA kernel run only on them.
         sim_gpu: number of simulated devices.
-        gpu_memory: budget of each GPU or simulated device, e.g. "16GiB", or of GPUs a share, e.g. "0.5"; None for 0.9 of what is free.
-        on: a machine and its runtime, which the caller has opened and will close, in place of `ram` to `gpu_memory`. Failures are then the caller's
-            to explain, and so is a step that does not fit.
-        order: in which a training step executes when memory is short, a name of `Runtime.record`.
-        recompute: what a training step makes again in the backward pass instead of keeping it, as of `Runtime.record`: "auto" where memory is short.
-        largest_tile: parameters above this size are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
-            none need fit the budget as a whole. Part of the numerics: a product that is cut rounds otherwise.
-        weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may be made with
-            `empty_parameters`. None for those that the module has.
-        compiled: whether chains of elementwise operations and normalisations are compiled, which needs a C++ compiler. Results then differ from those
-            of a session without it by rounding, so a saved session is resumed with the same choice.
-        verify: number of steps from one comparison with eager PyTorch to the next, the first step included; 0 for none. Loss, gradients, parameters
-            and buffers are compared. For the first run of a new program; it takes the time and the memory of eager PyTorch, outside the budget.
-        options: further options of an optimizer that is named, such as ``weight_decay``.
+        gpu_memory: budget of each GPU or simulated device, e.g. "16GiB", or for GPUs a share, e.g. "0.5"; None for 0.9 of the free memory.
+        on: a machine and its runtime, which the caller has opened and will close, in place of `ram` to `gpu_memory`. The caller then gets failures
+            unchanged, and must check that a step fits.
+        order: order of a training step's tasks when memory is short, a name for `Runtime.record`.
+        recompute: part of a training step to recompute in the backward pass instead of keeping it, a name for `Runtime.record`; "auto" recomputes
+            if memory is short.
+        largest_tile: size above which parameters are cut along their first axis into tiles, with their gradients and the optimizer's state, so that
+            none need fit the budget as a whole. Part of the numerics: a product that is cut rounds differently.
+        weights: model directory whose safetensors files hold the weights; they are read when they are needed, so the module may come from
+            `empty_parameters`. None for the weights in the module.
+        compiled: whether to compile chains of elementwise operations and normalisations, which needs a C++ compiler. Results then differ by rounding
+            from those of a session without it, so a saved session must be resumed with the same choice.
+        verify: number of steps from one comparison with eager PyTorch to the next, beginning with the first step; 0 for none. Loss, gradients,
+            parameters and buffers are compared. Use it for the first run of a new program; it takes the time and the memory of eager PyTorch, outside
+            the budget.
+        options: further options of an optimizer given by name, such as ``weight_decay``.
 
     Raises:
         UsageError: an argument breaks a rule, or the module cannot be trained here.
-        DoesNotFit: a budget is above what this process may use.
+        DoesNotFit: a budget is above the memory that this process may use.
 
     Attributes:
-        module: the module, emptied.
+        module: the module, without values.
         optimizer: the optimizer of torch.optim, which holds learning rate and options.
-        num_steps: optimizer steps done.
+        num_steps: number of completed optimizer steps.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Session:
         check_torch(Session)
         check_numbers(seed, threads, minibatches, verify)
         check_module(module, has_weights=weights is not None)
-        shared = shared_buffers(module)  # while the module has its values
+        shared = shared_buffers(module)  # while the module still has its values
         if verify and ngpu != 0:
             raise UsageError(f"verify= compares with PyTorch on CPUs, which draws other random numbers than GPUs, got ngpu={ngpu}; use ngpu=0")
         if compiled:
@@ -142,7 +144,7 @@ class Session:
         limit = parse_size(str(largest_tile), "largest_tile")
         self._seed, max_grad_norm = seed, norm_limit(max_grad_norm)
         self._is_closed = False
-        self._guards = ExitStack()  # of the optimizer, while the session is open
+        self._guards = ExitStack()  # guards of module and optimizer while the session is open
         self._started: deque[StartedStep] = deque()
         resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
         function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
@@ -175,7 +177,7 @@ class Session:
 
     @contextmanager
     def _taken(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> Iterator[None]:
-        """Make the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
+        """Create the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
         self.state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
         values = first_values(module)
         if weights is not None:
@@ -191,7 +193,7 @@ class Session:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Number of tasks a step that CPU workers run although there are GPUs, by name."""
+        """Number of tasks in a step that CPU workers run although there are GPUs, by name."""
         return self._steps.fallbacks
 
     def step(self, **batch: Any) -> float:
@@ -207,23 +209,23 @@ class Session:
             UsageError: the batch cannot be cut, the module cannot be captured, or one of its operations refuses the batch's values.
             DoesNotFit: a budget is too small for the step.
 
-        What is raised of a step that was begun has left it out: parameters, buffers, optimizer and `num_steps` are as before it. A failure of the
-        backward pass may come when some parameters have been updated, unless `max_grad_norm` makes them wait for the whole gradient; the message says
-        so, and the session goes on from what was saved.
+        If a step raises an error after its start, it is left out: parameters, buffers, optimizer and `num_steps` are as before. The exception is a
+        failure in the backward pass after some parameters have been updated, which `max_grad_norm` prevents because updates then wait for the whole
+        gradient. The message says so, and the session can only continue from a saved one.
         """
         return self.start(**batch).result().loss
 
     def start(self, **batch: Any) -> StartedStep:
-        """Begin one optimizer step and return at once while fewer than two are under way; other terms as of `step`."""
+        """Begin one optimizer step and return immediately while fewer than two are in flight; arguments and errors are those of `step`."""
         check_batch(batch, self._num_minibatches, learns=True)
         return self.start_minibatches(cut(batch, self._num_minibatches))
 
     def start_minibatches(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> StartedStep:
-        """Begin one optimizer step on minibatches that are cut already, which may differ in number and shape from those of other steps.
+        """Begin one optimizer step on given minibatches, which may differ in number and shape from those of other steps.
 
         Args:
-            minibatches: the arguments of each one by name.
-            divisor: the gradient, and the loss, is the sum over the minibatches divided by this; None for their number.
+            minibatches: arguments of each minibatch, by name.
+            divisor: number by which the sums of the minibatches' losses and gradients are divided; None for the number of minibatches.
 
         Raises:
             UsageError: a minibatch has no tensor, the module cannot be captured, or its minibatches have gradients of different parameters.
@@ -253,7 +255,7 @@ class Session:
         started = StartedStep(recorded, leavings, ticket, self.num_steps, self._host, self.state, self._note_failure)
         self._started.append(started)
         if any(leaving.is_any for leaving in leavings):
-            started.wait()  # what it leaves in Python is there when this returns
+            started.wait()  # so that the program finds the tensors that the step leaves in Python
             if not started.succeeded:
                 undo()
         if expected is not None:
@@ -261,24 +263,24 @@ class Session:
         return started
 
     def _values(self, minibatch: Mapping[str, Any], number: int) -> HostValues:
-        """Values of tensors as the next step finds them."""
+        """Return the values of tensors at the beginning of the next step."""
         return host_values(minibatch, (self._seed, self.num_steps + 1, number), self._captures.world, self.state)
 
     def _note_failure(self, error: Exception, ticket: Ticket, number: int, updated: Collection[str]) -> Exception:
-        """Note that a step has failed: it is as if it had not been tried, or, if it has changed anything, the session cannot go on.
+        """Note that a step has failed: it is left out, or, if it has changed anything, the session cannot continue.
 
         Args:
-            error: why.
-            ticket: of its replay, which has ended.
-            number: of the step.
+            error: cause of the failure.
+            ticket: ticket of its replay, which has ended.
+            number: number of the step.
             updated: names of the parameters that the step updates.
 
         Returns:
-            The error, which says what has become of the step if an operation of PyTorch has failed.
+            The error, with the consequence for the step if an operation of PyTorch has failed.
         """
         outcome = "the step was left out, and parameters, buffers and optimizer are as before it"
         if not ticket.changed_nothing:
-            outcome = self._half_done = f"step {number} has updated some parameters and not all; go on with resume() from what save() wrote"
+            outcome = self._half_done = f"step {number} has updated some parameters and not all; continue with resume() from the last save()"
         else:
             is_last = number == self.num_steps  # no step was started after it
             self.num_steps -= is_last
@@ -286,34 +288,34 @@ class Session:
         return UsageError(f"{error}; {outcome}") if isinstance(error, UsageError) else error
 
     def _wait_for_started(self) -> None:
-        """Wait until all steps are over; one that fails is not counted, and says so to whoever asks for its result."""
+        """Wait until all steps are over; a failed one is not counted, and its `result` raises the error."""
         while self._started:
             self._started.popleft().wait()
 
     def _check_open(self) -> None:
-        """Refuse to use a session that was closed.
+        """Check that the session is open.
 
         Raises:
-            UsageError: it was.
+            UsageError: it is closed.
         """
         if self._is_closed:
             raise UsageError(
                 "the session is closed, and its weights are gone unless they were saved or taken out before; make the module anew, or a session with "
-                "weights=DIR of what was saved"
+                "weights=DIR of a saved session"
             )
 
     def _check_whole(self) -> None:
-        """Refuse to go on from a session that was closed, or from a step that was half done.
+        """Check that the session is open, and that no step has updated only some parameters.
 
         Raises:
-            UsageError: one of them is so.
+            UsageError: the session cannot continue.
         """
         self._check_open()
         if self._half_done:
             raise UsageError(self._half_done)
 
     def evaluate(self, **batch: Any) -> float:
-        """Return the loss of a batch in evaluation mode; state changes as forward itself changes it in that mode."""
+        """Return the loss of a batch in evaluation mode; state changes only as the module's forward pass itself changes it in that mode."""
         return float(self.evaluated(batch))
 
     def evaluated(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -322,11 +324,11 @@ class Session:
         return loss.reshape(())
 
     def predict(self, **batch: Any) -> Any:
-        """The module's result for a batch in evaluation mode, with tensors of its own."""
+        """Return the module's result for a batch in evaluation mode, with new tensors."""
         return self._compute("predict", batch)
 
     def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
-        """The result of a pass that changes nothing."""
+        """Return the result of a pass without an update."""
         self._check_whole()
         with undone_on_failure(self._captures.world), self.user_errors():
             recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
@@ -338,10 +340,10 @@ class Session:
             return value_of(recorded.outputs[0], recorded.kept[0], ticket)
 
     def state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers under all names of the module, tied ones of one memory; waits for steps under way.
+        """Return copies of the parameters and buffers under all names of the module, after steps in flight; tied ones share memory.
 
         Args:
-            frozen: whether frozen parameters are among them.
+            frozen: whether to include frozen parameters.
         """
         self._check_open()
         return self._module_values.state_dict(frozen=frozen)
@@ -350,8 +352,8 @@ class Session:
         """Overwrite parameters and buffers between steps; the optimizer's state stays, as when a module's tensors are written by eager PyTorch.
 
         Args:
-            values: by names of the module's `state_dict`.
-            strict: whether all of them must be there.
+            values: new values, by names of the module's `state_dict`.
+            strict: whether all names of the `state_dict` must be present.
 
         Raises:
             UsageError: a name or a shape is not the module's, or with `strict` one is missing.
@@ -365,37 +367,37 @@ class Session:
             self.runtime.wait()
 
     def load_into(self, module: torch.nn.Module) -> None:
-        """Give a module, which may be the emptied one, copies of the parameters and buffers."""
+        """Give a module, which may be the session's own, copies of the parameters and buffers."""
         self._check_open()
         give(module, self._module_values.by_every_name())
 
     def model_tensors(self) -> dict[str, TileTensor]:
-        """The tensors of the module's `state_dict` by name, tied ones once."""
+        """Return the tensors of the module's `state_dict` by name, tied ones once."""
         return self._module_values.saved(frozen=True)
 
     def optimizer_tensors(self) -> dict[str, TileTensor]:
-        """The optimizer's state by name, such as "m.layer.weight"."""
+        """Return the optimizer's state by name, such as "m.layer.weight"."""
         return self._optimizer.tensors()
 
     def reset_optimizer(self) -> None:
-        """Begin anew with the weights as they are now."""
+        """Reset optimizer and step number, keeping the current weights."""
         self._wait_for_started()
         self._optimizer.reset()
         self.num_steps, self._half_done = 0, ""
 
     def training_step(self, minibatches: Sequence[Mapping[str, Any]], *, divisor: int | None = None) -> Step:
-        """The step that `start_minibatches` replays for minibatches of these shapes, recorded if it is not yet; their values do not matter."""
+        """Return the step that `start_minibatches` replays for minibatches of these shapes, recording it if necessary; values do not matter."""
         return self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)[0].step
 
     def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save everything to a new directory, whole or not at all; `resume` goes on from it with the same bits.
+        """Save everything to a new directory, completely or not at all; `resume` continues from it with the same bits.
 
-        model.safetensors has the weights under the module's names, beside the config.json of a module of transformers, so that ``from_pretrained``
-        reads the directory as well.
+        model.safetensors has the weights under the module's names, together with the config.json of a module of transformers, so that
+        ``from_pretrained`` can read the directory.
 
         Args:
-            directory: does not exist.
-            frozen: whether frozen parameters are saved; if not, there is no config.json, and a session to `resume` must have their values.
+            directory: path of the new directory, which must not exist.
+            frozen: whether to save frozen parameters; if not, there is no config.json, and the session that resumes must have their values.
 
         Raises:
             UsageError: the directory exists already, or a step was half done.
@@ -405,7 +407,7 @@ class Session:
         save_session(Path(directory), *self._content(frozen=frozen))
 
     def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save everything to a directory that may exist, and that is not whole if this fails; other terms as of `save`."""
+        """Save everything to a directory that may exist, and that is incomplete if this fails; otherwise like `save`."""
         write_session(Path(directory), *self._content(frozen=frozen))
 
     def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
@@ -416,14 +418,14 @@ class Session:
         return self._module_values.saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
 
     def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Go on from a directory that `save` has written, for the same module and optimizer.
+        """Continue from a directory written by `save`, for the same module and optimizer.
 
         Args:
-            directory: what `save` was given.
-            frozen: likewise.
+            directory: directory that was passed to `save`.
+            frozen: value that was passed to `save`.
 
         Raises:
-            DataError: the directory is not whole, or is of another module or optimizer. The session's state is then undefined.
+            DataError: the directory is incomplete, or belongs to another module or optimizer. The session's state is then undefined.
         """
         self._check_open()
         self._wait_for_started()
@@ -432,11 +434,11 @@ class Session:
         self._optimizer.restore(state, Path(directory))
 
     def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save weights and buffers to a directory, tile by tile: what `save` writes, without what a training needs to go on.
+        """Save weights and buffers to a directory, tile by tile, without the optimizer's state that `save` adds.
 
         Args:
-            directory: may exist.
-            frozen: as of `save`.
+            directory: path of the directory, which may exist.
+            frozen: whether to save frozen parameters, as for `save`.
 
         Raises:
             UsageError: a step was half done.
@@ -448,21 +450,21 @@ class Session:
         write_model(Path(directory), self._module_values.saved(frozen=frozen), self.module if frozen else None)
 
     def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Take weights and buffers from the model.safetensors of a directory; the optimizer begins anew.
+        """Load weights and buffers from the model.safetensors of a directory, and reset the optimizer.
 
         Args:
-            directory: what `save` or `save_weights` was given.
-            frozen: likewise.
+            directory: directory that was passed to `save` or `save_weights`.
+            frozen: value that was passed there.
 
         Raises:
-            DataError: the file is missing, corrupt, or of another module.
+            DataError: the file is missing or corrupt, or belongs to another module.
         """
         load_tensors(Path(directory) / MODEL, self._module_values.saved(frozen=frozen))
         self.reset_optimizer()
 
     @property
     def _numerics(self) -> dict[str, Any]:
-        """Return the settings that the bits depend on, besides module, optimizer and batches."""
+        """Settings that the bits depend on, besides module, optimizer and batches."""
         return {
             "seed": self._seed,
             "minibatches": self._num_minibatches,
@@ -473,7 +475,7 @@ class Session:
         }
 
     def close(self) -> None:
-        """End the workers and free all memory; parameters are gone unless they were saved. Idempotent."""
+        """End the workers and free all memory; parameters are lost unless they were saved. Idempotent."""
         self._is_closed = True
         self._guards.close()
         self._host.close()
@@ -485,5 +487,5 @@ class Session:
         self.close()
 
     def user_errors(self) -> AbstractContextManager[None]:
-        """See `Host.user_errors`."""
+        """Turn failures of the runtime into errors that name the remedy; see `Host.user_errors`."""
         return self._host.user_errors()

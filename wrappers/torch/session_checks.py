@@ -1,4 +1,4 @@
-"""Modules and numbers that no session can be made with, refused before anything is taken over."""
+"""Checks of the arguments of a session, made before it takes any value from the module."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from .modules import named_tensors, saved_tensors
 
 
 def check_numbers(seed: int, threads: int, minibatches: int, verify: int) -> None:
-    """Refuse numbers of a session that are out of range.
+    """Check that the numbers of a session are in range.
 
     Raises:
-        UsageError: one is.
+        UsageError: a number is out of range.
     """
     if not 0 <= seed < 1 << 63:
         raise UsageError(f"seed must be at least 0 and below 2**63, got {seed}; the nearest legal value is {min(max(seed, 0), (1 << 63) - 1)}")
     if not isinstance(verify, int) or verify < 0:
         raise UsageError(f"verify must be an integer of at least 0, got {verify}; 1 compares each step with eager PyTorch, 0 none")
     if not isinstance(threads, int) or not 1 <= threads <= 1024:
-        raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 lets minibatches side by side use the cores")
+        raise UsageError(f"threads must be from 1 to 1024, got {threads}; 1 leaves the cores to minibatches that run in parallel")
     if not isinstance(minibatches, int) or minibatches < 1:
         raise UsageError(f"minibatches must be an integer of at least 1, got {minibatches}; 1 takes a batch as a whole")
 
 
 def check_compiled(ngpu: int | None) -> None:
-    """Refuse compiled chains where they cannot be had.
+    """Check that chains can be compiled.
 
     Raises:
-        UsageError: there is no compiler, or GPUs are to compute.
+        UsageError: there is no compiler, or GPUs compute.
     """
     check_compiler()
     if ngpu != 0:
-        raise UsageError(f"compiled chains are of CPUs, got compiled=True with ngpu={ngpu}; leave one of them out")
+        raise UsageError(f"compiled chains run on CPUs only, got compiled=True with ngpu={ngpu}; leave one of them out")
 
 
 def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
-    """Refuse a module that no session can train.
+    """Check that a session can train a module.
 
     Args:
-        has_weights: whether the values of its `state_dict` come from files, so that it needs none.
+        has_weights: whether files have the values of its `state_dict`, so that the module needs none.
 
     Raises:
-        UsageError: it is no module, or a scripted one; a tensor is on another device, complex or hooked; a session has or had the values; an
+        UsageError: it is not a module, or a scripted one; a tensor is on another device, complex or hooked; a session holds or held the values; an
             embedding has sparse gradients.
     """
     if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
@@ -70,22 +70,22 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
 
 
 def _check_tensor(name: str, value: torch.Tensor, *, has_values: bool) -> None:
-    """Refuse a parameter or buffer that no session can have.
+    """Check that a session can hold a parameter or buffer.
 
     Args:
         has_values: whether it must have values, because no file has them.
 
     Raises:
-        UsageError: see `check_module`.
+        UsageError: the tensor is unsuitable, for a reason listed at `check_module`.
     """
     if is_lazy(value):
         raise UsageError(f"{name} has no shape yet (it is of a lazy module); call the module once, with a batch, before")
     if has_values and value.is_meta:
-        raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or values of a buffer that no file has")
+        raise UsageError(f"{name} has no values (it is on the meta device); give weights=DIR, or give the buffer values if no file has them")
     if has_values and is_away(value):
         raise UsageError(
-            f"{name} has no values, since a session has them, or had them when it was closed; bring them back first with load_into(module) of "
-            "that session, or close() of its trainer, or give weights=DIR of what was saved"
+            f"{name} has no values, since a session holds them, or held them when it was closed; bring them back first with load_into(module) of "
+            "that session, or close() of its trainer, or give weights=DIR of a saved session"
         )
     if value.device.type not in ("cpu", "meta"):
         raise UsageError(f"{name} is on {value.device}, and a module must be in CPU memory; move it with module.cpu()")

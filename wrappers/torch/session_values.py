@@ -1,4 +1,4 @@
-"""Values of a module's parameters and buffers while a session has them: read, checked before they are overwritten, and named as files name them."""
+"""Values of a module's parameters and buffers that a session holds: reading them, checking new ones, and naming them as files do."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class SessionValues:
     """Values of the tensors of a module.
 
     Args:
-        module: the module, emptied.
+        module: the module, whose own tensors have no values.
         state: its tensors on the runtime.
-        own: id -> first name of the tensors that the session has.
+        own: id -> first name of the tensors that the session holds.
     """
 
     def __init__(self, module: torch.nn.Module, state: ModuleState, own: Mapping[int, str]) -> None:
         self._module, self._state, self._own = module, state, own
 
     def by_first_name(self) -> dict[str, torch.Tensor]:
-        """Copies of all parameters and buffers, by their first names."""
+        """Return copies of all parameters and buffers, by their first names."""
         tensors = self._state.tensors()
         values = {self._own[id(value)]: value for _, value in named_tensors(self._module) if id(value) in self._own}
         return {name: tensor_from(tensors[name].read(), value).clone() for name, value in values.items()}
 
     def by_every_name(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers that are away, by every name."""
+        """Return copies of the parameters and buffers that are away, by every name."""
         tensors, aliases = self._state.tensors(), self._first_names()
         return {
             name: tensor_from(tensors[aliases[id(value)]].read(), value)
@@ -42,29 +42,29 @@ class SessionValues:
         }
 
     def state_dict(self, *, frozen: bool) -> dict[str, torch.Tensor]:
-        """Copies under all names of the module's `state_dict`, tied ones of one memory.
+        """Return copies under all names of the module's `state_dict`; tied tensors share memory.
 
         Args:
-            frozen: whether frozen parameters are among them.
+            frozen: whether to include frozen parameters.
         """
         tensors, first, seen = self._state.tensors(), self._first_names(), dict[int, torch.Tensor]()
-        found: dict[str, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
         for name, value in saved_tensors(self._module).items():
             if not isinstance(value, torch.Tensor) or (not frozen and is_frozen(value)):
                 continue
-            if first.get(id(value)) not in tensors:  # one without elements, or that the session has not taken
+            if first.get(id(value)) not in tensors:  # it has no elements, or the session has not taken it
                 seen[id(value)] = value.detach().clone()
             elif id(value) not in seen:
                 seen[id(value)] = tensor_from(tensors[first[id(value)]].read(), value)
-            found[name] = seen[id(value)]
-        return found
+            copies[name] = seen[id(value)]
+        return copies
 
     def checked(self, values: Mapping[str, torch.Tensor], *, strict: bool) -> dict[str, torch.Tensor]:
-        """Return values that are to overwrite the module's by first names, in the types of its tensors.
+        """Return values to overwrite the module's with, by first names, in the types of its tensors.
 
         Args:
-            values: by names of the module's `state_dict`.
-            strict: whether all of them must be there.
+            values: new values, by names of the module's `state_dict`.
+            strict: whether all names of the `state_dict` must be present.
 
         Raises:
             UsageError: a name or a shape is not the module's, or with `strict` one is missing.
@@ -84,13 +84,13 @@ class SessionValues:
         return {known[name]: value.to(own[known[name]].dtype) for name, value in values.items()}
 
     def saved(self, *, frozen: bool) -> dict[str, TileTensor]:
-        """The tensors of the module's `state_dict` by the names that these have there, tied ones once.
+        """Return the tensors of the module's `state_dict` by their names in it, tied ones once.
 
         Args:
-            frozen: whether frozen parameters are among them.
+            frozen: whether to include frozen parameters.
 
         Raises:
-            UsageError: files cannot hold one of them.
+            UsageError: a tensor cannot be stored in a file.
         """
         values, tensors = dict(named_tensors(self._module)), self._state.tensors()
         names, own = saved_names(self._module), {id(value) for value in values.values()}
@@ -106,5 +106,5 @@ class SessionValues:
         return {name: tensors[first] for first, name in names.items() if frozen or not is_frozen(values[first])}
 
     def _first_names(self) -> dict[int, str]:
-        """The first name of each tensor that the module has now, by id."""
+        """Return the first name of each tensor that the module has now, by id."""
         return {id(value): self._own[id(value)] for _, value in named_tensors(self._module) if id(value) in self._own}

@@ -1,4 +1,4 @@
-"""The state of Python at one moment, as `World` has found it: comparable leaves, tensors with the slots that hold them, and watched objects."""
+"""Snapshots of the state of Python, taken by `World`: comparable leaves, tensors with the slots that hold them, and watched objects."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 State = tuple[Any, ...]
-"""The content of an object, which is compared item by item."""
+"""Content of an object, which is compared item by item."""
 MISSING: Final = object()
-"""The content of a slot that is not there."""
+"""Content of a slot that does not exist."""
 
 
 class Same:
-    """An object as a value: equal to itself alone, and alive as long as this is."""
+    """An object as a value that equals only itself, and that keeps the object alive."""
 
     __slots__ = ("value",)
 
@@ -35,9 +35,9 @@ class Slot(NamedTuple):
     """A place that holds a value: an entry of a container, an attribute, a cell.
 
     Attributes:
-        write: overwrites it, given `key` and a value; None where Python cannot.
-        key: of the place.
-        value: its content, of which a tensor may be a part (a tuple of them).
+        write: function that overwrites the slot, given `key` and a value; None if Python cannot do so.
+        key: key of the place, such as an index or a name.
+        value: content of the slot; a tensor may be a part of it (in a tuple).
     """
 
     write: Callable[[Any, Any], None] | None
@@ -46,17 +46,17 @@ class Slot(NamedTuple):
 
 
 NOWHERE: Final = Slot(None, None, None)
-"""The slot of a value that cannot be replaced."""
+"""Slot of a value that cannot be replaced."""
 
 
 class WatchedObject(NamedTuple):
-    """A container or object that a walk has met.
+    """A container or object that a walk has visited.
 
     Attributes:
-        state: reads its content.
-        held: its content when the walk met it.
-        restore: gives it that content; None where Python cannot.
-        by_value: whether the state is compared by value, not by identity.
+        state: function that reads its content.
+        held: content during the walk.
+        restore: function that sets the content; None if Python cannot do so.
+        by_value: whether contents are compared by value instead of by identity.
     """
 
     state: Callable[[], State]
@@ -65,7 +65,7 @@ class WatchedObject(NamedTuple):
     by_value: bool
 
     def is_current(self) -> bool:
-        """Return whether the content is what it was."""
+        """Return whether the content is unchanged."""
         now = self.state()
         return now == self.held if self.by_value else len(now) == len(self.held) and all(map(operator.is_, now, self.held))
 
@@ -75,7 +75,7 @@ class Snapshot:
 
     Attributes:
         leaves: path -> value that is compared.
-        tensors: path -> a tensor that is not the module's own, and its slot.
+        tensors: path -> (tensor that is not the module's own, slot that holds it).
         nodes: containers and objects.
     """
 
@@ -91,14 +91,14 @@ class Snapshot:
             return all(node.is_current() for node in self.nodes)
 
     def restore(self) -> None:
-        """Give containers and objects the content that they had."""
+        """Restore the content of containers and objects."""
         with torch._C.DisableTorchFunctionSubclass():
             for node in self.nodes:
                 if node.restore is not None and not node.is_current():
                     node.restore(node.held)
 
     def differences(self, later: Snapshot) -> list[str]:
-        """Return the paths at which a later walk has found something else."""
+        """Return the paths at which a later walk has found a different leaf."""
         paths = dict.fromkeys((*self.leaves, *later.leaves))
         return [path for path in paths if self.leaves.get(path, MISSING) != later.leaves.get(path, MISSING)]
 

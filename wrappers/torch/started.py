@@ -1,4 +1,4 @@
-"""Steps under way: the outcome of each is read once, before later steps overwrite it in the runtime."""
+"""Steps in flight: the outcome of each is read once, before later steps overwrite it in the runtime."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .recording import RecordedStep
 from .state import ModuleState
 
 OnFailure = Callable[[Exception, Ticket, int, Collection[str]], Exception]
-"""From an error, the ticket of the step that failed, its number and the names that it updates to the error that is raised."""
+"""Function of an error, the ticket of the failed step, its number and the names that it updates, which returns the error to raise."""
 
 
 class StartedStep:
-    """A step under way.
+    """A step in flight.
 
     Args:
         recorded: the step.
@@ -29,7 +29,7 @@ class StartedStep:
         ticket: ticket of its replay.
         number: number of the step, from 1.
         host, state: runtime and tensors of the session.
-        on_failure: called once if a task fails.
+        on_failure: function that is called once if a task fails.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StartedStep:
         return isinstance(self._outcome, Outcome)
 
     def result(self) -> Outcome:
-        """Wait until the step is over; the outcome may be asked for again, and later.
+        """Wait until the step is over, and return its outcome; it can be called several times, at any later time.
 
         Raises:
             NntaskError: a task failed, or a memory was too small.

@@ -1,4 +1,4 @@
-"""The tensors of a module on a runtime: parameters, buffers and constants, one tile each but for large parameters (`cuts`)."""
+"""The tensors of a module on a runtime: parameters, buffers and constants, one tile each except large parameters (`cuts`)."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from .recorder import whole
 from .step import numpy_dtype, shape_of
 
 _WIDTH: Final = 1024
-"""Words of 8 bytes in a row of `fingerprint`."""
+"""Number of 8-byte words in a row of `fingerprint`."""
 _WEIGHTS: Final = np.random.default_rng(1).integers(1 << 63, size=1024, dtype=np.uint64) | np.uint64(1)
-"""Factors of rows, which tell two that have changed places."""
+"""Factors of rows, which make swapped rows change the fingerprint."""
 FREED_NBYTES: Final = 32 << 20
-"""Values that are taken over go back to the system in pieces of this size. Bytes."""
+"""Bytes of values after which the memory that they occupied is returned to the system while a session takes them over."""
 
 
 class ModuleState:
     """The tensors of a module, without values.
 
     Args:
-        module: gives names, shapes, element types, and which parameters are learnt.
+        module: module with the names, shapes, element types and `requires_grad` of the tensors.
         runtime: owner of the tensors.
-        tiles: of each parameter that is cut along its first axis, by name: its rows, and those of a tile.
+        tiles: (rows, rows of a tile) of each parameter that is cut along its first axis, by name.
 
     Attributes:
-        parameters: by their first names; tied ones once.
-        buffers: likewise.
+        parameters: parameters by their first names; tied ones once.
+        buffers: buffers by their first names; tied ones once.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime | CapturingRuntime, tiles: Mapping[str, tuple[int, int]]) -> None:
         self.runtime, self.tiles = runtime, tiles
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, TileTensor] = {}
-        self._constants: WeakKeyDictionary[Storage, _Constant] = WeakKeyDictionary()  # a pass that is dropped takes its constants along
+        self._constants: WeakKeyDictionary[Storage, _Constant] = WeakKeyDictionary()  # dropping a pass drops its constants
         self._by_path: dict[str, _Constant] = {}
         tensors = first_values(module)
         for name, value in tensors.items():
@@ -68,27 +68,27 @@ class ModuleState:
                 self.buffers[name] = tensor_of_one_tile(runtime, value, name, data_class="parameters")
 
     def tensors(self) -> dict[str, TileTensor]:
-        """Parameters and buffers by name."""
+        """Return parameters and buffers by name."""
         return {**{name: parameter.data for name, parameter in self.parameters.items()}, **self.buffers}
 
     def gradients(self, tiles: Iterable[TileKey]) -> dict[TileKey, Handle]:
-        """New gradients of parameters, or of their pieces, which the optimizer will find."""
-        found = {}
+        """Return new gradients of parameters, or of their pieces, which the optimizer will read."""
+        handles = {}
         for name, piece in tiles:
             edge = self.parameters[name].edge
             assert isinstance(edge, ParameterEdge)  # a frozen parameter has no gradient
-            found[name, piece] = edge.accumulator().handles[piece]
-        return found
+            handles[name, piece] = edge.accumulator().handles[piece]
+        return handles
 
     def write(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite tensors with the values of these names."""
+        """Overwrite the tensors with the names in `values`."""
         tensors = self.tensors()
         for name, value in values.items():
             tensors[name].write(array_of(value).reshape(tensors[name].shape))
 
     @contextmanager
     def take(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Take over the values of the tensors of these names; each is sent away as soon as its values are here, so that memory holds them once.
+        """Take over the values of the tensors in `values`; each tensor is sent away after its values are copied, so that memory holds them once.
 
         If that fails, or the block does, the tensors get their values back, unless the runtime has lost them.
         """
@@ -99,7 +99,7 @@ class ModuleState:
                 taken.append(name)
                 send_away(value)
                 freed += tensors[name].nbytes
-                if freed >= FREED_NBYTES:  # what the allocator would keep is memory that the budget does not know
+                if freed >= FREED_NBYTES:  # the budget does not count memory that the allocator keeps
                     give_back_freed()
                     freed = 0
             give_back_freed()
@@ -111,39 +111,39 @@ class ModuleState:
             raise
 
     def handles(self, storages: Iterable[Storage], inputs: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
-        """The handles of storages that exist before a pass; constants get their values here.
+        """Return the handles of storages that exist before a pass; new constants get their values here.
 
         Args:
             storages: storages with roles and names.
             inputs: the inputs of a minibatch, by name.
         """
         tables = {"parameter": {name: parameter.data for name, parameter in self.parameters.items()}, "buffer": self.buffers, "input": inputs}
-        found = {}
+        handles = {}
         for storage in storages:
             tensor = self._constant(storage).tile if storage.role == "constant" else tables[storage.role][storage.name]
-            found[storage] = tensor.handles[storage.piece]
-        return found
+            handles[storage] = tensor.handles[storage.piece]
+        return handles
 
     def _constant(self, storage: Storage) -> _Constant:
-        """The tile of a constant: one for all passes that reach memory of one size by the same path."""
+        """Return the tile of a constant, shared by all passes that reach memory of one size by the same path."""
         if storage not in self._constants:
-            found = self._by_path.get(storage.name) if storage.name else None
-            if found is None or found.nbytes != storage.nbytes:
+            constant = self._by_path.get(storage.name) if storage.name else None
+            if constant is None or constant.nbytes != storage.nbytes:
                 tile = TileTensor(self.runtime, (max(storage.nbytes, 1),), (-1,), np.uint8, kind="persistent", data_class="data", name="constant")
-                found = _Constant(tile, storage.nbytes)
+                constant = _Constant(tile, storage.nbytes)
                 assert storage.tensor is not None
-                found.write(whole(storage.tensor))
+                constant.write(whole(storage.tensor))
             if storage.name:
-                self._by_path[storage.name] = found
-            self._constants[storage] = found
+                self._by_path[storage.name] = constant
+            self._constants[storage] = constant
         return self._constants[storage]
 
     def refresh(self, storage: Storage, now: torch.Tensor) -> None:
-        """Bring a constant up to the values that its tensor has now, if they have changed.
+        """Update a constant to the current values of its tensor, if they have changed.
 
         Args:
             storage: the constant.
-            now: the tensor that is there, in whose memory it lies.
+            now: the current tensor in whose memory the constant lies.
         """
         constant, memory = self._constant(storage), whole(now)
         stamp = _stamp_of(memory)
@@ -152,7 +152,7 @@ class ModuleState:
             constant.stamp = stamp
 
     def constant_value(self, storage: Storage) -> torch.Tensor:
-        """The bytes of a constant that passes have changed  # (nbytes,) uint8."""
+        """Return the bytes of a constant that passes have changed  # (nbytes,) uint8."""
         return torch.from_numpy(self._constants[storage].tile.read())[: storage.nbytes]
 
     def forget_stamp(self, storage: Storage) -> None:
@@ -169,7 +169,7 @@ class _Constant:
     """A constant on the runtime.
 
     Attributes:
-        tile: its bytes; one at least.
+        tile: bytes of the constant; at least one.
         nbytes: size of the memory.
         stamp: memory of the program from which the tile was filled, and its fingerprint; None if no tensor is known to have its values.
     """
@@ -190,25 +190,25 @@ def _stamp_of(memory: torch.Tensor) -> tuple[int, int, int]:
 
 
 def fingerprint(memory: torch.Tensor) -> int:
-    """A number of 64 bits for each row and column of a table of all bytes, folded: another one whenever a few bytes change  # (nbytes,) uint8."""
+    """Return a hash of the sums over rows and columns of a table of all bytes, which changes whenever a few bytes change  # (nbytes,) uint8."""
     values = memory.numpy()
     rest = len(values) % (8 * _WIDTH)
     head = values[: len(values) - rest].view(np.uint64).reshape(-1, _WIDTH) if len(values) >= 8 * _WIDTH else np.zeros((0, _WIDTH), np.uint64)
-    found = hash(values[len(values) - rest :].tobytes())
+    result = hash(values[len(values) - rest :].tobytes())
     for first in range(0, len(head), len(_WEIGHTS)):
         rows = head[first : first + len(_WEIGHTS)]
-        found = hash((found, (rows * _WEIGHTS[: len(rows), None]).sum(0).tobytes(), rows.sum(1).tobytes()))
-    return found
+        result = hash((result, (rows * _WEIGHTS[: len(rows), None]).sum(0).tobytes(), rows.sum(1).tobytes()))
+    return result
 
 
 def gradient_dtype_of(parameter: torch.Tensor, name: str) -> np.dtype[np.generic]:
-    """Element type of a parameter's gradient: fp32 where the parameter is narrower."""
+    """Return the element type of a parameter's gradient: fp32 if the parameter is narrower, else the parameter's type."""
     dtype = numpy_dtype(parameter.dtype, name)
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def tensor_of_one_tile(runtime: TaskRuntime, like: torch.Tensor, name: str, *, kind: str = "persistent", data_class: str = "data") -> TileTensor:
-    """A tile tensor of one tile with the shape and type of a tensor; a scalar has shape (1,), complex numbers one more axis of two parts."""
+    """Return a tensor of one tile with the shape and type of `like`; a scalar has shape (1,), complex numbers have a further axis of two parts."""
     shape = (*like.shape, 2) if like.is_complex() else shape_of(like)
     return TileTensor(
         runtime,
@@ -222,7 +222,7 @@ def tensor_of_one_tile(runtime: TaskRuntime, like: torch.Tensor, name: str, *, k
 
 
 def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
-    """The values of a tensor as an array of its shape, (1,) for a scalar; shares memory where it can.
+    """Return the values of a tensor as an array of its shape, (1,) for a scalar; it shares memory if possible.
 
     Raises:
         UsageError: the tensor has no values, or is not in CPU memory.
@@ -238,7 +238,7 @@ def array_of(value: torch.Tensor) -> npt.NDArray[np.generic]:
 
 
 def tensor_from(array: npt.NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
-    """The values of a tile as a tensor of the shape and type of another one; shares memory."""
+    """Return the values of a tile as a tensor of the shape and type of `like`; it shares memory."""
     if like.is_complex():
         return torch.view_as_complex(as_tensor(array, (*like.shape, 2)))
     return as_tensor(array, like.shape)

@@ -1,4 +1,4 @@
-"""A captured pass as tasks: a codelet for each segment, and its submission with the handles of a minibatch."""
+"""The tasks of a captured pass: a codelet for each segment, and its submission with the handles of a minibatch."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ BYTES = np.dtype(np.uint8)
 FLOAT = np.dtype(np.float32)
 
 Contribution = Literal["write", "add"]
-"""How a minibatch contributes to gradients: the first one writes, the others add."""
+"""Contribution of a minibatch to gradients: the first one writes, the others add."""
 
 
 def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
-    """The element type of tiles for one of PyTorch.
+    """Return the element type of tiles for one of PyTorch.
 
     Raises:
-        UsageError: tiles have no such type.
+        UsageError: tiles do not support the type.
     """
     if dtype not in DTYPES:
         raise UsageError(
@@ -47,7 +47,7 @@ def numpy_dtype(dtype: torch.dtype, name: str) -> np.dtype[Any]:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor's tile; a scalar has one element."""
+    """Return the shape of a tensor's tile; a scalar has one element."""
     return tuple(tensor.shape) or (1,)
 
 
@@ -58,10 +58,10 @@ class _Task:
     Attributes:
         segment: the segment.
         draws: whether it draws random numbers.
-        codelet: computes it.
+        codelet: codelet that computes it.
         scratch_nbytes: bytes of its scratch memory.
-        borrowed: storages that only it uses, and that are in the memory of gradients.
-        tiles: gradients that are handed over by copying, or adding, what it has computed elsewhere.
+        borrowed: storages that only this task uses, and that share memory with gradients.
+        tiles: gradients that are written by copying, or adding, values computed elsewhere.
     """
 
     segment: Segment
@@ -79,7 +79,7 @@ class Pass:
         captured: the pass.
         dtypes: element type of each parameter's gradient, by name of the parameter.
         num_rows: name of an input that is looked up in a table -> number of rows of the smallest such table.
-        on_gpus: whether GPUs take part: a task has a CUDA kernel then, or only calls without one.
+        on_gpus: whether GPUs take part; each task then has a CUDA kernel, or consists of calls without one.
 
     Attributes:
         segments: the calls of each task.
@@ -111,15 +111,15 @@ class Pass:
         """Submit the tasks for one minibatch.
 
         Args:
-            handles: of parameters, buffers, constants and this minibatch's inputs.
-            gradients: the handle of each gradient.
+            handles: handles of parameters, buffers, constants and this minibatch's inputs.
+            gradients: handle of each gradient.
             key: (2,) uint64, seed and number of the step.
             minibatch: number of the minibatch within the step. The first one writes gradients, the others add to them.
 
         Returns:
-            The handles of storages that tasks have made, of which those that the caller drops die at their last use; and the submissions of tasks
-            that only add rows to gradients, for after all minibatches. In their place they would let the next minibatch, whose product adds to the
-            same gradient long before its rows, wait for the end of this one.
+            The handles of output storages that tasks write, which are freed at their last use unless the caller keeps them; and functions that submit
+            the tasks that only add rows to gradients, to be called after all minibatches. If they were submitted in order, the next minibatch, whose
+            product adds to the same gradient much earlier than its rows do, would wait for the end of this one.
         """
         made: dict[Storage, Handle] = {}
         outputs = _storages_in(self.captured.outputs)
@@ -179,21 +179,21 @@ class Pass:
 
     @cached_property
     def _late(self) -> set[Segment]:
-        """Segments that only add rows to storages, which nothing but such segments uses after them."""
-        found: set[Segment] = set()
+        """Segments that only add rows to storages that later segments of other kinds do not use."""
+        late: set[Segment] = set()
         used: set[Storage] = set()
         for segment in reversed(self.segments):
             if all(call.func is ops.add_rows_gradient.default for call in segment.calls) and used.isdisjoint(segment.updates):
-                found.add(segment)
+                late.add(segment)
             else:
                 used |= {*segment.reads, *segment.updates, *segment.makes}
-        return found
+        return late
 
     @cached_property
     def _borrowed(self) -> Mapping[Contribution, Mapping[Storage, TileKey]]:
-        """Storages in which gradients are computed, and that can be the memory of the gradients from the start, for each contribution.
+        """Storages of gradients that can be the memory of the gradients' handles from the start, for each contribution.
 
-        The first minibatch may compute a gradient there as it likes; the others only if all that they do to it is to add.
+        The first minibatch may compute a gradient there in any way; the others may only add to it.
         """
         users: dict[Storage, list[Call]] = {ref.storage: [] for ref in self.captured.gradients.values()}
         for call in self.captured.calls:
@@ -223,26 +223,26 @@ def _handle(runtime: TaskRuntime, nbytes: int, name: str, data_class: Literal["a
 
 
 def _uniforms_layout(calls: Sequence[Call], nbytes: int) -> tuple[dict[Call, tuple[int, int]], int]:
-    """Scratch memory for the uniform numbers of random calls, behind `nbytes` bytes: call -> (offset, how many); and the bytes of all."""
-    found = {}
+    """Return (offset, count) of the uniform numbers of each random call in scratch memory, after its first `nbytes` bytes; and the total size."""
+    layout = {}
     for call in filter(draws, calls):
         nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        found[call] = nbytes, num_uniforms(call)
-        nbytes += found[call][1] * FLOAT.itemsize
-    return found, nbytes
+        layout[call] = nbytes, num_uniforms(call)
+        nbytes += layout[call][1] * FLOAT.itemsize
+    return layout, nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a task computes.
+    """Description of a task's computation.
 
     Attributes:
-        segment: its calls; those that make what others have made before add to it.
-        offsets: inner storages -> offset in scratch memory.
+        segment: calls of the task; those that would overwrite the results of earlier minibatches add to them.
+        offsets: inner storage -> offset in scratch memory.
         has_scratch: whether the CPU's kernel has scratch memory.
-        borrowed: storages that only it uses, and that are in the memory of gradients.
-        targets: gradients that are handed over by copying, or adding, what it has computed elsewhere.
-        contribution: to the gradients.
+        borrowed: storages that only this task uses, and that share memory with gradients.
+        targets: gradients that are written by copying, or adding, values computed elsewhere.
+        contribution: contribution to the gradients.
     """
 
     segment: Segment
@@ -254,19 +254,19 @@ class _Work:
 
     @property
     def num_before_key(self) -> int:
-        """How many views come before those of the key and of scratch memory."""
+        """Number of views before those of the key and of scratch memory."""
         segment = self.segment
         return len(segment.reads) + len(segment.updates) + len(segment.makes) + len(self.borrowed) + len(self.targets)
 
 
 _Compute = Callable[[Sequence[Any], bool, Callable[[Call], Mapping[str, Any]], torch.device], None]
-"""Computes a task: (views, whether the last one is scratch memory, where random calls take their numbers from, device)."""
+"""Function that computes a task: (views, whether the last one is scratch memory, source of random numbers for a call, device)."""
 
 
 def _compute(work: _Work, *, on_gpu: bool) -> tuple[Program, _Compute]:
-    """The calls of a task, and the function that computes them: views are (reads, updates, makes, borrowed, targets, key if it draws, scratch)."""
+    """Return the program of a task, and the function that runs it on views (reads, updates, makes, borrowed, targets, key if it draws, scratch)."""
     segment = work.segment
-    by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # stays where PyTorch has put it
+    by_torch = {storage for call in segment.calls if torch_nbytes(call) for storage in call.made}  # in memory that PyTorch allocates
     ends = {storage: segment.ends[storage] for storage in by_torch if storage in work.offsets}
     program = Program(segment.calls, range(segment.first, segment.first + len(segment.calls)), ends, on_gpu=on_gpu)
     outside = (*segment.reads, *segment.updates, *segment.makes, *work.borrowed)
@@ -290,7 +290,7 @@ def _compute(work: _Work, *, on_gpu: bool) -> tuple[Program, _Compute]:
 
 
 def _cpu_kernel(work: _Work) -> Callable[..., None]:
-    """The function of a task on CPU workers; random calls draw from a generator each."""
+    """Return the function of a task on CPU workers; each random call draws from its own generator."""
     program, compute = _compute(work, on_gpu=False)
     at, has_scratch = work.num_before_key, work.has_scratch
 
@@ -304,10 +304,10 @@ def _cpu_kernel(work: _Work) -> Callable[..., None]:
 
 
 def _cuda_kernel(work: _Work, uniforms: Mapping[Call, tuple[int, int]]) -> Callable[..., None]:
-    """The function of a task on GPUs; numbers for random calls are drawn to scratch memory first.
+    """Return the function of a task on GPUs, which first draws numbers for random calls to scratch memory.
 
     Args:
-        uniforms: random call -> offset in scratch memory, and how many numbers.
+        uniforms: random call -> (offset in scratch memory, count of numbers).
     """
     _, compute = _compute(work, on_gpu=True)
     at, has_scratch = work.num_before_key, work.has_scratch or bool(uniforms)

@@ -1,8 +1,8 @@
-"""Gradients that are sums are computed where they lie: the second summand is added to the memory of the first.
+"""In-place computation of gradients that are sums: the second summand is added to the memory of the first.
 
-A tied embedding, for example, has a gradient from the output layer and one from the lookup. Eager PyTorch makes both, of the size of the table, and a
-third one for their sum. Here the product makes the gradient and the rows of the lookup are added to it, which saves memory and traffic of the largest
-tensors. The sum's order of additions is another one, so the last bits are, too; it depends on nothing but the module.
+A tied embedding, for example, has a gradient from the output layer and one from the lookup. Eager PyTorch allocates both, of the size of the table,
+and a third one for their sum. Here the product computes the gradient and the rows of the lookup are added to it, which saves memory and traffic of
+the largest tensors. The order of additions differs from eager PyTorch, so the last bits do, too; the order depends only on the module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rows import ops
 
 
 def with_accumulated_sums(capture: Capture) -> Capture:
-    """The same pass with the sums that make gradients computed in place, where one summand can be added to the other."""
+    """Return the same pass with the sums that compute gradients done in place, if one summand can be added to the other."""
     calls: list[Call | None] = list(capture.calls)
     kept = {leaf.storage for leaf in tree_leaves(capture.outputs) if isinstance(leaf, Ref)}
     kept |= {ref.storage for ref in capture.gradients.values()}  # a summand may be the gradient of another parameter
@@ -35,10 +35,10 @@ def with_accumulated_sums(capture: Capture) -> Capture:
 
 
 def adding_to(call: Call, total: Ref | None = None) -> Call | None:
-    """A call that adds the result of another one to a tensor of its shape; None if there is none.
+    """Return a call that adds the result of `call` to a tensor of its shape; None if no such call exists.
 
     Args:
-        total: the tensor; None for the result itself, in memory that holds something already.
+        total: tensor to add to; None for the result of `call` itself, in memory that already holds values.
     """
     total = total or call.results[0]
     if call.func is aten.mm.default:
@@ -53,7 +53,7 @@ def adding_to(call: Call, total: Ref | None = None) -> Call | None:
 
 
 def only_adds(call: Call, storage: Storage) -> bool:
-    """Whether a call does no more to a storage than add to it."""
+    """Return whether a call only adds to a storage."""
     if call.func is aten.addmm.out:
         total, *operands = call.args
         return total == call.kwargs["out"] and call.kwargs.keys() == {"out"} and all(ref.storage is not storage for ref in operands)
@@ -61,17 +61,17 @@ def only_adds(call: Call, storage: Storage) -> bool:
 
 
 def _sum_of(calls: Sequence[Call | None], at: int, kept: set[Storage]) -> tuple[int, Ref, Call] | None:
-    """How the result of a call, if that is a sum, can be computed in place.
+    """Return how the result of a call, if it is a sum, can be computed in place; None if it cannot.
 
     Args:
         at: number of the call.
-        kept: storages that are wanted after the pass, and so cannot be summands that are written over.
+        kept: storages that are needed after the pass, and so cannot be overwritten.
 
     Returns:
-        Number of the call that makes the later summand; the earlier summand; the call that replaces the later's.
+        Number of the call that computes the later summand; the earlier summand; the call that replaces that of the later one.
     """
     call = calls[at]
-    assert call is not None  # only sums are taken out, once each
+    assert call is not None  # only sums are removed, once each
     if call.func is not aten.add.Tensor or call.kwargs or not all(isinstance(each, Ref) for each in call.args):
         return None
     result = call.results[0]
@@ -96,12 +96,12 @@ def _sum_of(calls: Sequence[Call | None], at: int, kept: set[Storage]) -> tuple[
 
 
 def _users(calls: Sequence[Call | None], storage: Storage) -> list[int]:
-    """Numbers of the calls that touch a storage."""
+    """Return the numbers of the calls that touch a storage."""
     return [number for number, call in enumerate(calls) if call is not None and storage in call.reads | call.writes]
 
 
 def _renamed(capture: Capture, moved: Mapping[Storage, Storage]) -> Capture:
-    """The same pass with other storages in place of some."""
+    """Return the same pass with storages replaced according to `moved`."""
 
     def renamed(ref: Ref) -> Ref:
         storage = ref.storage

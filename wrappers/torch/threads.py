@@ -1,4 +1,4 @@
-"""Settings of PyTorch that are one for the process, while sessions are open; for the program what they were once the last one is closed."""
+"""Process-wide settings of PyTorch while sessions are open; closing the last session restores the program's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nntask import UsageError
 
 
 class WhileOpen(ABC):
-    """Settings that hold from construction to `end`, or to the end of the last of several of the same class that overlap."""
+    """Settings that hold from construction to `end`, or until all overlapping objects of the same class have ended."""
 
     _lock: ClassVar[threading.Lock]
     _num_open: ClassVar[int]
@@ -31,7 +31,7 @@ class WhileOpen(ABC):
         self._is_open = True
 
     def end(self) -> None:
-        """Give the program its settings back. Idempotent."""
+        """Restore the program's settings. Idempotent."""
         cls = type(self)
         with cls._lock:
             if self._is_open:
@@ -42,29 +42,29 @@ class WhileOpen(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Note the program's settings, and set these."""
+        """Save the program's settings, and set these."""
 
     @abstractmethod
     def _join(self) -> None:
-        """Refuse to overlap with those that hold, if these are others."""
+        """Raise unless these settings equal those that hold already."""
 
     @classmethod
     @abstractmethod
     def _restore(cls) -> None:
-        """Set the program's again."""
+        """Restore the program's settings."""
 
 
 class Threads(WhileOpen):
-    """Lets PyTorch compute with some threads.
+    """The number of threads with which PyTorch computes.
 
     Args:
-        count: threads inside an operation, in every worker.
+        count: number of threads inside an operation, in every worker.
 
     Attributes:
-        count: likewise.
+        count: number of threads inside an operation.
 
     Raises:
-        UsageError: sessions that are open have another number.
+        UsageError: an open session has another number.
     """
 
     _before: ClassVar[int] = 1
@@ -77,10 +77,10 @@ class Threads(WhileOpen):
 
     @classmethod
     def hold(cls) -> None:
-        """Give the calling thread the number that open sessions have, before it computes.
+        """Set the calling thread to the number of threads that open sessions have, before it computes.
 
-        The number is each thread's own, in OpenMP and in MKL: `torch.set_num_threads` sets that of the caller. A new thread begins with as many as
-        there are cores, until an operation of PyTorch itself asks for the number, and a product before that sums in other pieces.
+        OpenMP and MKL keep the number per thread, and `torch.set_num_threads` sets it for the calling thread. A new thread begins with the number of
+        cores, until an operation of PyTorch itself reads the setting; a product before that sums in different pieces.
         """
         if getattr(cls._here, "held", None) != cls._held:
             torch.set_num_threads(cls._held[0])
@@ -88,13 +88,13 @@ class Threads(WhileOpen):
 
     def _begin(self) -> None:
         type(self)._before = torch.get_num_threads()
-        type(self)._held = (self.count, type(self)._held[1] + 1)  # a number of its own: the program may have set another one in between
+        type(self)._held = (self.count, type(self)._held[1] + 1)  # the counter renews each thread's setting, which the program may have changed
         torch.set_num_threads(self.count)
 
     def _join(self) -> None:
         if torch.get_num_threads() != self.count:
             raise UsageError(
-                f"sessions that are open at once must have equal threads=, got {self.count} beside {torch.get_num_threads()}; close the other first"
+                f"sessions that are open at once must have equal threads=, got {self.count} and {torch.get_num_threads()}; close the other first"
             )
 
     @classmethod

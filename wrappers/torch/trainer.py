@@ -1,16 +1,12 @@
-"""transformers' Trainer on a session: a script changes its import, and says how much memory there is.
+"""transformers' Trainer on a session: a script changes its import, and states the memory budgets.
 
     from wrappers.torch import Trainer
     trainer = Trainer(model=model, args=args, train_dataset=dataset, ram="2GiB", disk="scratch")
 
-The loop is transformers' own: datasets, collators, callbacks, logging, schedules and metrics are what they are there. Four of its places are others:
-
-- `training_step` collects minibatches, and the last of a step hands them all to the session, which also clips and updates. The loop's own call of the
-  optimizer then finds no gradients, and does nothing. Minibatches weigh what they weigh there: by tokens where the model takes their number.
-- Evaluation is given a stand-in for the model, whose calls run in the session.
-- Checkpoints are directories of `Session.save`, with trainer_state.json, the schedule and random states beside it as JSON, whole or not at all. There
-  is no pickle, and none is read.
-- The weights stay in the session until `close`, so that the budget holds after training too; calling the model meanwhile is refused.
+The loop is transformers' own: datasets, collators, callbacks, logging, schedules and metrics are unchanged. A step goes to the session (see
+`training_step`), and evaluation gets a substitute for the model, whose calls run in the session. Checkpoints are directories of `Session.save`, with
+trainer_state.json, the schedule and random states as JSON, written completely or not at all. No pickle is written or read. The weights stay in the
+session until `close`, so that the budget holds after training too; calling the model meanwhile raises an error.
 """
 
 from __future__ import annotations
@@ -50,25 +46,25 @@ _COUNT: Final = "num_items_in_batch"
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """transformers' Trainer, whose model, gradients and optimizer live within budgets.
+    """transformers' Trainer with model, gradients and optimizer within memory budgets.
 
     Args:
-        model: as of transformers' Trainer, like all arguments but the following.
+        model: the model; this and all arguments that are not listed here are those of transformers' Trainer.
         args: training arguments. One step is ``gradient_accumulation_steps`` minibatches of ``per_device_train_batch_size``.
         others: further positional arguments.
-        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of what is free.
+        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of the free memory.
         disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for one for each core, or for so many cores as an operation has threads; none where GPUs compute.
-        threads: threads of PyTorch inside an operation: as many as cores where a step has one minibatch. Part of the numerics.
-        ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session brings it to them in pieces.
+        workers: number of CPU workers; None for the number of cores divided by `threads`, or for none if GPUs compute.
+        threads: number of PyTorch's threads inside an operation; if a step has one minibatch, use the number of cores. Part of the numerics.
+        ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session copies it to them in pieces.
         sim_gpu: number of simulated devices.
         gpu_memory: budget of each GPU or simulated device.
-        largest_tile: parameters above this size are cut, as of `Session`.
-        compiled: whether chains of elementwise operations are compiled, as of `Session`.
+        largest_tile: size above which parameters are cut into tiles, an argument of `Session`.
+        compiled: whether chains of elementwise operations are compiled, an argument of `Session`.
         more: further arguments by name.
 
     Raises:
-        UsageError: an argument asks for what a session cannot do; names it, and says what to do.
+        UsageError: a session does not support an argument; the message names it and the remedy.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         check_trainer(self, Trainer)
 
     def close(self) -> None:
-        """Give the model its weights back, and free the session's memory; the optimizer's state is gone unless it was saved. Idempotent."""
+        """Return the weights to the model, and free the session's memory; the optimizer's state is lost unless it was saved. Idempotent."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -115,7 +111,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 session.close()
 
     def _open(self, *, learns: bool) -> Session:
-        """The session of the model; with its optimizer if it learns, else without state."""
+        """Return the session of the model, with its optimizer if it learns, else without optimizer state."""
         if self._session is not None and self._session.module is self.model and (self._learns or not learns):
             return self._session
         self.close()
@@ -125,18 +121,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._learns = learns
         return self._session
 
-    # ---- Training: see the module's docstring ----
+    # ---- Training. The loop's own call of the optimizer finds no gradients, and does nothing. ----
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         self._minibatches = []
         if not self._learns:
-            self.close()  # a session of evaluations alone: accelerate prepares the model with its weights
-        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._open(learns=True)  # not before: accelerate takes the state of the optimizer out and puts it back
-        return found
+            self.close()  # it was opened for evaluation only; accelerate prepares the model with its weights
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._open(learns=True)  # only now, because accelerate takes the state of the optimizer out and puts it back
+        return prepared
 
     def training_step(self, model: torch.nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Keep a minibatch; with the last one of a step, take the step. Returns the loss of the step then, and zero before."""
+        """Collect a minibatch, and take the step with the last one: the session computes, clips and updates. Weights are those of transformers.
+
+        Returns:
+            The loss of the step with its last minibatch, and zero before.
+        """
         self.model.train()
         self._minibatches.append(self._counted(inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
@@ -167,14 +167,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             return super()._wrap_model(model, training=training, dataloader=dataloader)
         started = time.monotonic()
         session = self._open(learns=False)
-        if not self.accelerator._models:  # as transformers' Trainer, which then says how long preparing the model has taken
+        if not self.accelerator._models:  # transformers' Trainer then also reports the time of preparing the model
             self.model_preparation_time = round(time.monotonic() - started, 4)
         return _StandIn(self.model, session)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """As of transformers' Trainer; if the loss is all that is wanted, the session keeps nothing else."""
+        """Evaluate as transformers' Trainer does; if only the loss is wanted, the session keeps nothing else."""
         if prediction_loss_only and self.label_names and all(inputs.get(name) is not None for name in self.label_names):
             batch = self._counted(inputs, self._get_num_items_in_batch([inputs], self.args.device))
             return self._open(learns=False).evaluated(batch), None, None
@@ -208,11 +208,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _note_callbacks(self) -> None:
         """Put the states of callbacks that have one into the trainer's state."""
-        found: dict[str, list[Any]] = {}
+        states_by_name: dict[str, list[Any]] = {}
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, ExportableState):
-                found.setdefault(type(callback).__name__, []).append(callback.state())
-        for name, states in found.items():
+                states_by_name.setdefault(type(callback).__name__, []).append(callback.state())
+        for name, states in states_by_name.items():
             self.state.stateful_callbacks[name] = states[0] if len(states) == 1 else states
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -253,7 +253,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class _Objective:
-    """The loss of a minibatch as a trainer's `compute_loss` has it."""
+    """The loss of a minibatch that a trainer's `compute_loss` computes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -269,11 +269,11 @@ class _Objective:
 
 
 class _StandIn(torch.nn.Module):  # type: ignore[misc]
-    """What evaluation takes for the model: calls run in the session, everything else is the model's."""
+    """A substitute for the model in evaluation: calls run in the session, and attributes are the model's."""
 
     def __init__(self, model: torch.nn.Module, session: Session) -> None:
         super().__init__()
-        self.__dict__.update(_model=model, _session=session)  # not as a submodule
+        self.__dict__.update(_model=model, _session=session)  # so that the model is not a submodule
 
     def forward(self, **inputs: Any) -> Any:
         return self._session.predict(**inputs)
@@ -293,7 +293,7 @@ def _write_json(file: Path, content: Mapping[str, Any], what: str) -> None:
 
 
 def _random_states() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy and PyTorch, from which samplers and datasets may draw."""
+    """Return the states of the generators of Python, NumPy and PyTorch, from which samplers and datasets may draw."""
     kind, words, *rest = np.random.get_state()
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""What of transformers' training arguments a session cannot do: refused by name, each with what to do instead."""
+"""Checks of transformers' training arguments: those that a session does not support are refused by name, each with a remedy."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ ADVICE: Final[Mapping[str, str]] = {
     "push_to_hub": "leave it out, and upload the directory that save_model writes",
     "predict_with_generate": "leave it out, and generate with the model after close()",
 }
-"""Argument that must be off -> what to do."""
+"""Argument that must be off -> remedy."""
 OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Values of ``optim`` that there are."""
+"""Supported values of ``optim``."""
 OVERRIDDEN: Final = (
     *("_prepare_for_training", "training_step", "_clip_grad_norm", "_get_grad_norm", "_wrap_model", "prediction_step", "_save_checkpoint", "_save"),
     *("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model"),
 )
-"""Methods of transformers' Trainer that the one here overrides: the loop would train without the session if it no longer called one of them."""
+"""Methods of transformers' Trainer that ours overrides; if the loop no longer called one of them, it would train without the session."""
 _CALLED: Final = ("_inner_training_loop", "_run_epoch", "_get_num_items_in_batch", "_get_output_dir", "_prepare_inputs", "store_flos")
-"""Methods of transformers' Trainer that the one here calls, or compares."""
+"""Methods of transformers' Trainer that ours calls or compares."""
 
 
 def check_trainer_packages(session: type[Any]) -> None:
     """Check the releases of PyTorch, transformers and accelerate that are installed.
 
     Args:
-        session: the class of sessions, with which a self-check trains.
+        session: class of sessions, with which a self-check trains.
 
     Raises:
-        UsageError: one is older than the tested ones, or newer and lacks what is used of it.
+        UsageError: a release is older than the tested ones, or newer and lacks parts that are used here.
     """
     check_torch(session)
     check_release(TRANSFORMERS, str(transformers.__version__), lambda: fault_of_loop(transformers.Trainer))
@@ -63,7 +63,7 @@ def check_trainer_packages(session: type[Any]) -> None:
 
 
 def fault_of_loop(base: type[Any]) -> str | None:
-    """What keeps a loop from training here: methods that transformers' Trainer lacks, or does not call; None without a fault.
+    """Return why transformers' loop cannot train here: methods that its Trainer lacks, or does not call; None if it can.
 
     Args:
         base: transformers' Trainer.
@@ -76,14 +76,14 @@ def fault_of_loop(base: type[Any]) -> str | None:
 
 
 def check_arguments(args: Any, *, named_optimizer: bool) -> None:
-    """Refuse training arguments that a session cannot follow.
+    """Check that a session supports the training arguments.
 
     Args:
         args: transformers' TrainingArguments.
-        named_optimizer: whether ``optim`` says what the optimizer is.
+        named_optimizer: whether ``optim`` names the optimizer.
 
     Raises:
-        UsageError: names the argument, its value and what to do.
+        UsageError: an argument is not supported; the message names it, its value and the remedy.
     """
     for name, advice in ADVICE.items():
         value = getattr(args, name, None)
@@ -99,14 +99,14 @@ def check_arguments(args: Any, *, named_optimizer: bool) -> None:
 
 
 def check_trainer(trainer: Any, base: type[Any]) -> None:
-    """Refuse what is known only once the trainer is there: methods that take the step themselves, the optimizer, accelerate's settings.
+    """Check a finished trainer: overridden methods that compute the step, the optimizer, accelerate's settings.
 
     Args:
         trainer: the trainer.
-        base: the class whose methods it must have kept.
+        base: class whose methods it must not override.
 
     Raises:
-        UsageError: says what is refused, and what to do.
+        UsageError: something is not supported; the message says what, and the remedy.
     """
     for name in ("training_step", "_inner_training_loop", "_run_epoch"):
         if getattr(type(trainer), name) is not getattr(base, name):
@@ -125,5 +125,5 @@ def check_trainer(trainer: Any, base: type[Any]) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer of PyTorch inside accelerate's."""
+    """Return the optimizer of PyTorch inside accelerate's."""
     return optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer

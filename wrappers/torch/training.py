@@ -1,6 +1,6 @@
 """Language models of transformers in ``nntask train`` and ``nntask plan``: from the config of a model directory, or of a run, to the run's parts.
 
-A directory is read as nntask reads those of its own families: no pickle, no code of others, and no weight before a task needs it.
+A directory is read in the same way as those of nntask's own families: no pickle, no foreign code, and no weight before a task needs it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def train(
     resumed: Checkpoint | None,
     announce: Callable[[], object],
 ) -> int:
-    """Train a language model; returns the exit code.
+    """Train a language model and return the exit code.
 
     Args:
-        settings: of the run.
-        stated: those that someone asked for, by flag.
+        settings: settings of the run.
+        stated: settings that the user has given, by flag.
         values: content of the model's config.json.
-        source: where that is from, for messages.
+        source: name of the file with `values`, for messages.
         resumed: the checkpoint to continue from; None for a new run.
-        announce: called once it is sure that the model and the flags go together.
+        announce: function that is called after the model and the flags have been checked.
 
     Raises:
-        NntaskError: see `nntask.training.train`.
+        NntaskError: the run failed, in one of the ways of `nntask.training.train`.
     """
     check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
@@ -74,13 +74,13 @@ def plan(
     resumed: Checkpoint | None,
     target: MachineModel | None,
 ) -> dict[str, Any]:
-    """The figures of ``nntask plan --json``; arguments as of `train`.
+    """Return the figures of ``nntask plan --json``; the other arguments are those of `train`.
 
     Args:
         target: an imaginary machine; None for this one with the budgets of the settings.
 
     Raises:
-        UsageError, DoesNotFit: see `nntask.planning.plan_run`.
+        UsageError, DoesNotFit: the step cannot be planned, as in `nntask.planning.plan_run`.
     """
     check_packages(Session)
     config = language_config(values, source, settings.model.dropout)
@@ -99,7 +99,7 @@ def plan(
 
 
 def on_cpus(resources: ResourceSettings) -> ResourceSettings:
-    """Resources without GPUs, with simulated devices if there are some."""
+    """Return the resources without GPUs; simulated devices stay."""
     return replace(resources, restrict="cpu", ngpu=None)
 
 
@@ -107,8 +107,8 @@ class TorchModel:
     """A language model of transformers, as an `UntiledModel` of nntask.
 
     Args:
-        config: what it is.
-        settings: of its run.
+        config: configuration of the model.
+        settings: settings of its run.
     """
 
     def __init__(self, config: LanguageModelConfig, settings: TrainSettings) -> None:
@@ -122,46 +122,46 @@ class TorchModel:
 
     @property
     def rows_of_tiles(self) -> dict[str, int]:
-        """Rows of a tile of each parameter that is cut."""
+        """Number of rows in a tile, for each parameter that is cut."""
         return {name: rows for name, (_, rows) in self._terms.tiles.items()}
 
     def check(self, run: LanguageRun) -> None:
-        """Refuse data that the model cannot learn from.
+        """Check that the model can learn from the run's data.
 
         Raises:
-            UsageError: tokens are to be masked, and the tokenizer has no mask.
+            UsageError: tokens must be masked, and the tokenizer has no mask token.
             DataError: transformers cannot read the tokenizer.
         """
         self._collator(run).check()
 
     def capture(self, run: LanguageRun) -> CapturedStep:
-        """The run's step, from shapes; weights of a new run are attached.
+        """Return the run's step, captured from shapes; weights of a new run are attached.
 
         Raises:
             UsageError: the model cannot be captured.
-            DataError: the directory does not hold its weights.
+            DataError: the directory does not hold the model's weights.
         """
         module, example = self._config.module, self._example(run)
         count = run.step.num_minibatches
         passes = [self._pass(run)] * count
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
-        found = captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
-        return found.recomputing(run.step.recompute)
+        captured = captured_step(module, optimizer, passes, [example] * count, self._terms, max_norm=clip, weights=run.start.directory)
+        return captured.recomputing(run.step.recompute)
 
     def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
-        """Changes of flags of which each would make the step fit."""
-        found = more_memory(target, needs, full=full)
+        """Return changes of flags, each of which would make the step fit."""
+        remedies = more_memory(target, needs, full=full)
         if run.start.is_continued or run.step.minibatch == 1:
-            return found
+            return remedies
         smaller = replace(run, step=replace(run.step, minibatch=1))
         captured = self.capture(smaller)
         if thriftiest_needs(captured.plan, target, run.step.recompute, quick=True, reading=captured.reading).fit(target):
-            found.append("--minibatch 1")
-        return found
+            remedies.append("--minibatch 1")
+        return remedies
 
     @contextmanager
     def open(self, run: LanguageRun, runtime: Runtime) -> Iterator[Opened]:
-        """The engine on the runtime of the run; a checkpoint's weights are attached as well, and replaced when it is loaded."""
+        """Yield the engine on the runtime of the run; a checkpoint's weights are attached first, and loading it replaces them."""
         reuse_freed_memory()
         module, counts, start = self._config.module, self._counts(run), run.start
         optimizer, clip = optimizer_of(run.optimizer, module), run.optimizer.grad_clip
@@ -188,18 +188,18 @@ class TorchModel:
         return self._collator(run).example(run.step.minibatch, run.model.seq_len)
 
     def _pass(self, run: LanguageRun) -> Pass:
-        """The pass over a minibatch."""
+        """Return the pass over a minibatch."""
         return self._captures.pass_over(self._example(run), "train", run.step.num_minibatches).tasks
 
     def _counts(self, run: LanguageRun) -> FlopCounts:
-        """Floating-point operations of one sequence, as the captured calls have them."""
+        """Return the floating-point operations of one sequence, counted over the captured calls."""
         forward, both = flops_in(self._pass(run).captured)
         each = 1 / run.step.minibatch
         return FlopCounts(forward * each, (both - forward) * each, both * each, "products of a step")
 
 
 def optimizer_of(spec: OptimizerSpec, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's optimizer of a run; matrices decay, vectors do not."""
+    """Return PyTorch's optimizer for a run; matrices decay, vectors do not."""
     groups = [
         {"params": [p for p in module.parameters() if (p.dim() > 1) == is_matrix], "weight_decay": spec.weight_decay if is_matrix else 0.0}
         for is_matrix in (True, False)
@@ -212,7 +212,7 @@ def optimizer_of(spec: OptimizerSpec, module: torch.nn.Module) -> torch.optim.Op
 
 
 def flops_in(captured: Capture) -> tuple[float, float]:
-    """Floating-point operations of a pass until its loss is there, and of all of it."""
+    """Return the floating-point operations of a pass up to its loss, and of the whole pass."""
     forward = total = 0.0
     for call in captured.calls:
         total += flops_of(call)

@@ -1,7 +1,7 @@
-"""Values of tensors that a capture needs: computed on the host by the calls that lead to them.
+"""Values of tensors that a capture needs, computed on the host by the calls that lead to them.
 
-A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), follows the tensors at hand. The value that was read is
-a `Guard`: it is computed anew before each replay, and if it differs the pass is captured again.
+A decision by a value (``if mask.all()``), and a shape that depends on values (`nonzero`), follows the tensors of the current batch. The value that
+was read becomes a `Guard`: it is recomputed before each replay, and if it differs the pass is captured anew.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from .calls import Call, Guard, HostTensors, Ref, Storage
 from .kernels import Program, generator_of, tensor_of
 
 ValueOf = Callable[[Storage], torch.Tensor]
-"""From a storage that exists before the pass to its bytes, (nbytes,) uint8, which may not be written."""
+"""Function that returns the bytes, (nbytes,) uint8 and read-only, of a storage that exists before the pass."""
 
 
 class HostValues:
-    """Values of one pass at one moment.
+    """Values in one pass at one moment.
 
     Args:
-        value_of: values of storages that exist before the pass.
-        seed: seed, number of the step and of the minibatch, from which random numbers follow.
+        value_of: function that returns values of storages that exist before the pass.
+        seed: seed, number of the step and of the minibatch, which determine random numbers.
     """
 
     def __init__(self, value_of: ValueOf, seed: Sequence[int]) -> None:
         self._value_of, self._seed = value_of, tuple(seed)
-        self._known: dict[tuple[Storage, Call | None], torch.Tensor] = {}  # by the last call that has written it
+        self._known: dict[tuple[Storage, Call | None], torch.Tensor] = {}  # key: a storage and the last call that has written it
         self._given: dict[Storage, torch.Tensor] = {}
 
     def given(self, storage: Storage) -> torch.Tensor:
-        """The bytes that were noted for a storage."""
+        """Return the bytes that were noted for a storage."""
         return self._given[storage]
 
     def enter(self, storages: Iterable[Storage], tensors: Iterable[torch.Tensor]) -> None:
@@ -41,7 +41,7 @@ class HostValues:
         self._given.update((storage, _bytes_of(tensor)) for storage, tensor in zip(storages, tensors, strict=True))
 
     def tensor(self, calls: Sequence[Call], ref: Ref) -> torch.Tensor:
-        """Return the value of a tensor after some calls of its pass; not to be written."""
+        """Return the value of a tensor after some calls of its pass; it must not be modified."""
         at = len(calls)
         while at and ref.storage not in calls[at - 1].writes:
             at -= 1
@@ -61,21 +61,21 @@ class HostValues:
         """Compute an operation after some calls of its pass."""
         given, named = tree_map_only(Ref, lambda ref: self.tensor(calls, ref), (args, dict(kwargs)))
         with torch.no_grad():
-            found = func(*given, **named)
-        return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+            result = func(*given, **named)
+        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     def holds(self, guard: Guard) -> bool:
-        """Return whether a value is what it was."""
+        """Return whether a value is the same as in the capture."""
         return value_bytes(self.tensor(guard.calls, guard.ref)) == guard.expected
 
     def _computed(self, calls: Sequence[Call], storage: Storage) -> torch.Tensor:
-        """The bytes of a storage after some calls, of which only those are computed that lead to it."""
+        """Return the bytes of a storage after some calls, computing only those that lead to it."""
         origin = origin_of_values(calls, {storage})
         memory = {each: self._first(each).clone() for each in origin.leaves}
         if origin.calls:
             with torch.inference_mode():
                 Program(origin.calls, range(len(origin.calls))).run(memory, lambda call: {"generator": generator_of((*self._seed, call.draw))})
-        if storage not in memory:  # made, and never filled
+        if storage not in memory:  # allocated, and never filled
             memory[storage] = torch.zeros(storage.nbytes, dtype=torch.uint8)
         return memory[storage].clone()
 
@@ -88,8 +88,8 @@ class Origin(NamedTuple):
 
     Attributes:
         calls: the calls, in order.
-        leaves: storages that exist before the pass and that they read.
-        is_random: whether one of them draws random numbers.
+        leaves: storages that exist before the pass and that the calls read.
+        is_random: whether a call draws random numbers.
     """
 
     calls: tuple[Call, ...]
@@ -98,7 +98,7 @@ class Origin(NamedTuple):
 
 
 def origin_of_values(calls: Sequence[Call], storages: Iterable[Storage]) -> Origin:
-    """Return the calls, of all calls so far, that lead to the values of some storages."""
+    """Return those of the calls so far that lead to the values of some storages."""
     needed, chosen = set(storages), list[Call]()
     for call in reversed(calls):
         if not needed.isdisjoint(call.writes):
@@ -109,7 +109,7 @@ def origin_of_values(calls: Sequence[Call], storages: Iterable[Storage]) -> Orig
 
 
 def value_bytes(value: torch.Tensor) -> bytes:
-    """The elements of a tensor in order, as bytes."""
+    """Return the elements of a tensor in order, as bytes."""
     return bytes(_bytes_of(value).numpy())
 
 

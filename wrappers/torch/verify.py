@@ -1,7 +1,7 @@
-"""The comparison that `verify=` makes: a step by eager PyTorch, and the same step of a session.
+"""The comparison of `verify=`: a step by eager PyTorch, and the same step of a session.
 
-The module itself runs, with copies of the session's values in place of its emptied tensors. Random operations draw the numbers that the session
-draws, and the state of Python is set back, so that the session's step begins where the twin has begun.
+The module itself runs, with copies of the session's values in its tensors. Random operations draw the same numbers as in the session, and the state
+of Python is restored afterwards, so that the session's step begins in the same state.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .world import World
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference relative to the largest value of a tensor, by element type."""
 OTHERS: Final = 3e-2
-"""Likewise of narrower types."""
+"""Largest relative difference for narrower types."""
 _SMALL: Final = 1e-4
-"""Share of the largest gradient of a parameter below which a gradient may be nothing but rounding, so that Adam's step of it says nothing."""
+"""Fraction of a parameter's largest gradient below which a gradient may be mere rounding, so that Adam's step from it is arbitrary."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Expected:
 
 
 class Verifier:
-    """Compares steps of a session with eager PyTorch.
+    """Comparison of a session's steps with eager PyTorch.
 
     Args:
         every: number of steps from one comparison to the next; 0 for none.
         captures: passes of the session.
-        objective: from the module and a batch to the loss.
+        objective: function of the module and a batch that returns the loss.
         optimizer, values: optimizer and values of the session.
         max_norm: norm to which the gradient is clipped; 0 is off.
     """
@@ -77,35 +77,35 @@ class Verifier:
         return self._every > 0 and num_steps % self._every == 0
 
     def expected(self, minibatches: Sequence[Mapping[str, Any]], divisor: int, seed: tuple[int, int]) -> Expected:
-        """Take a step by eager PyTorch, from the state that the session has.
+        """Take a step by eager PyTorch, from the state of the session.
 
         Args:
-            minibatches: the arguments of each one by name.
-            divisor: the gradient is that of the sum of losses divided by this.
+            minibatches: arguments of each minibatch, by name.
+            divisor: number by which the sum of losses is divided before its gradient is taken.
             seed: seed and number of the step.
 
         Raises:
-            UsageError: eager PyTorch refuses the step.
+            UsageError: eager PyTorch raises an error in the step.
         """
         own, optimizer = self._captures.own, self._optimizer
         with set_back(self._captures.world):
             try:
-                found = eager_step(self._captures.module, self._objective, own, self._values.by_first_name(), minibatches, divisor, seed)
+                expected = eager_step(self._captures.module, self._objective, own, self._values.by_first_name(), minibatches, divisor, seed)
             except Exception as error:
                 raise UsageError(
                     f"verify= took step {seed[1]} by eager PyTorch first, which raised {type(error).__name__}: {error}; call module(**batch) by "
-                    "eager PyTorch to see where, and mend the batch or the module"
+                    "eager PyTorch to locate the error, and fix the batch or the module"
                 ) from error
         state = {name: torch.from_numpy(tensor.read()) for name, tensor in optimizer.tensors().items()}
-        if any(name.startswith("master.") for name in state):  # masters have no twin in PyTorch: loss and buffers alone
-            found.tensors = {name: value for name, value in found.tensors.items() if not isinstance(value, torch.nn.Parameter)}
+        if any(name.startswith("master.") for name in state):  # PyTorch has no masters: compare loss and buffers only
+            expected.tensors = {name: value for name, value in expected.tensors.items() if not isinstance(value, torch.nn.Parameter)}
         else:
-            steps = {name: optimizer.num_steps_of(name, seed[1] - 1) for name in found.tensors}
-            update(found, optimizer.options, own, state, steps, self._max_norm)
-        return found
+            steps = {name: optimizer.num_steps_of(name, seed[1] - 1) for name in expected.tensors}
+            update(expected, optimizer.options, own, state, steps, self._max_norm)
+        return expected
 
     def compare(self, number: int, expected: Expected, loss: float) -> None:
-        """Compare a step that the session has taken.
+        """Compare a step of the session with eager PyTorch.
 
         Args:
             number: number of the step.
@@ -113,17 +113,17 @@ class Verifier:
             loss: loss of the session.
 
         Raises:
-            NntaskError: they differ by more than rounding; says in what.
+            NntaskError: they differ by more than rounding; the message names the differences.
         """
         moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self._optimizer.tensors().items() if name in expected.moments}
         compare(number, self._every, expected, loss, self._values.by_first_name(), moments)
 
 
 class _SameDraws(TorchDispatchMode):  # type: ignore[misc]
-    """Lets random operations draw the numbers of a session's step.
+    """A mode in which random operations draw the numbers of a session's step.
 
     Args:
-        seed: seed, numbers of the step and of the minibatch.
+        seed: seed, number of the step, and number of the minibatch.
     """
 
     def __init__(self, seed: Sequence[int]) -> None:
@@ -162,11 +162,11 @@ def eager_step(
     """Take the forward and backward passes of a step by eager PyTorch.
 
     Args:
-        module: whose tensors are in a session.
-        objective: from the module and a batch to the loss.
-        own: id -> first name of the tensors that the session has.
-        values: of these tensors, which the result takes over.
-        divisor: the gradient is that of the sum of losses divided by this.
+        module: module whose tensors are in a session.
+        objective: function of the module and a batch that returns the loss.
+        own: id -> first name of the tensors that the session holds.
+        values: values of these tensors, which become part of the result.
+        divisor: number by which the sum of losses is divided before its gradient is taken.
         seed: seed and number of the step.
     """
     twins: dict[str, torch.Tensor] = {}
@@ -181,9 +181,9 @@ def eager_step(
             by_name[name] = twins[first]
     loss = 0.0
 
-    def backward(found: torch.Tensor) -> torch.Tensor:
-        (found if divisor == 1 else found / divisor).backward()
-        return found
+    def backward(minibatch_loss: torch.Tensor) -> torch.Tensor:
+        (minibatch_loss if divisor == 1 else minibatch_loss / divisor).backward()
+        return minibatch_loss
 
     for number, minibatch in enumerate(minibatches):
         applied = Applied(module, objective, backward)
@@ -198,14 +198,14 @@ def eager_step(
 
 def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int, str], state: Mapping[str, torch.Tensor], steps: Mapping[str, int],
            max_norm: float) -> None:  # fmt: skip
-    """Take the update of a step by the optimizer of PyTorch.
+    """Update the parameters with PyTorch's own optimizer.
 
     Args:
-        expected: the gradients and the parameters, which are updated.
-        options: the optimizer of the session, which has the options.
+        expected: gradients and parameters; the parameters are updated.
+        options: optimizer of the session, which holds the options.
         own: id -> first name of the parameters.
-        state: the session's, by name.
-        steps: of each parameter so far.
+        state: optimizer state of the session, by name.
+        steps: number of steps so far of each parameter.
         max_norm: norm to which the gradient is clipped; 0 is off.
     """
     groups = [{**group, "params": [expected.tensors[own[id(each)]] for each in group["params"] if id(each) in own]} for group in options.param_groups]
@@ -231,7 +231,7 @@ def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int,
 def compare(
     number: int, every: int, expected: Expected, loss: float, tensors: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
 ) -> None:
-    """Compare a step of a session with that by eager PyTorch.
+    """Compare a step of a session with the same step by eager PyTorch.
 
     Args:
         number: number of the step.
@@ -239,32 +239,32 @@ def compare(
         loss, tensors, moments: values of the session.
 
     Raises:
-        NntaskError: they differ by more than rounding; says in what.
+        NntaskError: they differ by more than rounding; the message names the differences.
     """
-    found = []
+    differences = []
     kinds = [each.dtype for each in expected.tensors.values() if each.is_floating_point()]
     if not _near(torch.tensor(loss), torch.tensor(expected.loss), max(map(_tolerance, kinds), default=OTHERS)):
-        found.append(f"the loss is {loss:.9g}, eager's {expected.loss:.9g}")
+        differences.append(f"the loss is {loss:.9g}, eager's {expected.loss:.9g}")
     for name, want in expected.moments.items():
         kind, _, parameter = name.partition(".")
         if kind != "v" and not _near(moments[name], want, _tolerance(expected.tensors[parameter].dtype)):
-            found.append(
+            differences.append(
                 f"the gradient of {parameter} (its {'momentum' if kind == 'momentum' else 'first moment'}), by {_away(moments[name], want):.1e}"
             )
     for name, want in expected.tensors.items():
         gradient = expected.gradients.get(name)
         kind = "buffer" if not isinstance(want, torch.nn.Parameter) else "parameter"
         have, want = tensors[name].detach(), want.detach()
-        if gradient is not None and expected.moments:  # where the gradient is rounding, so is the direction of the step
+        if gradient is not None and expected.moments:  # a gradient that is mere rounding gives a step of arbitrary direction
             counts = gradient.abs() > _SMALL * gradient.abs().max()
             have, want = torch.where(counts, have, want), want
         if not _near(have, want, _tolerance(want.dtype)):
-            found.append(f"{kind} {name}, by {_away(have, want):.1e}")
-    if found:
-        more = f" (and {len(found) - 4} more)" if len(found) > 4 else ""
+            differences.append(f"{kind} {name}, by {_away(have, want):.1e}")
+    if differences:
+        more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
         raise NntaskError(
-            f"step {number} differs from the same step by eager PyTorch (verify={every}): {'; '.join(found[:4])}{more}; something that the step "
-            "reads is out of sight (C code, files, the clock, state of an installed package): move it into a buffer or an attribute of the module"
+            f"step {number} differs from the same step by eager PyTorch (verify={every}): {'; '.join(differences[:4])}{more}; something that the "
+            "step reads is out of sight (C code, files, the clock, state of an installed package): move it to a buffer or an attribute of the module"
         )
 
 
@@ -288,10 +288,10 @@ def _near(have: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
 
 @contextmanager
 def set_back(world: World) -> Iterator[None]:
-    """Set the state of Python, and the tensors that the program keeps in it, back to what they were before the block.
+    """Restore the state of Python, and the tensors that the program keeps in it, after the block.
 
     Raises:
-        UsageError: something cannot be set back.
+        UsageError: a part of the state cannot be restored.
     """
     before = world.walked()
     kept = [(tensor, whole(tensor).clone()) for tensor, _ in before.tensors.values() if tensor.layout == torch.strided]

@@ -1,4 +1,4 @@
-"""The walk over everything that is reachable from a module and a loss, which makes a `Snapshot`."""
+"""The walk over everything that is reachable from a module and a loss; its result is a `Snapshot`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from .readers import (
 from .snapshots import MISSING, NOWHERE, Same, Slot, Snapshot, State, WatchedObject
 
 MOST_NODES: Final = 500_000
-"""Largest number of containers and objects of a world."""
+"""Largest number of containers and objects in a walk."""
 _PLAIN_TYPES: Final = frozenset(PLAIN)
 _KEYS: Final = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types of keys that are compared by value."""
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
 _CHANGING: Final = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.DataLoader, torch.utils.data.Dataset)
-"""Types of objects that change all the time: of their attributes those count that the program's code names."""
+"""Types of objects that change all the time; only those of their attributes count that the program's code names."""
 _OPAQUE: Final = (torch.utils.hooks.RemovableHandle, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _OF_TORCH_COUNT: Final = (torch.nn.Module, torch.distributions.Distribution, torch.distributions.Transform)
 """Classes of PyTorch whose objects are noted by their attributes."""
@@ -63,7 +63,7 @@ _ATTRIBUTES_COUNT: Final = (
 
 
 class Narrow(NamedTuple):
-    """An object that changes all the time, such as a trainer: of its attributes those count that the program's own methods load by name.
+    """An object that changes all the time, such as a trainer; only those of its attributes count that the program's own methods load by name.
 
     Attributes:
         value: the object.
@@ -78,11 +78,11 @@ class Walk:
     """One walk.
 
     Args:
-        own: id -> name of the module's tensors that the session has.
+        own: id -> name of the module's tensors that the session holds.
 
     Attributes:
-        found: what it has met so far.
-        last_path: of the last object.
+        found: snapshot of everything visited so far.
+        last_path: path of the last object.
     """
 
     def __init__(self, own: Mapping[int, str]) -> None:
@@ -90,12 +90,12 @@ class Walk:
         self._seen: dict[int, str] = {}
         self._classes: set[type] = set()
         self._codes: set[tuple[types.CodeType, int]] = set()
-        self._changing: dict[str, Any] = {}  # objects that change all the time: those attributes count that code of the program names
+        self._changing: dict[str, Any] = {}  # objects that change all the time; only attributes count that code of the program names
         self._names: set[str] = set()
-        self._keep: list[Any] = []  # bound methods and the like are made for the asking: alive, or another object would get their id
+        self._keep: list[Any] = []  # keeps temporary objects such as bound methods alive; otherwise another object could get their id
 
     def visit(self, path: str, value: Any, slot: Slot) -> None:
-        """Note a value, and what is reachable from it."""
+        """Note a value, and everything that is reachable from it."""
         kind = type(value)
         if isinstance(value, float):
             self.found.leaves[path] = (kind, value.hex())
@@ -153,7 +153,7 @@ class Walk:
         self._visit_other(path, value)
 
     def _visit_tensor(self, path: str, value: torch.Tensor, slot: Slot) -> None:
-        """Note a tensor: of the module, of another session, or of the program."""
+        """Note a tensor, which belongs to the module, to another session, or to the program."""
         hooks = len(value._backward_hooks or ()) + len(getattr(value, "_post_accumulate_grad_hooks", None) or ())
         if (name := self._own.get(id(value))) is not None:
             self.found.leaves[path] = ("own", name, value.requires_grad, hooks)
@@ -175,7 +175,7 @@ class Walk:
         self._visit_entries(path, value, lambda key: f"{path}[{key!r}]" if isinstance(key, _KEYS) else f"{path}[{type(key).__name__} {id(key)}]")
 
     def _visit_entries(self, path: str, value: dict[Any, Any], path_of: Callable[[Any], str]) -> None:
-        """Note a dictionary; `path_of` makes a path of a key."""
+        """Note a dictionary; `path_of` returns the path of a key."""
         entries = plain_entries(value)
         keys = entries[: len(entries) // 2]
         self.found.leaves[path] = (type(value), *(key if isinstance(key, _KEYS) else Same(key) for key in keys))
@@ -193,7 +193,7 @@ class Walk:
             self.visit(path_of(key), each, Slot(write, key, each))
 
     def _visit_attributes(self, path: str, value: Any) -> None:
-        """Note the attributes of an object; parameters, buffers and parts of a module under its own path."""
+        """Note the attributes of an object; parameters, buffers and submodules of a module get paths under its own."""
         is_module = isinstance(value, torch.nn.Module)
         for name in _TABLES if is_module else ():
             table = value.__dict__[name]
@@ -232,7 +232,7 @@ class Walk:
         self._visit_code_of(value)
 
     def _visit_code_of(self, kind: type) -> None:
-        """Note the attributes of a class and its bases, and what the functions among them reach."""
+        """Note the attributes of a class and its bases, and everything that the functions among them reach."""
         for base in kind.__mro__[:-1]:
             if base in self._classes:
                 continue
@@ -269,14 +269,14 @@ class Walk:
         self.visit(f"{path}.__wrapped__", value.__wrapped__, NOWHERE)
 
     def _visit_function(self, path: str, value: types.FunctionType) -> None:
-        """Note what a function is, its closure and defaults, and what it loads of globals."""
+        """Note a function's code, closure and defaults, and the globals that it loads."""
         self.found.leaves[path] = Same(value.__code__)
         self._watch(lambda: (value.__code__, value.__defaults__, value.__kwdefaults__))
         origin = origin_of(value.__code__.co_filename)
         wrapped = vars(value).get("__wrapped__")
         if wrapped is not None:
             self.visit(f"{path}.__wrapped__", wrapped, NOWHERE)
-        if origin == "torch":  # a decorator of PyTorch: what it has been given is the program's
+        if origin == "torch":  # a decorator of PyTorch, whose arguments are the program's
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if isinstance(content_of(cell)[0], _FUNCTIONS):
                     self.visit(f"{path}.{name}", content_of(cell)[0], NOWHERE)
@@ -324,7 +324,7 @@ class Walk:
                     self.visit(where, each, Slot(content.__setitem__, name, each))
 
     def _visit_module(self, path: str, module: types.ModuleType, names: tuple[str, ...]) -> None:
-        """Note what is loaded of a Python module by name."""
+        """Note the attributes of a Python module that are loaded by name."""
         if module is os and names[:1] in (("environ",), ("getenv",)):
             self.found.leaves["os.environ"] = frozenset(os.environ.items())
             self._watch(lambda: (frozenset(os.environ.items()),), by_value=True)
@@ -343,7 +343,7 @@ class Walk:
             self.visit(f"{path}.{names[0]}", each, Slot(content.__setitem__, names[0], each))
 
     def _visit_narrow(self, path: str, narrow: Narrow) -> None:
-        """Note the attributes of an object that the functions of its class load, and what they load of those."""
+        """Note the attributes of an object that the functions of its class load, and the attributes of those that they load in turn."""
         self.found.leaves[path] = Same(narrow.value)
         value, kind = narrow.value, type(narrow.value)
         chains: dict[tuple[str, ...], None] = {(name,): None for name in narrow.names}
@@ -375,7 +375,7 @@ class Walk:
         self._changing[path] = value
 
     def _visit_python_module(self, path: str, value: types.ModuleType) -> None:
-        """Note a Python module that is passed around: all plain values of one of the program's."""
+        """Note a Python module that is used as a value: if it is the program's, all its plain values."""
         self.found.leaves[path] = Same(value)
         content = vars(value)
         for name, each in list(content.items()) if origin_of_module(value) == "user" else ():
@@ -401,7 +401,7 @@ class Walk:
             self.visit(f"{path}[{key!r}]" if isinstance(key, _KEYS) else f"{path}[{type(key).__name__}]", each, NOWHERE)
 
     def _visit_other(self, path: str, value: Any) -> None:
-        """Note an object by its state, its attributes or its slots; one that hides all of them by its identity."""
+        """Note an object by its state, its attributes or its slots; by its identity if it hides all of them."""
         kind: type = type(value)
         is_of_torch = origin_of_class(kind) == "torch" and not isinstance(value, _OF_TORCH_COUNT)
         has_attributes = hasattr(value, "__dict__") and (is_foreign(kind) or isinstance(value, _ATTRIBUTES_COUNT))
@@ -437,10 +437,10 @@ class Walk:
 
 
 def _check_types(value: types.FunctionType) -> None:
-    """Refuse code that decides by the exact class of a parameter, which is another one in a capture.
+    """Check that a function does not compare the exact class of a parameter, which differs in a capture.
 
     Raises:
-        UsageError: names the function.
+        UsageError: it does; the message names the function.
     """
     code = value.__code__
     is_setup = value.__name__.startswith(("__", "_init", "init", "reset"))
@@ -449,7 +449,7 @@ def _check_types(value: types.FunctionType) -> None:
 
 
 def _layout_of(value: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor lies in its memory; of a fake one, where its value will lie (`python_state`)."""
+    """Return the position of a tensor in its memory; for a fake tensor, the position that its value will have (`python_state`)."""
     if value.layout != torch.strided:
         return ()
     if isinstance(value, FakeTensor):
@@ -475,4 +475,4 @@ _VISITS: Final[tuple[tuple[Any, Callable[[Walk, str, Any], None]], ...]] = (
     (weakref.ReferenceType, Walk._visit_weak_reference),
     (weakref.WeakKeyDictionary | weakref.WeakValueDictionary, Walk._visit_weak_dict),
 )
-"""By types: how their objects are noted; the first entry that fits counts."""
+"""Types -> method that notes their objects; the first entry that matches counts."""

@@ -1,4 +1,4 @@
-"""Weights that are never whole in memory: modules whose parameters have shapes only, and their values in files, read when a task needs them."""
+"""Weights that are never completely in memory: modules whose parameters have only shapes, and values in files, read when a task needs them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tiles import TileTensor
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Make modules whose parameters have shapes and no memory (the meta device), and whose buffers are as usual::
+    """Create modules in the block with parameters that have shapes but no memory (the meta device), and with ordinary buffers::
 
         with empty_parameters():
             module = AutoModelForMaskedLM.from_config(config)
         session = Session(module, weights="bert-large-directory", ram="2GiB", disk="scratch")
 
-    Each parameter has memory until its module has registered it. The block changes a method of `torch.nn.Module` for all threads.
+    Each parameter has memory until its module has registered it. The block replaces a method of `torch.nn.Module` for all threads.
     """
     register = torch.nn.Module.register_parameter
 
     def register_without_memory(self: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         register(self, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # one that is tied is there already
+        if parameter is not None and not parameter.is_meta:  # a tied parameter has been replaced already
             self._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     torch.nn.Module.register_parameter = register_without_memory
@@ -40,7 +40,7 @@ def empty_parameters() -> Iterator[None]:
 
 
 def _renamed(ranges: Mapping[str, FileRange], module: torch.nn.Module) -> tuple[dict[str, FileRange], list[str]]:
-    """Tensors in files by the names that a module of transformers gives them, and the names of those that it has in another layout."""
+    """Return tensors in files by the names in a module of transformers, and the names of those that the module has in another layout."""
     if not hasattr(module, "base_model_prefix"):
         return dict(ranges), []
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -50,25 +50,25 @@ def _renamed(ranges: Mapping[str, FileRange], module: torch.nn.Module) -> tuple[
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     own = module.state_dict(keep_vars=True)
-    found, converted = {}, []
+    own_ranges, converted = {}, []
     for stored in sorted(ranges):
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, own)
         if pattern is not None and stored not in own:
             converted.append(stored)
         else:
-            found[stored if stored in own else name] = ranges[stored]
-    return found, converted
+            own_ranges[stored if stored in own else name] = ranges[stored]
+    return own_ranges, converted
 
 
 def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: torch.nn.Module) -> None:
-    """Attach the tensors of a module to the safetensors files of a model directory; no value is read yet.
+    """Attach the tensors of a module to the safetensors files of a model directory, without reading a value yet.
+
+    Names in the files are first converted as transformers does for this module, because some families had other names when their files were written.
 
     Args:
-        directory: as ``save_pretrained`` writes it.
-        tensors: name -> tensor, of all parameters and of the buffers that are saved.
-        module: knows the other names of tied tensors, and its prefix (`base_model_prefix`), with or without which names in the files may be.
-
-    Names are first what transformers would make of them for this module: some families had others when their files were written.
+        directory: model directory in the format of ``save_pretrained``.
+        tensors: name -> tensor, for all parameters and for the buffers that are saved.
+        module: the module, for the other names of tied tensors, and for its prefix (`base_model_prefix`), which names in the files may have or lack.
 
     Raises:
         DataError: a file is missing or broken, or a tensor is missing, or has another shape or layout.
@@ -79,7 +79,7 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
     for name, value in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         aliases.setdefault(id(value), []).extend((name, name.removeprefix(prefix), prefix + name))
     by_name = {names[0]: names for names in aliases.values()}
-    found = {}
+    attached = {}
     for name, tensor in tensors.items():
         stored = next((alias for alias in by_name[name] if alias in ranges), None)
         if stored is None and converted:
@@ -104,5 +104,5 @@ def attach_files(directory: Path, tensors: Mapping[str, TileTensor], module: tor
             where = replace(where, shape=(1,), strides=(where.dtype.itemsize,))
         if where.shape != tensor.shape:
             raise DataError(f"{stored} in {directory} has shape {where.shape}, the module needs {tensor.shape}; use the weights of this module")
-        found[name] = stored, where
-    attach_weights(tensors, found)
+        attached[name] = stored, where
+    attach_weights(tensors, attached)

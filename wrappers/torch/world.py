@@ -1,13 +1,13 @@
-"""The Python state that a capture could read, as a value that can be compared: the module's tree, the loss, and objects that their code reaches.
+"""Snapshots of the Python state that a capture could read: the module's tree, the loss, and the objects that their code reaches.
 
-A step is captured once and replayed, so everything that the capture read must be as it was. `World.now` walks all that is reachable from the module
+A step is captured once and replayed, so everything that the capture read must be unchanged. `World.now` walks all that is reachable from the module
 and the loss: attributes, containers, hooks, closures, globals that the program's own functions load, class attributes, generators, iterators. Leaves
-are compared by value where Python can, else by identity. The walk takes milliseconds; while nothing has changed, which is checked by identity alone,
-its last result is good.
+are compared by value if Python can compare them, else by identity. A walk takes milliseconds; its result is reused while an identity check finds no
+change.
 
-Values of tensors are no part of it: those of the module live in the session, those of others are compared when a step begins (`write_step` of
-`python_state`).
-Not seen: state in C code, globals of installed packages that are neither plain values nor containers of such, and the clock.
+Values of tensors are not part of a snapshot: the session holds those of the module, and those of other objects are compared when a step begins
+(`write_step` of `python_state`).
+Not seen: state in C code, globals of installed packages other than plain values and containers of such, and the clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .snapshots import Slot, Snapshot
 from .walk import Walk
 
 MOST_DEPTH: Final = 20_000
-"""Frames of Python that a walk may take; an object within an object takes two to four."""
+"""Recursion limit during a walk; an object within an object takes two to four frames."""
 
 
 class World:
@@ -34,7 +34,7 @@ class World:
 
     Args:
         roots: name -> module or function.
-        own: id -> name of the module's tensors that the session has.
+        own: id -> name of the module's tensors that the session holds.
     """
 
     def __init__(self, roots: Mapping[str, Any], own: Mapping[int, str]) -> None:
@@ -43,14 +43,14 @@ class World:
         self._is_certain = False
 
     def now(self) -> Snapshot:
-        """Return the state as it is; the last snapshot if nothing has been replaced since."""
+        """Return the current state; the last snapshot if nothing has been replaced since."""
         if self._last is None or not (self._is_certain or self._last.is_current()):
             self._last = self.walked()
         return self._last
 
     @contextmanager
     def looked_at_once(self) -> Iterator[None]:
-        """Look at the state once for the block, in which no code of the program runs, but where `note_run` says so."""
+        """Take one snapshot for the block, in which no code of the program runs except as reported by `note_run`."""
         self.now()
         self._is_certain = True
         try:
@@ -59,14 +59,14 @@ class World:
             self._is_certain = False
 
     def note_run(self) -> None:
-        """Note that code of the program has run: the state may be another one."""
+        """Note that code of the program has run, so that the state may have changed."""
         self._is_certain = False
 
     def walked(self) -> Snapshot:
-        """Return the state as it is, from a new walk.
+        """Return the current state, from a new walk.
 
         Raises:
-            UsageError: more is reachable than can be looked at before each step.
+            UsageError: objects are nested too deeply to be walked before each step.
         """
         walk = Walk(self._own)
         with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
