@@ -121,7 +121,7 @@ def _check(x: TileTensor, w: TileTensor, targets: TileTensor, bias: TileTensor |
     if bias is not None:
         same_axis(bias, 0, w, 0)
     if factor is not None and factor.shape != (1,):
-        raise ValueError(f"the factor of a loss must have shape (1,), got {factor!r}")
+        raise ValueError(f"the factor of a loss must be one number, of shape (1,), got {factor!r}")
     if cap is not None and not cap > 0:
         raise ValueError(f"the cap of logits must be positive, got {cap}; leave it out for none")
 
