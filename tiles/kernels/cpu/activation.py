@@ -77,7 +77,7 @@ def _activate_into(x: Array, y: Array, kind: str) -> None:
         elif kind == "relu":
             np.maximum(a, 0, out=b)
         elif kind == "silu":
-            with np.errstate(over="ignore"):  # exp(-x) = inf gives the right 0
+            with np.errstate(over="ignore"):  # exp(-x) = inf gives the correct result 0
                 _sigmoid(a, b)
             b *= a
         elif kind == "tanh":
