@@ -82,5 +82,5 @@ def test_tensors_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="must hold the heads that share"):
         pages.attention(tensor((5, 1, 16), (5, 1, 4)), keys, keys, positions, table, range(1), head_size=4, scale=1.0)
     bias = Bias(tensor((6, 4), (6, 2)), Buckets(6, False, 7))
-    with pytest.raises(ValueError, match="know no bias"):
+    with pytest.raises(ValueError, match="neither documents nor a bias"):
         pages.attention(q, keys, keys, positions, table, range(1), head_size=4, scale=1.0, scoring=Scoring(bias=bias))

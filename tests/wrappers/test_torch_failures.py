@@ -125,7 +125,7 @@ def test_a_step_that_was_half_done_says_so(tmp_path: Path) -> None:
         session.save(tmp_path / "saved")
         losses.append(session.step(**batch(1)))
         session.resume(tmp_path / "saved")
-        words = r"step 2 has updated some parameters and not all; go on with resume\(\) from what save\(\) wrote"
+        words = r"step 2 has updated some parameters and not all; continue with resume\(\) from the last save\(\)"
         with pytest.raises(UsageError, match=rf"aten\.index_select\.default failed: .*; {words}$"):
             session.step(**batch(1, bad=True))
         for call in (lambda: session.step(**batch(1)), lambda: session.save(tmp_path / "bad"), lambda: session.save_weights(tmp_path / "bad")):

@@ -165,7 +165,7 @@ def test_evaluation_and_prediction_need_no_training(tmp_path: Path) -> None:
     after = ours.evaluate()
     assert after["eval_loss"] < found["eval_loss"]
     ours.save_model(str(tmp_path / "saved"))
-    with pytest.raises(UsageError, match=r"has no values, since a session has them.* or close\(\) of its trainer"):
+    with pytest.raises(UsageError, match=r"has no values, since a session holds them.* or close\(\) of its trainer"):
         Trainer(module, arguments(tmp_path), eval_dataset=Texts(5), **TERMS).evaluate()
     ours.close()
     assert Trainer(module, arguments(tmp_path), eval_dataset=Texts(5), **TERMS).evaluate()["eval_loss"] == after["eval_loss"]
