@@ -31,17 +31,19 @@ def modules_markdown(package: str) -> str:
 
 def transitions_markdown(which: str) -> str:
     """The table of transitions of "task" or "replica" states."""
-    from scheduler import state_diagrams
+    from scheduler.core.dispatch import TASK_TRANSITIONS
+    from scheduler.core.memory.coherence import TRANSITIONS
 
-    lines = ["| from | to | when |", "|---|---|---|"]
-    for line in state_diagrams.diagrams()[f"{which} states"].splitlines():
-        if "-->" not in line:
-            continue
-        begin, _, rest = line.strip().partition(" --> ")
-        end, _, when = rest.partition(": ")
-        before, after = (f"`{state}`" if state != "[*]" else None for state in (begin, end))
-        lines.append(f"| {before or '(begins)'} | {after or '(ends)'} | {when} |")
-    return "\n".join(lines)
+    if which == "task":
+        first, begin, last, end = "waiting", "submitted", ("done", "failed", "cancelled"), ""
+        middle = [(before, after, event) for (before, event), after in TASK_TRANSITIONS.items()]
+    else:
+        first, begin, last, end = "reserved", "extent taken", ("reserved", "shared", "modified"), "dropped"
+        middle = [(before, after, event) for (before, event), after in TRANSITIONS.items()]
+    rows = [f"| (begins) | `{first}` | {begin} |"]
+    rows += [f"| `{before}` | `{after}` | {event} |" for before, after, event in middle]
+    rows += [f"| `{state}` | (ends) | {end} |" for state in last]
+    return "\n".join(["| from | to | when |", "|---|---|---|", *rows])
 
 
 class Modules(SphinxDirective):
