@@ -263,7 +263,7 @@ def _amount(value: float, unit: str) -> str:
 
 def headlines(results: Mapping[str, Result]) -> str:
     """The six rows of README.md, the count of all bars, and the addresses of the pages."""
-    lines = ["| measured on two CPU cores | nntask | beside | ratio | bar |", "|---|---|---|---|---|"]
+    lines = ["| measured on two CPU cores | nntask | compared with | ratio | bar |", "|---|---|---|---|---|"]
     sections = [(page["name"], section["benchmark"]) for page in PAGES for section in page["section"]]
     rows = {(page, row["what"], row["peer"]): row for page, benchmark in sections for row in results[benchmark]["comparisons"]}
     for page, what, peer, name, beside in HEADLINES:
