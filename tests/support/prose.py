@@ -99,7 +99,7 @@ def _in_page(source: str) -> Iterator[Finding]:
         if row.lstrip().startswith("```"):
             is_code = not is_code
         elif not is_code:
-            yield from _phrases(re.sub(r"`[^`]*`", "``", row), number)
+            yield from _phrases(re.sub(r"`[^`]*`|(?<=\])\([^)]*\)", "``", row), number)
 
 
 def _phrases(text: str, line: int) -> Iterator[Finding]:
