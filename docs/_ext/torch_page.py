@@ -2,7 +2,7 @@
 
 Families are those of `tests/support/torch_families.py`, tests those over them, mistakes those of `tests/support/torch_refusals.py`, arguments and
 flags those that `wrappers/torch` refuses. What a family is made of is seen by capturing its step, and every sentence by making the mistake. With
-``--check`` nothing is written; names of families behind it leave out the rows of the others, which saves time. Knows no Sphinx.
+``--check`` nothing is written; names of families after it leave out the rows of the others, which saves time. Knows no Sphinx.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SMALL: Final = 3000
 """Bytes above which a parameter is cut here, as in the tests: nearly all of them."""
 BEGIN: Final = "## Families that nntask train refuses"
 END: Final = "## Tests over families"
-"""What lies between these two headings is about all families together."""
+"""Heading after the sections about all families together, which begin at `BEGIN`."""
 INTRODUCTION: Final = """# PyTorch models: tested, refused
 
-What [Any PyTorch model](../guides/pytorch.md) rests on. `python docs/_ext/torch_page.py` makes this page from the code, and a test compares them.
+Evidence for [Any PyTorch model](../guides/pytorch.md). `python docs/_ext/torch_page.py` generates this page from the code, and a test compares them.
 """
 
 
@@ -241,7 +241,7 @@ def reports_markdown() -> str:
     rows = [[f"[{report.thread}]({report.address})", report.kind, report.says, OUTCOMES[report.outcome().name]] for report in REPORTS]
     count = Counter(row[-1] for row in rows)
     found = ", ".join(f"{word}: {number}" for word, number in count.most_common())
-    return f"Outcomes of the {len(rows)} programs: {found}.\n\n{table(['report', 'what went wrong there', 'program', 'a session'], rows)}"
+    return f"Outcomes of the {len(rows)} programs: {found}.\n\n{table(['report', 'reported error', 'program', 'a session'], rows)}"
 
 
 def page(names: Sequence[str]) -> str:
@@ -250,9 +250,9 @@ def page(names: Sequence[str]) -> str:
     return f"""{INTRODUCTION}
 ## Families
 
-Each of these {len(found)} families of transformers is tried with two small layers: all of its operations, none of its size.
-*Calls* compute something in a forward and a backward pass; *losses differ by* is the largest difference from eager PyTorch in 10 steps, in nats;
-*same bits* compares all memory, a quarter of it over a disk, one worker, and two simulated devices. Both are [measured](../results/pytorch.md).
+Each of these {len(found)} families of transformers is tested with two small layers, which have all of its operations.
+*Calls* is the number of operations that compute in a forward and a backward pass; *losses differ by* is the largest difference from eager PyTorch in 10 steps, in nats;
+*same bits* compares runs with all memory, with a quarter of it and a disk, on one worker, and on two simulated devices. Both are [measured](../results/pytorch.md).
 
 {families_markdown(found)}
 
@@ -264,15 +264,15 @@ A session in a program takes these families, too.
 
 ## Operations that fall back
 
-All of them work. A copied result is counted in the budget. A parameter is cut only where it is larger than `largest_tile=`, here {SMALL:,}
+All of them work. A copied result is counted in the budget. A parameter is cut only if it is larger than `largest_tile=`, here {SMALL:,}
 bytes, as in the tests.
 
 {falls_back_markdown(found)}
 
 ## Programs of public reports
 
-Reports of results other than eager PyTorch's under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each there is a small program
-of the same kind. It takes five steps or more by eager PyTorch and on a session, from equal weights, nearly always in fp64. Losses, weights, buffers,
+Public reports of results that differ from eager PyTorch's, under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each there is a
+small program of the same kind. It takes at least five steps in eager PyTorch and in a session, from equal weights, nearly always in fp64. Losses, weights, buffers,
 norms of the gradient and the state in Python are compared (`tests/wrappers/test_torch_reports.py`). A refusal names the place or the remedy.
 
 {reports_markdown()}
@@ -286,7 +286,7 @@ norms of the gradient and the state in Python are compared (`tests/wrappers/test
 
 ## What a session refuses
 
-The weights stay where they were.
+The weights stay in place.
 
 {mistakes_markdown()}
 
@@ -298,7 +298,7 @@ Arguments of `TrainingArguments`, at construction; so are several processes, a d
 
 ## What nntask train refuses
 
-Flags, for a model without tiles, at any value that asks for something.
+Flags, for a model without tiles, at any value other than the one that disables them.
 
 {flags_markdown()}
 """

@@ -272,7 +272,7 @@ class Refusal:
 
 REFUSALS: Final = (
     Refusal(
-        "a branch on what each minibatch changes", r"model\.py:\d+ needs the value .*minibatches=1, .*torch\.where", _step(Counts, minibatches=2)
+        "a branch on a value that each minibatch changes", r"model\.py:\d+ needs the value .*minibatches=1, .*torch\.where", _step(Counts, minibatches=2)
     ),
     Refusal("a random operation without a generator", r"aten\.randint_like\.Tensor cannot be given a seed of its own; use dropout", _step(Draws)),
     Refusal("the address of a tensor", r"model\.py:\d+ reads the address of a tensor, .* compute without addresses", _step(Addresses)),
@@ -314,7 +314,7 @@ REFUSALS: Final = (
     Refusal("an argument that is neither tensor nor plain", r"mask of the batch is a ndarray, and arguments must be tensors or plain values", _array),
     Refusal("ids without a row", r"input_ids of the batch must be ids from 0 to 96, got 3 to 120; use the tokenizer", _look(120, 0)),
     Refusal("an operation that fails", r"index 6 is out of bounds .* the step was left out", _look(5, 6)),
-    Refusal("a budget below the hungriest task", r"raise ram=", _step(Mean, ram="4KB")),
+    Refusal("a budget below the largest task", r"raise ram=", _step(Mean, ram="4KB")),
     Refusal("real and simulated devices", r"devices are real or simulated, got ngpu=1 and sim_gpu=1", _step(Mean, ngpu=1, sim_gpu=1)),
     Refusal("compiled chains on GPUs", r"compiled chains run on CPUs only, got compiled=True with ngpu=1", _step(Mean, compiled=True, ngpu=1)),
     Refusal(

@@ -91,7 +91,7 @@ def learn_first(run: Run, learns: bool) -> None:
 @report(
     "facebookresearch/fairseq",
     4702,
-    "frozen parameters updated all the same",
+    "frozen parameters are updated",
     allowed=EITHER,
     optimizer=adamw,
     before=[at(2, lambda run: learn_first(run, False)), at(4, lambda run: learn_first(run, True))],

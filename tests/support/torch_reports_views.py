@@ -125,7 +125,7 @@ def pooled_and_summed() -> Program:
     return pair(way)
 
 
-@report(PYTORCH, 158643, "ReLU in place behind an activation that is read again")
+@report(PYTORCH, 158643, "ReLU in place after an activation that is read again")
 def relu_in_place_read_again() -> Program:
     """The activation is read after the ReLU has changed it."""
 
