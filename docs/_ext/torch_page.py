@@ -238,10 +238,10 @@ def reports_markdown() -> str:
         importlib.import_module(f"support.{each}")
     from support.torch_reports import REPORTS
 
-    rows = [[f"[{report.thread}]({report.address})", report.kind, report.says, OUTCOMES[report.outcome().name]] for report in REPORTS]
+    rows = [[f"[{report.thread}]({report.address})", report.kind, OUTCOMES[report.outcome().name]] for report in REPORTS]
     count = Counter(row[-1] for row in rows)
     found = ", ".join(f"{word}: {number}" for word, number in count.most_common())
-    return f"Outcomes of the {len(rows)} programs: {found}.\n\n{table(['report', 'reported error', 'program', 'a session'], rows)}"
+    return f"Outcomes of the {len(rows)} programs: {found}.\n\n{table(['report', 'reported error', 'outcome of a session'], rows)}"
 
 
 def page(names: Sequence[str]) -> str:
@@ -251,8 +251,9 @@ def page(names: Sequence[str]) -> str:
 ## Families
 
 Each of these {len(found)} families of transformers is tested with two small layers, which have all of its operations.
-*Calls* is the number of operations that compute in a forward and a backward pass; *losses differ by* is the largest difference from eager PyTorch in 10 steps, in nats;
-*same bits* compares runs with all memory, with a quarter of it and a disk, on one worker, and on two simulated devices. Both are [measured](../results/pytorch.md).
+*Calls* is the number of operations that compute in a forward and a backward pass; *losses differ by* is the largest difference from eager PyTorch in
+10 steps, in nats; *same bits* compares runs with all memory, with a quarter of it and a disk, on one worker, and on two simulated devices. Both are
+[measured](../results/pytorch.md).
 
 {families_markdown(found)}
 
@@ -272,8 +273,9 @@ bytes, as in the tests.
 ## Programs of public reports
 
 Public reports of results that differ from eager PyTorch's, under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each there is a
-small program of the same kind. It takes at least five steps in eager PyTorch and in a session, from equal weights, nearly always in fp64. Losses, weights, buffers,
-norms of the gradient and the state in Python are compared (`tests/wrappers/test_torch_reports.py`). A refusal names the place or the remedy.
+small program of the same kind (`tests/support/torch_reports.py` and its neighbours describe them). It takes at least five steps in eager PyTorch and
+in a session, from equal weights, nearly always in fp64. Losses, weights, buffers, norms of the gradient and the state in Python are compared
+(`tests/wrappers/test_torch_reports.py`). A refusal names the place or the remedy.
 
 {reports_markdown()}
 

@@ -272,7 +272,9 @@ class Refusal:
 
 REFUSALS: Final = (
     Refusal(
-        "a branch on a value that each minibatch changes", r"model\.py:\d+ needs the value .*minibatches=1, .*torch\.where", _step(Counts, minibatches=2)
+        "a branch on a value that each minibatch changes",
+        r"model\.py:\d+ needs the value .*minibatches=1, .*torch\.where",
+        _step(Counts, minibatches=2),
     ),
     Refusal("a random operation without a generator", r"aten\.randint_like\.Tensor cannot be given a seed of its own; use dropout", _step(Draws)),
     Refusal("the address of a tensor", r"model\.py:\d+ reads the address of a tensor, .* compute without addresses", _step(Addresses)),

@@ -33,7 +33,6 @@ class Report:
         thread: owner, name and number of the thread at GitHub, as `owner/name#number`.
         kind: description of the fault in a few words.
         name: name of the program.
-        says: description of the program in a sentence.
         outcome: runs the program by eager PyTorch and on a session, and compares both.
         allowed: outcomes that are right, of "equal" and "refused".
         words: pattern of the message of a refusal.
@@ -42,7 +41,6 @@ class Report:
     thread: str
     kind: str
     name: str
-    says: str
     outcome: Callable[[], Outcome]
     allowed: frozenset[str]
     words: str
@@ -69,8 +67,7 @@ def report_of(repository: str, number: int, kind: str, allowed: str, words: str)
     """
 
     def note(outcome: Callable[[], Outcome]) -> Callable[[], Outcome]:
-        says = " ".join((outcome.__doc__ or "").split())
-        REPORTS.append(Report(f"{repository}#{number}", kind, outcome.__name__, says, outcome, frozenset(allowed.split()), words))
+        REPORTS.append(Report(f"{repository}#{number}", kind, outcome.__name__, outcome, frozenset(allowed.split()), words))
         return outcome
 
     return note
