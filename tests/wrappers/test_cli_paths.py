@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.commands import refuse, start
+from support.commands import ROOT, refuse, start
 from support.deadline import DEADLINE
 
 from nntask.data import TokenFile
@@ -95,4 +97,18 @@ def test_a_user_without_a_name_and_a_home(here: Path) -> None:
     process = start(*SHORT, "--run-dir=b", script=f'{HOMELESS}\nos.environ.pop("NNTASK_CACHE")')
     _, err = process.communicate(timeout=DEADLINE)
     assert process.returncode == 4
-    assert err == f"nntask: cannot use the cache {os.devnull}/.cache/nntask: Not a directory; set NNTASK_CACHE to a directory with room\n"
+    assert err == f"nntask: cannot use the cache {os.devnull}/.cache/nntask: Not a directory; set NNTASK_CACHE to a writable directory with space\n"
+
+
+@pytest.mark.parametrize("name", [pytest.param(b"l\xc3\xa4uft", marks=pytest.mark.long), b"l\xe4uft"])
+def test_any_name_under_a_plain_locale(name: bytes, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run directory whose name the locale cannot write, or that is not UTF-8, trains, saves and is reported where Python has ASCII only."""
+    for variable, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0"), ("PYTHONIOENCODING", "ascii")):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = here / os.fsdecode(name)
+    for argv in ([*SHORT, f"--run-dir={run}"], ["report", str(run)]):
+        done = subprocess.run([sys.executable, "-m", "nntask", *argv], capture_output=True, timeout=DEADLINE)
+        assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    assert (run / "checkpoints" / "step-000001" / "model.safetensors").is_file()
+    assert (run / "report.html").is_file()
