@@ -1,5 +1,5 @@
-"""Trained models over HTTP as OpenAI's clients speak it: ``nntask serve``.
+"""Trained models over HTTP with OpenAI's API: ``nntask serve``.
 
-`engine` is the one thread that owns the runtime and its running batch; `schema` reads requests, `answers` writes what is said, `app` has the routes
-and `server` the process. The two sides talk by queues; neither waits for the other in between.
+`engine` is the single thread that owns the runtime and its running batch. `schema` reads requests, `answers` writes responses, `app` defines the
+routes, and `server` is the process. The event loop and the engine's thread communicate by queues; neither blocks on the other.
 """

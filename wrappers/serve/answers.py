@@ -1,4 +1,4 @@
-"""What texts say, as the objects that OpenAI's clients read: whole answers, and the events of a stream."""
+"""Generated texts as the objects that OpenAI's clients read: complete answers and the events of a stream."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DONE: Final = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ToldToken:
-    """A token whose probabilities are told.
+    """A token whose log-probability is part of the answer.
 
     Attributes:
-        offset: characters of the text in front of it.
-        score: None of the first token of a text, which nothing stands before.
-        is_cut: whether the text begins behind the space that its bytes begin with.
+        offset: number of characters of the text before the token.
+        score: probabilities of the token; None for the first token of a text, which has no context.
+        is_cut: whether the text lacks the space with which the token's bytes begin.
     """
 
     token: int
@@ -30,7 +30,7 @@ class ToldToken:
 
 @dataclass(slots=True)
 class Written:
-    """A text of an answer, so far."""
+    """The part of one text of an answer that has been generated so far."""
 
     text: str = ""
     end: str | None = None
@@ -42,23 +42,23 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class PromptCounts:
-    """Tokens of all prompts of a request, each counted once, and how many of them were in the cache already."""
+    """Number of prompt tokens of a request, each prompt counted once, and how many of them were in the cache already."""
 
     num_tokens: int
     num_shared: int
 
 
 class Form:
-    """How answers of one request are written.
+    """Format of the answers to one request.
 
     Args:
-        is_chat: whether they are messages of a conversation.
-        name: of the answer.
+        is_chat: whether the answers are messages of a conversation.
+        name: id of the answer.
         created: seconds since 1970.
-        model: name of the model, as it was asked for.
-        fingerprint: of the software and the model.
-        words: tokens as text and bytes.
-        tells_scores: whether probabilities are told.
+        model: name of the model, as the request gave it.
+        fingerprint: id of the software and the model.
+        words: table of the tokens' texts and bytes.
+        tells_scores: whether the answers include log-probabilities.
     """
 
     def __init__(self, *, is_chat: bool, name: str, created: int, model: str, fingerprint: str, words: TokenBytes, tells_scores: bool) -> None:
@@ -66,7 +66,7 @@ class Form:
         self._head = {"id": name, "created": created, "model": model, "system_fingerprint": fingerprint}
 
     def answer(self, texts: Sequence[Written], prompts: PromptCounts) -> dict[str, Any]:
-        """A whole answer."""
+        """Return a complete answer."""
         choices = []
         for index, text in enumerate(texts):
             said: dict[str, Any] = {"message": {"role": "assistant", "content": text.text, "refusal": None}} if self.is_chat else {"text": text.text}
@@ -75,16 +75,16 @@ class Form:
         return {**self._head, "object": kind, "choices": choices, "usage": usage(texts, prompts)}
 
     def begin(self, index: int) -> bytes | None:
-        """The event with which a text begins, if it has one."""
+        """Return the event that begins a text; None for completions, which have no such event."""
         return self._event(index, {"delta": {"role": "assistant", "content": ""}}, None, None) if self.is_chat else None
 
     def more(self, index: int, text: str, scores: Sequence[ToldToken], end: str | None) -> bytes:
-        """The event with more of a text; `end` is why it ends."""
+        """Return the event with the next part of a text; `end` is the reason why the text ends, or None."""
         said: dict[str, Any] = {"delta": {"content": text} if text or end is None else {}} if self.is_chat else {"text": text}
         return self._event(index, said, self._scores(scores) if scores else None, end)
 
     def counts(self, texts: Sequence[Written], prompts: PromptCounts) -> bytes:
-        """The event with the counts."""
+        """Return the event with the token counts."""
         return _data({**self._head, "object": self._chunk, "choices": [], "usage": usage(texts, prompts)})
 
     @property
@@ -96,7 +96,7 @@ class Form:
         return _data({**self._head, "object": self._chunk, "choices": [choice]})
 
     def _scores(self, scores: Sequence[ToldToken]) -> dict[str, Any] | None:
-        """Probabilities."""
+        """Return the log-probabilities in the form of the endpoint; None if the request did not ask for them."""
         if not self._tells_scores:
             return None
         if self.is_chat:
@@ -109,7 +109,7 @@ class Form:
         }
 
     def _top(self, score: TokenScore) -> dict[str, float]:
-        """The best tokens, and the one that came; of several that are spelled alike the best one."""
+        """Return the best tokens and the chosen one; of several tokens with the same spelling only the best."""
         found: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             found.setdefault(self._words.word(token), _told(logprob))
@@ -124,19 +124,19 @@ class Form:
 
 
 def usage(texts: Sequence[Written], prompts: PromptCounts) -> dict[str, Any]:
-    """Counts of tokens."""
+    """Return the token counts of an answer."""
     new = sum(text.num_new for text in texts)
     counts = {"prompt_tokens": prompts.num_tokens, "completion_tokens": new, "total_tokens": prompts.num_tokens + new}
     return {**counts, "prompt_tokens_details": {"cached_tokens": prompts.num_shared}}
 
 
 def failed(body: dict[str, Any]) -> bytes:
-    """The event with which a stream fails."""
+    """Return the event that reports the failure of a stream."""
     return _data(body)
 
 
 def _told(logprob: float) -> float:
-    """A number that JSON can say; the least one that OpenAI tells for what is all but impossible."""
+    """Return a finite number for JSON; nearly impossible tokens get the smallest value that OpenAI reports."""
     return max(logprob, -9999.0)
 
 

@@ -1,7 +1,7 @@
-"""The routes: what a request must be before anybody works on it, and the work handed on.
+"""The routes of the server: checks of a request, and its submission to the engine.
 
-A request is looked at in this order: the host that it names, its key, its size and how long it takes to arrive, its form, its fields, the model, how
-many texts it asks for and how long they may become, and at last whether there is a place in the queue. Nothing that a client sends ends the server.
+The checks run in this order: the host in the request, the key, size and arrival time of the body, JSON syntax, fields, the model, the number and the
+largest length of the texts, and finally room in the queue. No input from a client ends the server.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from .page import page
 Handler = Callable[[Request], Awaitable[Response]]
 _SSE: Final = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 IGNORED: Final = "x-ignored-fields"
-"""Header of answers to requests with fields that nobody knows."""
+"""Response header that lists the unknown fields of a request."""
 _LONGEST_HEADER: Final = 500
 _MOST_NAMED: Final = 100
 _SMALL: Final = 16 << 10
-"""Bytes of a body, and characters of prompts, that are read at once, which takes some milliseconds at most."""
+"""Size of a body in bytes, or of prompts in characters, up to which they are parsed in the event loop; that takes a few milliseconds at most."""
 _MOST_LARGE: Final = 2
-"""Larger ones that are read at a time."""
+"""Number of larger bodies or prompts that are parsed at the same time."""
 T = TypeVar("T")
 _LEFT: Final = 499
-"""What is counted where the client has left before its answer; nobody reads it."""
+"""Status that the metrics count if the client disconnects before its answer; it is never sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is served.
+    """The served model and the settings of the server.
 
     Args:
-        name: of the model.
+        name: name of the model.
         created: seconds since 1970.
-        fingerprint: of the software and the model.
-        template: of conversations; None where the tokenizer has none.
-        key: that requests must bring; "" for none.
-        most_bytes: of a request's body.
-        receive_seconds: in which it must arrive.
-        is_local: whether only this machine is listened to.
-        is_strict: whether fields that nobody knows are refused.
+        fingerprint: id of the software and the model.
+        template: chat template; None if the tokenizer has none.
+        key: API key that requests must send; "" for none.
+        most_bytes: maximum size of a request's body.
+        receive_seconds: time limit for the arrival of a body.
+        is_local: whether the server listens to this machine only.
+        is_strict: whether unknown fields are refused.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Service:
 
 
 class Application:
-    """The application for an ASGI server, and what it knows.
+    """The ASGI application and its state.
 
     Attributes:
         is_ending: whether new texts are refused.
@@ -103,7 +103,7 @@ class Application:
         self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _as_error, Exception: _as_bug})
 
     def end(self) -> None:
-        """Tell everybody that the server shuts down."""
+        """Shut down: end all jobs with an error and close the template and the tokenizer."""
         self.is_ending = True
         self._engine.end()
         if self._service.template is not None:
@@ -111,7 +111,7 @@ class Application:
         self._service.ids.tokenizer.close()
 
     def _route(self, path: str, handler: Handler, method: str, *, is_open: bool = False) -> Route:
-        """A route whose refusals have OpenAI's shape."""
+        """Return a route that answers errors in OpenAI's format."""
 
         async def answer(request: Request) -> Response:
             begin = time.monotonic()
@@ -131,7 +131,7 @@ class Application:
         return Route(path, answer, methods=[method])
 
     def _check_host(self, request: Request) -> None:
-        """A page of another site may make a browser send requests to this machine under a name of its own (DNS rebinding)."""
+        """Refuse foreign host names: a page of another site can make a browser send requests to this machine under its own name (DNS rebinding)."""
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if self._service.is_local and not is_loopback(name):
@@ -146,9 +146,9 @@ class Application:
             raise ApiError(401, "the key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key", headers=headers)
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request that has the right type, within limits of size and time."""
+        """Return the body of a request after checks of its type, size and arrival time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # what pages of other sites may send without asking is of other types
+        if kind != "application/json":  # pages of other sites can only send other types without a preflight request
             raise ApiError(415, f"the body must be of type application/json, got {kind[:80] or 'none'}; set content-type")
         most, found = self._service.most_bytes, bytearray()
         too_large = ApiError(413, f"the body must have at most {most:,} bytes; send less", code="request_too_large", headers={"connection": "close"})
@@ -167,7 +167,7 @@ class Application:
         return bytes(found)
 
     async def _texts(self, request: Request) -> Response:
-        """``/v1/completions`` and ``/v1/chat/completions``."""
+        """Answer ``/v1/completions`` and ``/v1/chat/completions``."""
         service, is_chat = self._service, "chat" in request.url.path
         if self.is_ending:
             raise ApiError(503, "the server is shutting down; ask another one", code="shutting_down")
@@ -179,7 +179,7 @@ class Application:
         if (count := asked.num_texts) > self._engine.most_open:
             raise ApiError(400, f"a request may ask for at most {self._engine.most_open} texts, got {count}; ask for fewer at a time", param="n")
         prompts = await self._encoded(asked)
-        assert self._engine.batch is not None  # it has been opened
+        assert self._engine.batch is not None  # the server opens the batch first
         job = job_of(asked, prompts, service.ids, self._engine.batch)
         form = Form(
             is_chat=is_chat,
@@ -198,19 +198,22 @@ class Application:
             return JSONResponse(await _unless_left(request, progress.until_complete(queue)), headers=_ignored_header(asked.ignored))
 
     def _note_ignored(self, names: Sequence[str]) -> None:
-        """Name fields that are ignored in the log, each once; no more than `_MOST_NAMED`, since clients choose them."""
+        """Log each ignored field once, and at most `_MOST_NAMED` of them, since clients choose the names."""
         for name in names:
             if name not in self._ignored and len(self._ignored) < _MOST_NAMED:
                 self._ignored.add(name)
                 print(f"nntask: the field {name} of requests is not known here and is ignored; --strict-fields refuses it", file=sys.stderr)
 
     async def _beside(self, work: Callable[[], T]) -> T:
-        """Do what may take seconds beside the event loop, with little else of the kind at once, so that others are answered meanwhile."""
+        """Run long work in another thread, at most `_MOST_LARGE` calls at a time, so that the event loop keeps answering."""
         async with self._large:
             return await asyncio.to_thread(work)
 
     async def _encoded(self, asked: schema.Asked) -> list[Prompt]:
-        """The prompts of a request, made beside the event loop. The template renders one conversation at a time; texts that wait for it are open."""
+        """Return the prompts of a request, encoded in another thread.
+
+        Conversations are rendered one at a time; texts that wait for the template count as open.
+        """
         count = asked.num_texts if asked.messages else 0
         if count and self._engine.num_open + self._num_unwritten + count > self._engine.most_open:
             raise full_queue(count)
@@ -254,34 +257,34 @@ class Application:
         return Response(text, media_type=kind)
 
     async def _page(self, request: Request) -> Response:
-        assert self._engine.batch is not None  # it has been opened
+        assert self._engine.batch is not None  # the server opens the batch first
         tokens = min(256, max(1, self._engine.batch.shape.longest // 2))
         text, policy = page(self._service.name, is_chat=self._service.template is not None, has_key=bool(self._service.key), tokens=tokens)
         return HTMLResponse(text, headers={"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"})
 
 
 def _read(body: bytes, *, is_chat: bool, is_strict: bool) -> schema.Asked:
-    """The request in a body.
+    """Return the request in a body.
 
     Raises:
-        ApiError: it breaks a rule.
+        ApiError: the body breaks a rule.
     """
     return (schema.chat if is_chat else schema.completion)(schema.parsed(body), is_strict=is_strict)
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header that names the fields of a request that were ignored, if there are any."""
+    """Return the header that lists the ignored fields of a request; an empty dictionary if there are none."""
     return {IGNORED: ", ".join(names)[:_LONGEST_HEADER]} if names else {}
 
 
 def _check_framing(request: Request) -> None:
-    """Refuse a request with two lengths: where a proxy believes the other one, a second request would hide in its body (RFC 9112, section 6.3)."""
+    """Refuse a request with two lengths: if a proxy uses the other one, the body can hide a second request (RFC 9112, section 6.3)."""
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         raise ApiError(400, "a request has content-length or transfer-encoding, got both; send one of them", headers={"connection": "close"})
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; `held` is let go when they end, or the client leaves."""
+    """Server-sent events; `held` is closed when the stream ends or the client disconnects."""
 
     def __init__(self, events: Any, held: contextlib.ExitStack, headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers=_SSE | headers)
@@ -293,10 +296,10 @@ class _EventStream(StreamingResponse):
 
 
 async def _unless_left(request: Request, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """What `work` gives, unless the client leaves before.
+    """Return the result of `work`, and cancel it if the client disconnects first.
 
     Raises:
-        ClientDisconnect: it has.
+        ClientDisconnect: the client disconnected.
     """
 
     async def leaves() -> None:
@@ -315,7 +318,7 @@ async def _unless_left(request: Request, work: Awaitable[dict[str, Any]]) -> dic
 
 
 async def _as_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such path, no such method."""
+    """Answer Starlette's own errors: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
     path = request.url.path[:80]
     if error.status_code == 404:
@@ -327,5 +330,5 @@ async def _as_error(request: Request, error: Exception) -> Response:
 
 
 async def _as_bug(request: Request, error: Exception) -> Response:
-    """What nobody expected; its traceback is written to stderr."""
+    """Answer an unexpected exception; its traceback is written to stderr."""
     return JSONResponse(ApiError(500, "internal server error; see the server log").body(), 500)

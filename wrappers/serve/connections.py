@@ -1,12 +1,12 @@
-"""Connections of the server: each waits for its client for a limited time, and all together stay below the limit of open files.
+"""Client connections: time limits for every wait, and a total below the limit of open files.
 
-A connection waits for its client in four ways: for the head of a request, for the rest of a body whose request was answered already, for a reader of
-what was written, and for the end of what a closed connection still has to send. A sweep looks at all connections regularly and closes those that have
-waited too long. (The body of a request that is being answered has a limit of its own, in `app`.)
+A connection waits for its client in four ways: for the head of a request, for the rest of a body whose request is answered already, for the client to
+read the response, and for the client to finish after a close. A sweep regularly closes connections that have waited too long. (`app` limits
+the time for the body of a request that is being answered.)
 
-When there are too many connections, the one that has been silent longest makes room; one whose answer is being computed never does. So clients that
-hold connections cannot keep others out. Requests that arrive before the answer to the one before wait for a turn of the event loop each, so clients
-that send hundreds of them at once do not delay others.
+If there are too many connections, the one that has been silent longest is closed, but never one whose answer is being computed. So clients that
+hold connections cannot keep others out. Each pipelined request waits for its own turn of the event loop, so clients that send hundreds of them at
+once do not delay others.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 ACCEPTED_AT_ONCE: Final = 4
-"""Connections that the event loop accepts in one turn. It reads what a new connection sent two turns later."""
+"""Number of connections that the event loop accepts in one turn. It reads the data of a new connection two turns later."""
 _YOUNG: Final = 4 * ACCEPTED_AT_ONCE
-"""Connections that are kept free of running texts, so that a new one is read before it has to make room for newer ones."""
+"""Number of connections reserved for clients without running texts, so that a new one is read before newer ones can displace it."""
 _MOST: Final = 1000
 _SPARE: Final = 32
-"""Open files that are left for connections being accepted, those being closed, and the program."""
+"""Number of open files reserved for connections that are being accepted or closed, and for the program itself."""
 _LEAST: Final = 2 * _YOUNG
 _LINGER_SECONDS: Final = 5.0
-"""For the rest of a body whose request was answered: a client that is still sending reads its answer afterwards."""
+"""Time limit for the rest of a body whose request is answered already: a client that is still sending reads the answer only afterwards."""
 
 Awaited = Literal["head", "rest", "reader", "end"]
 
 
 def most_connections() -> int:
-    """Return how many connections the limit of open files allows besides what is open now."""
+    """Return the number of connections that the limit of open files still allows."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(_LEAST, min(_MOST, allowed - len(os.listdir("/proc/self/fd")) - _SPARE))
 
 
 def most_texts() -> int:
-    """Return how many texts may run and wait, so that connections remain for others."""
+    """Return the maximum number of texts that run or wait, so that connections remain for other requests."""
     return most_connections() - _YOUNG
 
 
 class _JoinedWrites:
-    """A transport that sends what is written in one turn of the event loop together: head and body of an answer are one packet.
+    """A transport that joins all writes of one turn of the event loop, so that head and body of an answer share a packet.
 
     Args:
-        transport: that of the connection.
-        loop: its event loop.
+        transport: transport of the connection.
+        loop: event loop of the connection.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -79,11 +79,11 @@ class _JoinedWrites:
 
 
 class ClientConnection(H11Protocol):
-    """A connection of uvicorn that knows what it waits for.
+    """A connection of uvicorn that tracks which event it waits for.
 
     Attributes:
         most: largest number of connections.
-        seconds: limit of each wait for the client; of the rest of a body at most `_LINGER_SECONDS`.
+        seconds: limit of each wait for the client; at most `_LINGER_SECONDS` for the rest of a body.
         queued: connections of the server with a request that waits for its turn.
     """
 
@@ -100,7 +100,7 @@ class ClientConnection(H11Protocol):
         self._waits_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, in place of the one that has been silent longest if there are too many."""
+        """Register the connection, and close the one that has been silent longest if there are too many."""
         super().connection_made(_JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         open_now: set[Any] = self.connections
         if len(open_now) > self.most:
@@ -108,12 +108,12 @@ class ClientConnection(H11Protocol):
             (min(others, key=lambda each: each._heard_at) if others else self).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Note when the client was heard."""
+        """Record the time of the client's last data."""
         self._heard_at = self.loop.time()
         super().data_received(data)
 
     def on_response_complete(self) -> None:
-        """Go on to the next request; one that is there already waits for its turn, and nothing more is read meanwhile."""
+        """Go on to the next request. One that has arrived already waits for its turn, and reading is paused meanwhile."""
         is_next = (self.conn.our_state, self.conn.their_state) == (h11.DONE, h11.DONE) and bool(self.conn.trailing_data[0])
         self._is_queued = is_next and not self.transport.is_closing()
         super().on_response_complete()
@@ -124,12 +124,12 @@ class ClientConnection(H11Protocol):
                 self.loop.call_soon(self._begin_next)
 
     def handle_events(self) -> None:
-        """Handle what has arrived, unless it waits for its turn."""
+        """Handle the received data, unless the connection waits for its turn."""
         if not self._is_queued:
             super().handle_events()
 
     def _begin_next(self) -> None:
-        """Let the first of the requests that wait for their turn begin, and the next one in the next turn."""
+        """Handle the first queued request now, and the next one in the next turn of the loop."""
         first = self.queued.popleft()
         if self.queued:
             self.loop.call_soon(self._begin_next)
@@ -139,13 +139,13 @@ class ClientConnection(H11Protocol):
             first.handle_events()
 
     def pause_writing(self) -> None:
-        """Note that the client reads more slowly than is written."""
+        """Record that the client reads more slowly than the server writes."""
         self._num_pauses += 1
         super().pause_writing()
 
     @property
     def is_answering(self) -> bool:
-        """Whether an answer is computed for a request that has arrived whole (MUST_CLOSE: from a client that asks once), and the client reads it."""
+        """Whether a complete request is being answered and the client reads (MUST_CLOSE: the client announced that this request is its last)."""
         return (
             self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
             and self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
@@ -153,7 +153,7 @@ class ClientConnection(H11Protocol):
         )
 
     def _awaited(self) -> Awaited | None:
-        """What the connection waits for the client to do; None while the client waits for it."""
+        """Return the event that the connection expects from the client; None while the client waits for an answer."""
         ours, theirs = self.conn.our_state, self.conn.their_state
         if self.transport.is_closing():
             return "end"
@@ -176,7 +176,7 @@ class ClientConnection(H11Protocol):
 
 
 async def sweep(connections: set[Any], seconds: float) -> None:
-    """Look at connections until cancelled, often enough for a limit of that many seconds."""
+    """Check all connections until cancelled, often enough for a limit of `seconds`."""
     while True:
         await asyncio.sleep(min(1.0, seconds / 4))
         for connection in list(connections):

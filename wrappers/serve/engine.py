@@ -1,7 +1,7 @@
-"""The one thread that owns the runtime: requests come to it by a queue, and what their texts say leaves in lists, one for each step.
+"""The engine: the single thread that owns the runtime. It takes jobs from a queue and delivers the new tokens of their texts after each step.
 
-Requests wait in order of arrival until a slot and pages of the cache are free; how many may wait is bounded where they are submitted. The thread
-sleeps in its queue while there is nothing to do, once the step of prompts is recorded. When it fails, every request is told so; `failure` says why.
+Texts start in order of arrival, as soon as a slot and pages of the cache are free; `submit` bounds the number that may wait. The thread sleeps on
+its queue while there is nothing to do, once the step of prompts is recorded. If the thread fails, all jobs get an error and `failure` has the cause.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ENDING: Final = "the server is shutting down; ask another one, or this one later
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request at work: its texts, each of which runs by itself.
+    """A submitted request: its texts, each of which runs by itself.
 
     Args:
-        texts: what each begins with and how it goes on.
+        texts: prompt and sampling rules of each text.
         stops: words that end a text.
     """
 
@@ -39,16 +39,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a text of a job has said since the last piece.
+    """New output of one text of a job.
 
     Attributes:
-        index: of the text in its job.
-        text: characters, maybe none.
-        scores: of the tokens that begin in these characters, if they were asked for, each with the number of characters in front of its token.
-        num_new: tokens of the text so far.
-        num_shared: tokens of its prompt that were in the cache already.
-        end: why it has ended with this; None where it goes on.
-        prompt_scores: with the first piece, if they were asked for.
+        index: position of the text in its job.
+        text: new characters, possibly none.
+        scores: scores of the tokens that begin in `text`, if requested, each with the number of characters before its token.
+        num_new: number of tokens of the text so far.
+        num_shared: number of prompt tokens that were in the cache already.
+        end: reason why the text ends with this piece; None if it continues.
+        prompt_scores: scores of the prompt, if requested; only in the first piece.
     """
 
     index: int
@@ -68,7 +68,7 @@ class _Running:
     """A text that runs.
 
     Attributes:
-        scores: that have not been told, each with the characters in front of its token.
+        scores: scores that are not delivered yet, each with the number of characters before its token.
     """
 
     job: Job
@@ -77,9 +77,9 @@ class _Running:
     scores: deque[tuple[int, TokenScore]] = field(default_factory=deque)
 
     def told_scores(self, *, is_whole: bool) -> tuple[tuple[int, TokenScore], ...]:
-        """The scores of tokens that begin in what has been told; all of them of a text that has ended by itself.
+        """Return the scores of the tokens that begin in the delivered characters; of a text that has ended without a stop word, all scores.
 
-        Those that begin in a stop word never are. A token in which one begins is, so that tokens may say more than the text.
+        Tokens that begin in a stop word are never included. A token in which a stop word begins is, so the tokens may contain more than the text.
         """
         found = []
         while self.scores and (is_whole or self.scores[0][0] < self.pieces.num_told):
@@ -88,23 +88,23 @@ class _Running:
 
 
 class Busy(Exception):
-    """As many texts wait as may."""
+    """The queue is full: the maximum number of texts is waiting."""
 
 
 class TextEngine:
-    """Runs texts of many requests side by side.
+    """Batched generation for the texts of many requests.
 
     Args:
-        open_batch: called on the engine's thread; the batch lives inside the context.
+        open_batch: function that opens the batch, called on the engine's thread; the batch lives inside the context.
         decode: ids -> text.
-        most_open: texts that may run and wait; a job has no more.
-        deliver: called on the engine's thread with what has happened; must not block.
-        on_failure: called on the engine's thread when it has failed, after everybody has been told.
+        most_open: largest number of texts that run or wait, and of texts in a job.
+        deliver: callback for new output, called on the engine's thread; must not block.
+        on_failure: callback for a failure of the engine, called on its thread after all jobs have got the error.
 
     Attributes:
-        failure: what ended the thread before its time.
-        num_said: tokens that all texts have said.
-        num_read: tokens of prompts that texts began with.
+        failure: exception that ended the thread; None while it runs.
+        num_said: number of tokens generated for all texts.
+        num_read: number of prompt tokens of the texts that have started.
     """
 
     def __init__(
@@ -129,29 +129,29 @@ class TextEngine:
 
     @property
     def num_open(self) -> int:
-        """Texts that run or wait."""
+        """Number of texts that run or wait."""
         return self._num_open
 
     @property
     def num_running(self) -> int:
-        """Texts that run."""
+        """Number of texts that run."""
         return len(self._running)
 
     def start(self) -> None:
-        """Open the batch and begin.
+        """Open the batch and start the thread.
 
         Raises:
-            Exception: what opening it raised.
+            Exception: the exception that opening the batch raised.
         """
         self._thread.start()
         self._ready.result()
 
     def submit(self, job: Job) -> None:
-        """Let a job wait for its turn; what its texts say is delivered.
+        """Queue a job; the output of its texts is delivered as it comes.
 
         Raises:
             Busy: too many texts are open.
-            ApiError: the engine has failed or ends.
+            ApiError: the engine has failed or shuts down.
         """
         with self._lock:
             if self._is_closed:
@@ -162,11 +162,11 @@ class TextEngine:
             self._inbox.put(lambda: self._waiting.extend((job, index) for index in range(len(job.texts))))
 
     def cancel(self, job: Job) -> None:
-        """Let go of a job that nobody waits for; its texts end before the next step."""
+        """Cancel a job without a client; its texts end before the next step."""
         self._inbox.put(lambda: self._drop(job))
 
     def end(self) -> None:
-        """Tell every job that the server shuts down, and end the thread."""
+        """End every job with the error of a shutdown, and end the thread."""
         with self._lock:
             self._is_closed = True
         self._inbox.put(self._end)
@@ -176,7 +176,7 @@ class TextEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        """The engine's thread."""
+        """Run the engine's thread."""
         try:
             with self._open_batch() as batch:
                 self.batch = batch
@@ -192,11 +192,11 @@ class TextEngine:
             self.failure = error
             try:
                 self._tell_all(ApiError(500, "the server has failed and ends; what is behind it stands in its log", code="engine_failed"))
-            finally:  # or the server would stay, and answer every request with 503
+            finally:  # otherwise the server would stay up and answer every request with 503
                 self._on_failure()
 
     def _turn(self, batch: RunningBatch) -> None:
-        """Take what has come, let waiting texts join, and step."""
+        """Take the queued requests, start waiting texts, and run a step."""
         if not self._running and not self._waiting:
             if self._inbox.empty() and batch.record_ahead():
                 return
@@ -210,13 +210,13 @@ class TextEngine:
         self._join_waiting(batch, news)
         if self._running and not self._is_ending:
             for text, each in batch.step():
-                if text in self._running:  # else its job has ended with another of its texts
+                if text in self._running:  # otherwise another text of its job has ended the job
                     news.extend(self._heard(batch, text, each))
         if news:
             self._deliver(news)
 
     def _join_waiting(self, batch: RunningBatch, news: News) -> None:
-        """Let texts join in order of arrival, as long as the first one can."""
+        """Start waiting texts in order of arrival, as long as the first one fits."""
         while self._waiting and not self._is_ending:
             job, index = self._waiting[0]
             text = batch.join(job.texts[index])
@@ -227,7 +227,7 @@ class TextEngine:
             self._running[text] = _Running(job, index, TextPieces(self._decode, text.request.prompt, job.stops))
 
     def _heard(self, batch: RunningBatch, text: RunningText, each: NextToken | Diverged) -> News:
-        """What a step has said of a text, as its job is told it."""
+        """Return the output of a text in a step, in the form that its job receives."""
         running = self._running[text]
         if isinstance(each, Diverged):
             return self._failed(text, ApiError(500, f"a text has ended because {each}", code="diverged"))
@@ -238,18 +238,18 @@ class TextEngine:
             return self._failed(text, undecodable(error))
 
     def _failed(self, text: RunningText, error: ApiError) -> News:
-        """End the job of a text."""
+        """End the job of a text with an error."""
         job = self._running[text].job
         self._forget(text)
         self._drop(job)
         return [(job, error)]
 
     def _spelled(self, batch: RunningBatch, text: RunningText, running: _Running, each: NextToken) -> News:
-        """What a step has said of a text in characters.
+        """Return the output of a text in a step, decoded to characters.
 
         Raises:
-            DataError: the rules of the tokenizer fail at it.
-            ProcessUnavailable: their process was ended, or the server shuts down.
+            DataError: the rules of the tokenizer fail at the text.
+            ProcessUnavailable: the tokenizer's process was ended, or the server shuts down.
         """
         said = ""
         if each.token is not None:
@@ -273,14 +273,14 @@ class TextEngine:
         return [(running.job, Piece(running.index, said, scores, text.num_new, text.num_shared, end, told))]
 
     def _forget(self, text: RunningText) -> None:
-        """A text has ended."""
+        """Remove a text that has ended."""
         del self._running[text]
         with self._lock:
             self._num_open -= 1
 
     def _drop(self, job: Job) -> None:
-        """Let go of what a job has left."""
-        assert self.batch is not None  # it has been opened
+        """Remove the remaining texts of a job."""
+        assert self.batch is not None  # opened before the thread takes jobs
         for text in [text for text, running in self._running.items() if running.job is job]:
             self.batch.leave(text)
             self._forget(text)
@@ -294,7 +294,7 @@ class TextEngine:
         self._tell_all(ApiError(503, ENDING, code="shutting_down"))
 
     def _tell_all(self, error: ApiError) -> None:
-        """Tell every job, those whose submission has not been looked at included, that it ends."""
+        """End every job with `error`, including those that are still in the queue."""
         while True:
             try:
                 self._inbox.get_nowait()()
@@ -303,7 +303,7 @@ class TextEngine:
             except Exception:
                 if self.failure is None:
                     raise
-                # a batch that has failed may not let texts leave, and all jobs are told the same in any case
+                # a failed batch may not be able to release texts, and every job gets the same error either way
         jobs = {id(job): job for job in (*(running.job for running in self._running.values()), *(job for job, _ in self._waiting))}
         self._running.clear()
         self._waiting.clear()

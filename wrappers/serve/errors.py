@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the shape that OpenAI's clients read."""
+"""Errors of requests in the format that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _KINDS: Final = {401: "authentication_error", 403: "permission_error", 429: "rat
 
 
 class ApiError(Exception):
-    """A request that is refused, or fails.
+    """A request that is refused or has failed.
 
     Args:
-        status: of the response.
-        message: one sentence: the rule, what was received, what to do.
-        param: name of the field that it is about.
-        code: a word for programs.
-        headers: of the response, besides.
+        status: HTTP status of the response.
+        message: one sentence with the rule, the value received and the remedy.
+        param: name of the field with the error.
+        code: identifier of the error for programs.
+        headers: additional headers of the response.
     """
 
     def __init__(
@@ -25,11 +25,11 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers or {}
 
     def body(self) -> dict[str, Any]:
-        """The object that a response, or an event of a stream, consists of."""
+        """Return the JSON object for the body of a response or for an event of a stream."""
         kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def undecodable(error: Exception) -> ApiError:
-    """The end of a text whose tokenizer fails at it."""
+    """Return the error for a text that its tokenizer cannot decode."""
     return ApiError(500, f"a text has ended because {error}", code="undecodable")

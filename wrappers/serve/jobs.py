@@ -1,4 +1,4 @@
-"""From a request to a job for the engine, and from what the engine tells to an answer or the events of a stream."""
+"""The way from a request to a job of the engine, and from the engine's output to an answer or the events of a stream."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .schema import Asked
 
 
 class ChatPrompts(Protocol):
-    """What is needed of a chat template."""
+    """The interface of a chat template."""
 
     def prompt(self, messages: tuple[dict[str, str], ...], where: str) -> str:
-        """The text of a conversation up to the assistant's next answer."""
+        """Return the text of a conversation up to the assistant's next answer."""
 
     def close(self) -> None:
-        """Refuse conversations, also one that is being written; must not take long."""
+        """Refuse conversations, including one that is being rendered; must return quickly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What texts begin with: ids, and their characters."""
+    """The prompt of a text: its ids and characters."""
 
     ids: tuple[int, ...]
     text: str
 
 
 def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Prompt]:
-    """The prompts of a request.
+    """Return the prompts of a request.
 
     Raises:
         ApiError: a prompt is empty, or there is no template for a conversation.
         DataError: the template refuses the conversation.
-        ProcessUnavailable: the template cannot be asked now.
+        ProcessUnavailable: the template's process is not available.
     """
     if asked.messages:
         if template is None:
@@ -66,7 +66,7 @@ def encoded(asked: Asked, ids: TextIds, template: ChatPrompts | None) -> list[Pr
 
 
 def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatch) -> Job:
-    """The job of a request.
+    """Return the job of a request.
 
     Raises:
         ApiError: a text could become too long, or a prompt has ids that the model does not know.
@@ -82,7 +82,7 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
                 param="messages" if asked.messages else "prompt",
                 code="context_length_exceeded",
             )
-        limit = max(1, most - count if asked.limit is None else asked.limit)  # one is computed where only the prompt is told
+        limit = max(1, most - count if asked.limit is None else asked.limit)  # one token is computed even if the answer is the prompt alone
         scores_prompt = asked.echo and asked.num_top is not None
         rules = (frozenset(ids.stop), asked.penalties, asked.output_penalties, asked.num_top, scores_prompt)
         texts += [TextRequest(prompt.ids, limit, asked.how, number, *rules) for number in range(asked.n)]
@@ -95,13 +95,13 @@ def job_of(asked: Asked, prompts: list[Prompt], ids: TextIds, batch: RunningBatc
 
 
 def full_queue(count: int) -> ApiError:
-    """The refusal of so many texts for which there is no place in the queue."""
+    """Return the error for a request with `count` texts that do not fit in the queue."""
     why = f"as many texts as may wait do so already, and {count} more were asked for; try again later"
     return ApiError(429, why, code="queue_full", headers={"retry-after": "1"})
 
 
 class Desk:
-    """Brings what the engine's thread delivers to the coroutines that wait for it; all of it runs in the event loop but `deliver`."""
+    """Delivery of the engine's output to the coroutines that wait for it. All methods except `deliver` and `fail` run in the event loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,17 +109,17 @@ class Desk:
         self._queues: dict[int, asyncio.Queue[Piece | ApiError]] = {}
 
     def open(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
-        """Deliver to this loop from now on, in which `on_failure` is called when the engine has failed."""
+        """Deliver to `loop` from now on; `on_failure` is called there after a failure of the engine."""
         self._loop, self._on_failure = loop, on_failure
 
     def deliver(self, news: News) -> None:
-        """Called by the engine's thread."""
+        """Deliver output; called on the engine's thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
                 self._loop.call_soon_threadsafe(self._bring, news)
 
     def fail(self) -> None:
-        """Called by the engine's thread."""
+        """Report a failure; called on the engine's thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._on_failure)
@@ -132,10 +132,10 @@ class Desk:
 
     @contextlib.contextmanager
     def submitted(self, engine: TextEngine, job: Job) -> Iterator[asyncio.Queue[Piece | ApiError]]:
-        """Submit a job; what is said of it comes by the queue. Whoever leaves before its end has it cancelled.
+        """Submit a job and yield the queue of its output. Leaving the context early cancels the job.
 
         Raises:
-            ApiError: too many texts wait, or the engine ends.
+            ApiError: too many texts wait, or the engine shuts down.
         """
         self._queues[id(job)] = found = asyncio.Queue[Piece | ApiError]()
         try:
@@ -143,7 +143,7 @@ class Desk:
             try:
                 yield found
             finally:
-                engine.cancel(job)  # of no effect where all has been said
+                engine.cancel(job)  # no effect if the job is complete
         except Busy:
             raise full_queue(len(job.texts)) from None
         finally:
@@ -151,12 +151,12 @@ class Desk:
 
 
 class Progress:
-    """The texts of a job as they come.
+    """The texts of a job while they are generated.
 
     Args:
-        prompts: of the request, each with `asked.n` texts.
+        prompts: prompts of the request, each with `asked.n` texts.
         decode: ids -> text.
-        words: tokens as bytes.
+        words: table of the tokens' bytes.
     """
 
     def __init__(self, asked: Asked, prompts: list[Prompt], form: Form, decode: Callable[[Sequence[int]], str], words: TokenBytes) -> None:
@@ -173,7 +173,7 @@ class Progress:
         return all(text.end is not None for text in self._texts)
 
     def add(self, piece: Piece) -> tuple[str, list[ToldToken]]:
-        """Take a piece; returns what it adds to the text and to the probabilities, the prompt's in front where they are told."""
+        """Add a piece, and return its contribution to the text and to the log-probabilities, preceded by the prompt if the request has `echo`."""
         text, asked, prompt = self._texts[piece.index], self._asked, self._prompts[piece.index]
         begin = self._shown_prompt(prompt) if asked.echo else ""
         said, scores = "", list[ToldToken]()
@@ -192,8 +192,8 @@ class Progress:
         return said, scores
 
     def _known(self, piece: Piece) -> list[tuple[int, TokenScore]]:
-        """Tokens whose offsets are known with a piece, in their order."""
-        if self._asked.num_top is None:  # a tokenizer of others is not asked for what nobody reads
+        """Return the tokens whose offsets a piece determines, in their order."""
+        if self._asked.num_top is None:  # do not call the tokenizer, which may be foreign code, for unused offsets
             return []
         if piece.index not in self._offsets:
             self._offsets[piece.index] = TokenOffsets(self._words, self._prompts[piece.index].ids[-CONTEXT:])
@@ -208,11 +208,14 @@ class Progress:
         return told
 
     def _shown_prompt(self, prompt: Prompt) -> str:
-        """The text of a prompt, that of its ids where it came so."""
+        """Return the text of a prompt; decode it if the request gave ids."""
         return prompt.text or self._decode(prompt.ids)
 
     def _told_prompt(self, prompt: Prompt, piece: Piece) -> list[ToldToken]:
-        """The tokens of a prompt; the first one of its text may begin with a space of the tokenizer's own, which the text does not have."""
+        """Return the tokens of a prompt.
+
+        The first token may begin with a space that the tokenizer added and that the text does not have.
+        """
         ids, scores = prompt.ids, (None, *piece.prompt_scores)
         first = next((at for at, token in enumerate(ids) if not self._words.is_left_out(token)), 0)
         is_cut = self._words.of(ids[first]).startswith(b" ") and not self._decode(ids[: first + 1]).startswith(" ")
@@ -221,15 +224,15 @@ class Progress:
         return [ToldToken(*each, is_cut and at == first) for at, each in enumerate(zip(ids, offsets, scores, strict=True))]
 
     def answer(self) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the complete answer."""
         return self._form.answer(self._texts, self._counts())
 
     def _counts(self) -> PromptCounts:
-        """Of the prompts; of several texts of one prompt the first tells what was there before the request."""
+        """Return the prompt counts. Of several texts of one prompt, the first one counts the tokens that were cached before the request."""
         return PromptCounts(self._num_prompt, sum(text.num_shared for text in self._texts[:: self._asked.n]))
 
     async def events(self, queue: asyncio.Queue[Piece | ApiError]) -> AsyncIterator[bytes]:
-        """The events of a stream, until all texts have ended or the job fails."""
+        """Yield the events of a stream until all texts have ended or the job fails."""
         for index in range(len(self._texts)):
             if (begin := self._form.begin(index)) is not None:
                 yield begin
@@ -249,7 +252,7 @@ class Progress:
         yield DONE
 
     async def until_complete(self, queue: asyncio.Queue[Piece | ApiError]) -> dict[str, Any]:
-        """The whole answer, when all texts have ended.
+        """Return the complete answer when all texts have ended.
 
         Raises:
             ApiError: the job failed.

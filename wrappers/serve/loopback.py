@@ -1,4 +1,4 @@
-"""Whether an address is that of this machine alone, however it is written."""
+"""Loopback addresses in any notation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def is_loopback(host: str) -> bool:
 
 
 def listens_locally(host: str) -> bool:
-    """Return whether whoever listens at a host is reached by this machine only: all of its addresses are loopback, such as those of 127.1."""
+    """Return whether a server at `host` is reachable from this machine only: all of its addresses are loopback, such as those of 127.1."""
     try:
         found = {str(address[4][0]) for address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except (OSError, UnicodeError):  # listening there fails, and says so
+    except (OSError, UnicodeError):  # listening there fails and reports the reason
         return False
     return bool(found) and all(is_loopback(address) for address in found)

@@ -1,4 +1,4 @@
-"""Counters and gauges of a server, as Prometheus reads them."""
+"""Counters and gauges of a server in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class Metrics:
-    """What is told under ``/metrics``.
+    """The metrics under ``/metrics``.
 
     Args:
-        engine: whose counters they are.
+        engine: engine whose counters are reported.
     """
 
     def __init__(self, engine: TextEngine) -> None:
@@ -35,15 +35,15 @@ class Metrics:
         self._seconds.labels(path).observe(seconds)
 
     def text(self) -> tuple[bytes, str]:
-        """The text that Prometheus reads, and its type."""
+        """Return the metrics as text, and the content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def describe(self) -> list[Any]:
-        """Nothing: names are told when they are collected."""
+        """Return an empty list: the names appear when the metrics are collected."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """What the engine and the runtime count."""
+        """Yield the counters and gauges of the engine and the runtime."""
         engine, batch = self._engine, self._engine.batch
         yield GaugeMetricFamily("nntask_serve_texts_running", "Texts that run", engine.num_running)
         yield GaugeMetricFamily("nntask_serve_texts_waiting", "Texts that wait for a slot or for pages", max(0, engine.num_open - engine.num_running))

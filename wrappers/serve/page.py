@@ -1,4 +1,4 @@
-"""The page at ``/``: a box to talk to the model, in one document that asks for nothing but this server's own answers."""
+"""The page at ``/``: a chat box for the model in one document that loads nothing but this server's own answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FILE = Path(__file__).with_name("page.html")
 
 @cache
 def page(model: str, *, is_chat: bool, has_key: bool, tokens: int) -> tuple[str, str]:
-    """The document, and the policy that lets browsers run its own script and style alone.
+    """Return the document, and a content security policy that allows only its own script and style.
 
     Args:
-        model: its name.
-        is_chat: whether it takes conversations; otherwise texts are continued.
+        model: name of the model.
+        is_chat: whether the model takes conversations; otherwise the page continues texts.
         has_key: whether requests need a key.
-        tokens: most new ones of an answer, unless somebody changes it.
+        tokens: default of the maximum number of new tokens of an answer.
     """
     settings = json.dumps({"model": model, "chat": is_chat, "key": has_key, "tokens": tokens}).replace("<", "\\u003c")
     text = _FILE.read_text(encoding="utf-8").replace("@MODEL@", html.escape(model)).replace('"@SETTINGS@"', settings)

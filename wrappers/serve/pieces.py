@@ -1,4 +1,4 @@
-"""The characters of a text as its tokens come: whole characters only, up to the first stop word and never a piece of one."""
+"""Streaming of a text: returns complete characters only, up to the first stop word, and never a part of a stop word."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final
 from nntask.inference import Spelling
 
 CONTEXT: Final = 8
-"""Ids in front of a text that decide how its first ones are spelled."""
+"""Number of ids before a text that decide how its first tokens are spelled."""
 
 
 class TextPieces:
-    """One text.
+    """The characters of one text, released as its tokens arrive.
 
     Args:
         decode: ids -> text.
-        prompt: ids in front.
+        prompt: ids before the text.
         stops: words that end the text; they are not part of it.
 
     Attributes:
-        is_stopped: whether a stop word has come.
-        num_spelled: characters of all tokens so far.
-        num_told: those of them that `add` and `end` have returned.
+        is_stopped: whether a stop word has occurred.
+        num_spelled: number of characters of all tokens so far.
+        num_told: number of characters that `add` and `end` have returned.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], stops: Sequence[str]) -> None:
@@ -31,19 +31,19 @@ class TextPieces:
         self.is_stopped, self.num_spelled, self.num_told = False, 0, 0
 
     def add(self, token: int) -> str:
-        """The characters that are certain with one more token, beyond those of earlier calls."""
+        """Add a token and return the characters that have become certain."""
         self._spelling.ids.append(token)
         return self._certain(self._spelling.news())
 
     def end(self) -> str:
-        """The characters that were held back, when no token follows."""
+        """Return the characters that were held back, when no token follows."""
         found = self._certain(self._spelling.news(is_last=True))
         rest, self._held = "" if self.is_stopped else self._held, ""
         self.num_told += len(rest)
         return found + rest
 
     def _certain(self, text: str) -> str:
-        """What is no piece of a stop word."""
+        """Return the held characters and `text`, up to a possible beginning of a stop word."""
         self._held += text
         self.num_spelled += len(text)
         ends = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
@@ -59,5 +59,5 @@ class TextPieces:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` begins, at most all but one of it."""
+    """Return the number of characters at the end of `text` that are a proper beginning of `stop`."""
     return next((count for count in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:count])), 0)

@@ -1,7 +1,7 @@
-"""Requests as OpenAI's clients write them: a table of fields for each kind, with what is allowed and what stands for nothing.
+"""Requests in OpenAI's format: for each endpoint a table of its fields with their checks and defaults.
 
-A field that is not offered is refused unless it asks for nothing, and one that has no effect is accepted. One that nobody knows is named in the
-answer (`Asked.ignored`), or refused where the server is strict; an empty one says nothing. A field that is there twice is refused.
+A field that is not supported is refused unless its value asks for nothing; a field without effect is accepted. Unknown fields are listed in the
+answer (`Asked.ignored`), or refused if the server is strict; empty ones are ignored. A duplicate field is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .errors import ApiError
 
 Check = Callable[[str, Any], Any]
 MOST_TOP: Final = 20
-"""Most tokens that are told beside a chosen one."""
+"""Largest number of alternatives reported for each chosen token."""
 _MOST_TOKENS: Final = 1 << 31
 NO_LIMIT: Final = _MOST_TOKENS + 1
-"""Of new tokens: as many as the context has room for."""
+"""Number of new tokens that means: until the context is full."""
 _MOST_STOPS: Final = 16
 _LONGEST_STOP: Final = 1000
 _LEAST_TOP_P: Final = 1e-9
@@ -31,14 +31,14 @@ _EFFECTLESS: Final = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     *("verbosity", "keep_alive", "cache_prompt", "prediction"),
 )
-"""Fields that say something about the request, or about how it is served, and nothing about the text."""
+"""Fields that describe the request or how it is served, and do not affect the text."""
 _NOT_OFFERED: Final = (
     *("tools", "tool_choice", "functions", "function_call", "response_format", "modalities", "audio", "suffix", "web_search_options"),
     *("grammar", "json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
     *("chat_template_kwargs", "min_p", "ignore_eos"),
 )
 _OF_MESSAGES: Final = ("role", "content", "name", "refusal", "annotations")
-"""Fields of messages, the last three without effect."""
+"""Fields of messages; the last three have no effect."""
 _ROLE: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CALLS: Final = ("tool_calls", "function_call")
 _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -47,13 +47,13 @@ _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
 }
-"""Values of fields that are not offered that ask for nothing."""
+"""Values of unsupported fields that ask for nothing."""
 _EMPTY: Final[tuple[Any, ...]] = (None, "", [], {}, False)
-"""Values that say nothing, whatever the field is."""
+"""Values that are empty for every field."""
 
 
 def refused(name: str, rule: str, value: Any) -> ApiError:
-    """The refusal of a value."""
+    """Return the error for a value that breaks a rule."""
     try:
         shown = json.dumps(value, ensure_ascii=True)
     except RecursionError:
@@ -62,7 +62,7 @@ def refused(name: str, rule: str, value: Any) -> ApiError:
 
 
 def _integer(low: int, high: int, also: str = "") -> Check:
-    """A check of whole numbers; `also` names another value that is taken, for the message."""
+    """Return a check for whole numbers; `also` describes a further accepted value for the message."""
 
     def check(name: str, value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
@@ -73,7 +73,7 @@ def _integer(low: int, high: int, also: str = "") -> Check:
 
 
 def _or(other: Any, meaning: Any, check: Check) -> Check:
-    """A check that also takes `other`, which means `meaning`."""
+    """Return a check that also accepts `other`, which means `meaning`."""
 
     def either(name: str, value: Any) -> Any:
         return meaning if type(value) is type(other) and value == other else check(name, value)
@@ -103,7 +103,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _encodable(name: str, text: str) -> str:
-    """A text that has bytes: no half of a surrogate pair."""
+    """Return `text` if it can be encoded: it has no unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -132,7 +132,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _stream_options(name: str, value: Any) -> bool:
-    """Whether a stream tells its usage."""
+    """Return whether the stream ends with token counts."""
     if not isinstance(value, dict):
         raise refused(name, 'an object with "include_usage"', value)
     wanted = value.get("include_usage")
@@ -140,7 +140,7 @@ def _stream_options(name: str, value: Any) -> bool:
 
 
 def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Each as text or ids."""
+    """Return the prompts, each as text or ids."""
 
     def is_ids(each: Any) -> bool:
         return isinstance(each, list) and bool(each) and all(type(token) is int for token in each)
@@ -161,13 +161,13 @@ def _messages(name: str, value: Any) -> tuple[dict[str, str], ...]:
 def _message(where: str, message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise refused(where, 'an object with "role" and "content"', message)
-    if not _ROLE.fullmatch(message["role"]):  # a template writes it between special tokens, which it could end and begin
+    if not _ROLE.fullmatch(message["role"]):  # the template writes the role between special tokens, so it must not contain any
         raise refused(f"{where}.role", 'at most 64 letters, digits, "_" and "-", such as user', message["role"])
     if calls := [key for key in _CALLS if message.get(key)]:
         raise refused(where, f"without calls; there is no {calls[0]} here", message)
     content = message.get("content")
     if content is None and message["role"] == "assistant":
-        content = ""  # as OpenAI's own answers have it beside a call or a refusal
+        content = ""  # OpenAI's own answers have no content if they contain a call or a refusal
     if isinstance(content, list):
         if not all(isinstance(each, dict) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
             raise refused(where, 'texts, as {"type": "text", "text": ...}; this model reads nothing else', message)
@@ -211,15 +211,15 @@ _CHAT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request.
+    """A parsed request.
 
     Attributes:
-        prompts: of a completion.
-        messages: of a conversation.
-        limit: most new tokens; None for as many as there is room for.
-        ignored: fields that nobody knows.
-        num_top: best tokens to tell beside each; None for no probabilities.
-        tells_usage: whether a stream ends with counts.
+        prompts: prompts of a completion.
+        messages: messages of a conversation.
+        limit: maximum number of new tokens; None to fill the context.
+        ignored: unknown fields.
+        num_top: number of alternatives to report for each token; None for no log-probabilities.
+        tells_usage: whether a stream ends with token counts.
     """
 
     model: str
@@ -239,15 +239,15 @@ class Asked:
 
     @property
     def num_texts(self) -> int:
-        """Texts that are asked for."""
+        """Number of requested texts."""
         return max(1, len(self.prompts)) * self.n
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The object of a request's body.
+    """Return the JSON object in a request's body.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the body is not a JSON object.
     """
 
     def refuse(word: str) -> Any:
@@ -272,10 +272,10 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 def completion(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
-    """A request of ``/v1/completions``.
+    """Return a request to ``/v1/completions``.
 
     Args:
-        is_strict: whether fields that nobody knows are refused.
+        is_strict: whether unknown fields are refused.
 
     Raises:
         ApiError: a field breaks its rule.
@@ -291,7 +291,7 @@ def completion(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
 
 
 def chat(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
-    """A request of ``/v1/chat/completions``; see `completion`.
+    """Return a request to ``/v1/chat/completions``; see `completion`.
 
     Raises:
         ApiError: a field breaks its rule.
@@ -312,7 +312,7 @@ def chat(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
 
 
 def _asked(values: Mapping[str, Any], **own: Any) -> Asked:
-    """What both kinds have in common, and `own`."""
+    """Return the request with the fields that both endpoints share, and `own`."""
     changes = OutputPenalties(values["presence_penalty"], values["frequency_penalty"], values["logit_bias"])
     seed = secrets.randbits(63) if values["seed"] is None else values["seed"] % (1 << 63)
     how = Sampling(values["temperature"], values["top_k"], max(values["top_p"], _LEAST_TOP_P), seed)
@@ -332,7 +332,7 @@ def _asked(values: Mapping[str, Any], **own: Any) -> Asked:
 def _checked(
     body: Mapping[str, Any], table: Mapping[str, tuple[Check, Any]], needed: Sequence[str], *, is_strict: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The value of every field of a table, and the names of fields that nobody knows."""
+    """Return the values of all fields of a table, and the names of unknown fields."""
     for name in needed:
         if body.get(name) is None:
             raise ApiError(400, f"{name} is missing; every request has it", param=name)
@@ -354,7 +354,7 @@ def _checked(
 
 
 def _unknown_of_messages(messages: Sequence[Mapping[str, Any]], *, is_strict: bool) -> tuple[str, ...]:
-    """Names of fields of messages that nobody knows, as ``messages[].name``."""
+    """Return the names of unknown fields of messages, as ``messages[].name``."""
     found: dict[str, None] = {}
     for number, message in enumerate(messages):
         for key in [key for key, value in message.items() if key not in (*_OF_MESSAGES, *_CALLS) and value not in _EMPTY]:
@@ -365,5 +365,5 @@ def _unknown_of_messages(messages: Sequence[Mapping[str, Any]], *, is_strict: bo
 
 
 def _plain(name: str) -> str:
-    """A name that others have chosen, for logs and headers: printable ASCII without separators, and short."""
+    """Return a client's name for logs and headers: short printable ASCII without separators."""
     return ascii(name)[1:-1].replace(",", "\\x2c")[:80]

@@ -1,7 +1,7 @@
-"""The process of a server: a socket, the loop, signals, and the end.
+"""The process of a server: socket, event loop, signals and shutdown.
 
-The first SIGTERM or SIGINT stops listening, refuses new texts, and lets those that run end within a time; what is left is told that the server shuts
-down. The second ends it at once, whoever still sends or reads. Either way the exit code is 0; of an engine that has failed it is that of its error.
+The first SIGTERM or SIGINT stops listening, refuses new texts, and gives running texts a limited time to end; the remaining ones end with an error.
+The second signal shuts down at once, even if clients still send or read. The exit code is 0; if the engine failed, it is that of its error.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .engine import TextEngine
 from .jobs import Desk
 
 _MARGIN_SECONDS: Final = 5
-"""For clients to read what they are told at the end."""
+"""Time for clients to read the last response after running texts have been ended."""
 _BACKLOG: Final = 512
-"""Connections that wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 _UNREAD_NBYTES: Final = 16 << 10
 """Bytes that the kernel keeps for a client that does not read. (It doubles the number; the event loop keeps 64 KiB more.)"""
 _LAST_SECONDS: Final = 1
-"""The same, after the second signal."""
+"""The same time after the second signal."""
 _OF_CLIENTS_THAT_LEFT: Final = "socket.send() raised exception."
-"""What asyncio warns of where a stream goes on for a moment to a client that has left; it says nothing to who runs a server."""
+"""Warning of asyncio about a stream that briefly continues after its client has disconnected; of no use to the operator."""
 _OF_BAD_REQUESTS: Final = ("Invalid HTTP request received.", "Unsupported upgrade request.")
-"""What uvicorn warns of once for each such request, so that anybody could fill the log."""
+"""Warnings of uvicorn about single requests, with which any client could fill the log."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, with our signals.
+    """A uvicorn server with its own signal handlers.
 
     Args:
-        on_signal: called at the first signal.
-        end: tells everybody that the server shuts down.
-        grace_seconds: from the first signal until that.
+        on_signal: callback for the first signal.
+        end: callback that ends all running texts.
+        grace_seconds: time between the first signal and the call of `end`.
     """
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None], end: Callable[[], None], grace_seconds: float) -> None:
@@ -52,7 +52,7 @@ class _Server(uvicorn.Server):
         self._first, self._end, self._grace = on_signal, end, grace_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, with a queue of the kernel that is longer than what the loop accepts at once."""
+        """Listen with a kernel queue that is longer than the number of connections accepted at once."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
@@ -86,15 +86,15 @@ class _Server(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens; its connections send what is written to them at once, and keep little for clients that do not read.
+    """Return a listening socket whose connections send without delay and buffer little for clients that do not read.
 
     Raises:
-        UsageError: the address cannot be had.
+        UsageError: the address is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; asyncio sets it only where a socket names its protocol
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; asyncio sets it only if a socket names its protocol
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_NBYTES)
         return listener
     except (OSError, OverflowError) as error:
@@ -103,7 +103,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The address of a socket, for browsers and clients."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -112,11 +112,11 @@ def serve(application: Application, engine: TextEngine, desk: Desk, listener: so
     """Serve until a signal comes or the engine fails, then end both.
 
     Args:
-        receive_seconds: in which the head of a request must arrive.
-        grace_seconds: that running texts have to end after a signal.
+        receive_seconds: time limit for the head of a request.
+        grace_seconds: time that running texts get to end after a signal.
 
     Raises:
-        BaseException: what the engine failed with.
+        BaseException: the exception that ended the engine.
     """
     asyncio.run(_served(application, engine, desk, listener, receive_seconds, grace_seconds))
     engine.end()
