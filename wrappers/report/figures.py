@@ -23,19 +23,19 @@ Point = tuple[float, float]
 
 
 def number(line: Line, name: str) -> float | None:
-    """A number of a line; None if the field is absent or not a finite number."""
+    """Return a number of a line; None if the field is absent or not a finite number."""
     value = line.get(name)
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def numbers(line: Line, name: str) -> dict[str, float]:
-    """The finite numbers of an object in a line, such as bytes by node; empty if the line has no such object."""
+    """Return the finite numbers of an object in a line, such as bytes by node; empty if the line has no such object."""
     values = line.get(name)
     return {key: found for key in values if (found := number(values, key)) is not None} if isinstance(values, Mapping) else {}
 
 
 def thinned(points: Sequence[Point], how: Literal["mean", "max"] = "mean", most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points: the points as they are, or the mean x and the mean or largest y of each group of `group_size` neighbours."""
+    """Return at most `most` points: the points as they are, or the mean x and the mean or largest y of each group of `group_size` neighbours."""
     size = group_size(len(points), most)
     if size == 1:
         return list(points)
@@ -48,17 +48,17 @@ def thinned(points: Sequence[Point], how: Literal["mean", "max"] = "mean", most:
 
 
 def group_size(count: int, most: int = MOST_POINTS) -> int:
-    """Number of neighbouring points that are merged to one so that at most `most` remain."""
+    """Return the number of neighbouring points that are merged to one so that at most `most` remain."""
     return max(1, -(-count // most))
 
 
 def curve(lines: Sequence[Line], name: str, most: int = MOST_POINTS) -> list[Point]:
-    """(step, value) of a field, thinned."""
+    """Return (step, value) of a field, thinned."""
     return thinned([(line["step"], value) for line in lines if (value := number(line, name)) is not None], most=most)
 
 
 def elapsed(lines: Sequence[Line]) -> list[float]:
-    """Seconds of training until the end of each line's step."""
+    """Return the seconds of training until the end of each line's step."""
     total, found = 0.0, []
     for line in lines:
         total += number(line, "seconds") or 0.0
@@ -73,7 +73,7 @@ class Memory:
     Args:
         points: (seconds of training, most bytes held in a step), thinned to maxima.
         peak: most bytes held in any step.
-        budget: budget in bytes; None where it is unknown.
+        budget: budget in bytes; None if it is unknown.
     """
 
     points: list[Point]
@@ -82,12 +82,12 @@ class Memory:
 
     @property
     def share(self) -> float:
-        """The peak divided by the budget; 0 where the budget is unknown."""
+        """The peak divided by the budget; 0 if the budget is unknown."""
         return self.peak / self.budget if self.budget else 0.0
 
 
 def memories(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, Memory]:
-    """The memories of a node, by name."""
+    """Return the memories of a node, by name."""
     held: dict[str, list[Point]] = {}
     for at, line in zip(elapsed(node.lines), node.lines, strict=True):
         for name, nbytes in numbers(line, "resident_peak_bytes").items():
@@ -114,7 +114,7 @@ class LinkTraffic:
 
 
 def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, LinkTraffic]:
-    """The links of a node that moved any bytes, by name, the busiest first."""
+    """Return the links of a node that moved any bytes, by name, the busiest first."""
     totals: Counter[str] = Counter()
     for line in node.lines:
         totals.update(numbers(line, "moved_bytes"))
@@ -128,7 +128,7 @@ def links(node: NodeRecord, most: int = MOST_POINTS) -> dict[str, LinkTraffic]:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What steps made again: the tasks that did, the seconds in their kernels and in all kernels, over so many steps that recorded it."""
+    """Recomputation of a run: recomputed tasks, their kernel seconds, the seconds of all kernels, and the number of steps with these figures."""
 
     tasks: float
     seconds: float
@@ -137,7 +137,7 @@ class Recomputed:
 
 
 def recomputed(lines: Sequence[Line]) -> Recomputed | None:
-    """What the steps of a run made again; None where they made nothing again or did not record it."""
+    """Return the recomputation of a run; None if it recomputed nothing or did not record it."""
     known = [line for line in lines if number(line, "recomputed_tasks") is not None]
     tasks, seconds = (sum(number(line, name) or 0.0 for line in known) for name in ("recomputed_tasks", "recompute_seconds"))
     busy = sum(sum(numbers(line, "busy_seconds").values()) for line in known)
@@ -154,7 +154,7 @@ class WorkerTime:
 
 
 def shares(node: NodeRecord) -> dict[str, WorkerTime]:
-    """The time of each worker of a node, by name, over the steps that recorded it."""
+    """Return the time of each worker of a node, by name, over the steps that recorded it."""
     busy, stalled = Counter[str](), Counter[str]()
     seconds = 0.0
     for line in node.lines:
@@ -167,7 +167,7 @@ def shares(node: NodeRecord) -> dict[str, WorkerTime]:
         return {}
     result = {}
     for worker, in_kernels in busy.items():
-        whole = max(seconds, in_kernels + stalled[worker])  # a kernel that spans two steps counts where it ends
+        whole = max(seconds, in_kernels + stalled[worker])  # a kernel that spans two steps counts in the step in which it ends
         result[worker] = WorkerTime(in_kernels / whole, stalled[worker] / whole, (whole - in_kernels - stalled[worker]) / whole)
     return result
 
@@ -181,8 +181,8 @@ class CodeletRow:
         tasks: number of its tasks in a step, on all nodes together.
         seconds: seconds of its kernels in a step, of all workers together.
         share: fraction of all seconds in kernels.
-        flops_per_second, bytes_per_second: rates while one of its tasks runs; None where its cost function gives none.
-        of_peak: flops per second divided by one worker's measured peak of products, while all workers run; None where the peak is unknown.
+        flops_per_second, bytes_per_second: rates while one of its tasks runs; None if its cost function gives none.
+        of_peak: flops per second divided by one worker's measured peak of products, while all workers run; None if the peak is unknown.
     """
 
     name: str
@@ -205,7 +205,7 @@ class _Sum:
     possible: float = 0.0
 
     def row(self, name: str, total: float, is_peak_known: bool) -> CodeletRow:
-        """The codelet's row of the report, given the seconds of all kernels."""
+        """Return the codelet's row of the report, given the seconds of all kernels."""
         return CodeletRow(
             name,
             self.tasks,
@@ -218,7 +218,7 @@ class _Sum:
 
 
 def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
-    """The codelets of completely traced steps, in the order of descending seconds."""
+    """Return the codelets of completely traced steps, in the order of descending seconds."""
     sums: dict[str, _Sum] = {}
     is_peak_known = True
     for node in nodes:
@@ -244,18 +244,18 @@ def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
 
 
 def traced_steps(nodes: Iterable[NodeRecord]) -> list[int]:
-    """The steps that have any traced task, in order."""
+    """Return the steps that have any traced task, in order."""
     return sorted({bar.step for node in nodes if node.trace is not None for bar in node.trace.tasks if bar.step is not None})
 
 
 def whole_steps(trace: TraceRecord | None) -> frozenset[int]:
-    """The steps whose tasks are all in the trace."""
+    """Return the steps whose tasks are all in the trace."""
     return frozenset(trace.about.get("steps", ())) if trace is not None else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Achieved:
-    """A traced step beside its lower bounds: mean seconds of the steps, and seconds of each bound by name."""
+    """A traced step compared with its lower bounds: mean seconds of the steps, and seconds of each bound by name."""
 
     seconds: float
     bounds: Mapping[str, float]
@@ -268,7 +268,7 @@ class Achieved:
 
 
 def achieved(trace: TraceRecord | None) -> Achieved | None:
-    """The step time and bounds of a trace; None where no step was traced completely."""
+    """Return the step time and bounds of a trace; None if no step was traced completely."""
     if trace is None or not whole_steps(trace):
         return None
     return Achieved(float(trace.about["seconds_per_step"]), numbers(trace.about, "bounds_seconds"))
@@ -279,9 +279,9 @@ class Gantt:
     """The contents of a Gantt chart.
 
     Args:
-        tracks: workers of all nodes, then links; "node worker" where there are several nodes.
+        tracks: workers of all nodes, then links; "node worker" if there are several nodes.
         bars: bars of the tracks, in nanoseconds from the start of the first bar.
-        steps: first and last step drawn; None where the tasks belong to no step.
+        steps: first and last step drawn; None if the tasks belong to no step.
         begins: start of each step's first task, in nanoseconds from the start of the first bar.
         num_found: number of bars of these steps, of which `bars` may be the longest.
         coverage: fraction of the time of `num_found` bars that the drawn bars have.
@@ -298,15 +298,15 @@ class Gantt:
 
 
 def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, most: int = MOST_BARS) -> Gantt | None:
-    """Bars of the traced steps.
+    """Return the bars of the traced steps.
 
     Args:
         nodes: the nodes.
-        steps: first and last step to draw; None for as many of the first steps as have at most `most` tasks together, but at least one.
-        most: most bars.
+        steps: first and last step to draw; None for the longest run of first steps with at most `most` tasks together, but at least one step.
+        most: maximum number of bars.
 
     Returns:
-        None where no task was traced, or none of `steps`.
+        The chart; None if no task was traced, or none of `steps`.
     """
     traced = [(node.name, node.trace) for node in nodes if node.trace is not None]
     tasks = [named(name, bar) for name, trace in traced for bar in trace.tasks]
@@ -344,7 +344,7 @@ def gantt(nodes: Sequence[NodeRecord], steps: tuple[int, int] | None = None, mos
 
 
 def _first_steps(counts: Mapping[int, int], most: int) -> tuple[int, int] | None:
-    """The first step, and the last step up to which there are at most `most` tasks; None where no task belongs to a step."""
+    """Return the first step, and the last step up to which there are at most `most` tasks; None if no task belongs to a step."""
     ordered = sorted(counts)
     if not ordered:
         return None
@@ -358,10 +358,10 @@ def _first_steps(counts: Mapping[int, int], most: int) -> tuple[int, int] | None
 
 
 def label(node: str, name: str) -> str:
-    """The name of a worker, link or memory, with its node's name if the node has one."""
+    """Return the name of a worker, link or memory, with its node's name if the node has one."""
     return f"{node} {name}" if node else name
 
 
 def named(node: str, bar: Bar) -> Bar:
-    """A bar whose track has the node's name, too."""
+    """Return a bar whose track has the node's name, too."""
     return replace(bar, track=label(node, bar.track)) if node else bar

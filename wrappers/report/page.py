@@ -35,7 +35,7 @@ code { background: #f2f2f2; padding: 0 3px }
 
 
 def page(run: RunRecord, steps: tuple[int, int] | None = None) -> str:
-    """The HTML document, of at most `MOST_BYTES`; the more there is to draw, the more it is thinned.
+    """Return the HTML document, of at most `MOST_BYTES`; the more there is to draw, the more it is thinned.
 
     Args:
         run: the run.
@@ -44,14 +44,14 @@ def page(run: RunRecord, steps: tuple[int, int] | None = None) -> str:
     encoded = b""
     for divisor in (1, 4, 16, 64):
         text = _document(run, PageLimits(steps, figures.MOST_POINTS // divisor, figures.MOST_BARS // divisor))
-        encoded = text.encode(errors="backslashreplace")  # a name of the file system may be no UTF-8
+        encoded = text.encode(errors="backslashreplace")  # a file name may not be valid UTF-8
         if len(encoded) <= MOST_BYTES:
             break
     return encoded.decode()
 
 
 def _document(run: RunRecord, limits: PageLimits) -> str:
-    """The document within the limits."""
+    """Return the document within the limits."""
     sections = list(sections_of(run, limits))
     plots = [plot for section in sections for row in section.rows for plot in row]
     script, divs = components(plots) if plots else ("", ())
@@ -72,7 +72,7 @@ def _document(run: RunRecord, limits: PageLimits) -> str:
 
 
 def _intro(run: RunRecord) -> str:
-    """The headline figures of the run."""
+    """Return the headline figures of the run."""
     losses, speeds, used = (
         [value for line in run.lines if (value := figures.number(line, name)) is not None] for name in ("loss", "tokens_per_second", "mfu")
     )

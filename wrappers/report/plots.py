@@ -44,7 +44,7 @@ def line_plot(
     height: int = 250,
     from_zero: bool = True,
 ) -> Any:
-    """Curves over steps or seconds.
+    """Return a plot of curves over steps or seconds.
 
     Args:
         title: title of the plot.
@@ -71,7 +71,7 @@ def line_plot(
 
 
 def memory_plot(name: str, memory: Memory) -> Any:
-    """Bytes held in a memory over time, and its budget; if little of the budget is used, the axis ends above the peak."""
+    """Return a plot of the bytes held in a memory over time, and its budget; if little of the budget is used, the axis ends above the peak."""
     unit, size = _unit(memory.peak)
     peak, budget = memory.peak / size, None if memory.budget is None else memory.budget / size
     of = "" if budget is None else f" of {format_size(memory.budget or 0)}, its budget ({memory.share:.1%})"
@@ -84,13 +84,13 @@ def memory_plot(name: str, memory: Memory) -> Any:
 
 
 def links_plot(links: Mapping[str, LinkTraffic]) -> Any:
-    """Bytes over each link in a step."""
+    """Return a plot of the bytes over each link in a step."""
     curves = {name: [(at, nbytes / 1e9) for at, nbytes in link.points] for name, link in links.items()}
     return line_plot("bytes over each link", "GB in a step", curves, width=WIDTH)
 
 
 def shares_plot(shares: Mapping[str, WorkerTime]) -> Any:
-    """A bar for each worker with the fractions of its time."""
+    """Return a plot with a bar for each worker with the fractions of its time."""
     names = list(shares)[::-1]
     plot = _figure("how the workers spent the time of the steps", "% of the time", "", WIDTH, 90 + _height(len(names)), names)
     kinds = {"in kernels": "busy", "waiting for data or room": "stalled", "idle": "idle"}
@@ -107,7 +107,7 @@ def shares_plot(shares: Mapping[str, WorkerTime]) -> Any:
 
 
 def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
-    """Milliseconds of a step by codelet, for the codelets that take most time; the tooltip has the rate."""
+    """Return a plot of the milliseconds of a step by codelet, for the codelets that take most time; the tooltip has the rate."""
     rows = rows[:most][::-1]
     names = [row.name for row in rows]
     plot = _figure("milliseconds of a step, all workers together", "ms", "", WIDTH, 70 + 24 * len(names), names)
@@ -129,14 +129,14 @@ def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
 
 
 def rate_of(row: CodeletRow) -> str:
-    """A codelet's rate as text: flops per second, with the fraction of the peak where it is known, or bytes per second."""
+    """Return a codelet's rate as text: flops per second, with the fraction of the peak if known, or bytes per second."""
     if row.flops_per_second is not None:
         return f"{row.flops_per_second / 1e9:,.1f} GF/s" + ("" if row.of_peak is None else f", {row.of_peak:.0%} of peak")
     return "" if row.bytes_per_second is None else f"{row.bytes_per_second / 1e9:,.1f} GB/s"
 
 
 def bounds_plot(found: Mapping[str, Achieved]) -> Any:
-    """A step's time beside its lower bounds, for each node."""
+    """Return a plot of a step's time and its lower bounds for each node."""
     words = {"area": "area bound", "critical_path": "critical path", "link": "link bound"}
     rows = list[tuple[str, float, str]]()
     for node, each in found.items():
@@ -153,7 +153,7 @@ def bounds_plot(found: Mapping[str, Achieved]) -> Any:
 
 
 def gantt_plot(found: Gantt) -> Any:
-    """Tasks by worker and copies by link; the codelets that take most time have colours of their own."""
+    """Return a chart of tasks by worker and copies by link; the codelets that take most time have colours of their own."""
     tracks = found.tracks[::-1]
     row_of = {track: at for at, track in enumerate(tracks)}
     spent: Counter[str] = Counter()
@@ -207,7 +207,7 @@ def _bars(plot: Any, bars: Sequence[Bar], row_of: Mapping[str, int], name: str, 
 
 
 def traced_memory_plot(memory: Mapping[str, Sequence[Point]], beside: Any) -> Any:
-    """Bytes in use of each memory during the traced steps, from (nanoseconds, bytes), on the time axis of the Gantt chart."""
+    """Return a plot of the bytes in use of each memory during the traced steps, from (nanoseconds, bytes), on the time axis of the Gantt chart."""
     unit, size = _unit(max(nbytes for points in memory.values() for _, nbytes in points))
     curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in memory.items()}
     plot = line_plot("memory in use meanwhile", unit, curves, x="ms", width=WIDTH, height=220)
@@ -217,7 +217,7 @@ def traced_memory_plot(memory: Mapping[str, Sequence[Point]], beside: Any) -> An
 
 
 def _figure(title: str, x: str, y: str, width: int, height: int, names: Sequence[str] | None = None) -> Any:
-    """An empty plot; `names` are the categories of its y axis."""
+    """Return an empty plot; `names` are the categories of its y axis."""
     more = {} if names is None else {"y_range": list(names)}
     plot = figure(
         title=title,
@@ -261,7 +261,7 @@ def _height(num_tracks: int) -> int:
 
 
 def _unit(nbytes: float) -> tuple[str, int]:
-    """A unit for an axis that reaches `nbytes`, and the bytes of that unit."""
+    """Return a unit for an axis that reaches `nbytes`, and the bytes of that unit."""
     return ("GiB", 1 << 30) if nbytes >= 1 << 30 else ("MiB", 1 << 20)
 
 

@@ -5,9 +5,9 @@ whole run, one directory per node, named after the node, with the node's own fil
 
     RUN/metrics.jsonl                 steps of the run: step, loss, lr, grad_norm, tokens, seconds, ...
     RUN/summary.json, machine.json    optional
-    RUN/plan.json                     optional: what is kept, moved or made again, and why
+    RUN/plan.json                     optional: the data that is kept, moved or recomputed, and the reasons
     RUN/trace.json.gz                 of --trace-steps, or the file that --trace named
-    RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with those of the same fields that the node has
+    RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with the fields of the list above that the node has
     RUN/nodes/<name>/machine.json, plan.json, trace.json.gz, trace.json
 """
 
@@ -33,12 +33,12 @@ from scheduler import TRACE_FORMAT
 
 _TRACES: Final = (TRACE, TRACE.removesuffix(".gz"))
 _LARGEST_TRACE: Final = 256 << 20
-"""Bytes of a trace, unpacked."""
+"""Maximum size of an unpacked trace in bytes."""
 _UNPACKED_PER_BYTE: Final = 32
 _UNPACKED_BESIDES: Final = 4 << 20
-"""Bytes of a compressed trace, unpacked: for each of the file's own, and besides. Ours have ten to twenty."""
+"""Maximum size of an unpacked trace, relative to its file and in addition. Traces of nntask have ten to twenty times the size of their files."""
 _PER_LETTER: Final = 8
-"""Bytes of memory for each letter of a trace."""
+"""Bytes of memory for each character of a trace."""
 _PIECE: Final = 1 << 20
 _AGAIN: Final = "trace some steps anew, as in nntask train --trace-steps 10:11"
 
@@ -151,7 +151,7 @@ def read_run(directory: Path, trace: Path | None = None) -> RunRecord:
         machine = {key: summary[key] for key in ("workers", "budget_bytes") if key in summary}
     folders = sorted(each for each in (directory / NODES).glob("*") if (each / METRICS).is_file())
     theirs: list[list[Line]] = [[*_lines(folder / METRICS)] for folder in folders]
-    if any(each and each[-1]["step"] >= lines[-1]["step"] for each in theirs):  # else one machine has continued the run of these nodes
+    if any(each and each[-1]["step"] >= lines[-1]["step"] for each in theirs):  # otherwise a run on one machine has continued the run of these nodes
         if trace is not None:
             raise UsageError(f"--trace {trace} is of one machine and {directory} has {len(folders)} nodes; put it into the node's folder, or drop it")
         return RunRecord(directory, lines, summary, [_node(folder, each) for folder, each in zip(folders, theirs, strict=True)])
@@ -173,12 +173,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _facts(path: Path) -> Mapping[str, Any]:
-    """The object in a small file of the run; empty without the file."""
+    """Return the object in a small file of the run; empty without the file."""
     return read_object(path, "the file", "let this user read it") if path.is_file() else {}
 
 
 def _plan(path: Path) -> Mapping[str, Any]:
-    """The figures in a plan.json that can be said in words; empty without the file."""
+    """Return the figures in a plan.json that can be said in words; empty without the file."""
     figures = _facts(path)
     try:
         if figures:
@@ -189,7 +189,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
 
 
 def _trace_of(directory: Path) -> Path | None:
-    """The trace of a run or node, in its directory or at the path of its --trace; None without one."""
+    """Return the trace of a run or node, in its directory or at the path of its --trace; None without one."""
     import tomllib
 
     named = ""
@@ -199,7 +199,7 @@ def _trace_of(directory: Path) -> Path | None:
     except (OSError, ValueError, AttributeError, RecursionError):  # a report needs no configuration, and does not check it
         pass
     candidates = [*([Path(named)] if named else []), *(directory / name for name in _TRACES)]
-    return next((path for path in candidates if os.path.isfile(path)), None)  # config.toml may name anything
+    return next((path for path in candidates if os.path.isfile(path)), None)  # the path in config.toml may be of any kind
 
 
 def read_trace(path: Path) -> TraceRecord:
@@ -240,7 +240,7 @@ def _unpacked(path: Path) -> bytes:
         return packed
     most, found = min(_LARGEST_TRACE, _UNPACKED_PER_BYTE * len(packed) + _UNPACKED_BESIDES), bytearray()
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
-        while len(found) <= most and (piece := file.read(_PIECE)):  # read() reserves as much as it is asked for
+        while len(found) <= most and (piece := file.read(_PIECE)):  # read() reserves the requested size
             found += piece
     if len(found) > most:
         raise OSError(errno.EFBIG, f"it holds more than {most >> 20} MiB, so trace fewer steps")

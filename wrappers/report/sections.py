@@ -17,9 +17,9 @@ from . import figures, plots
 from .records import NodeRecord, RunRecord
 
 MOST_CURVES: Final = 14
-"""Most curves in one plot: as many as colours and dashes distinguish."""
+"""Maximum number of curves in a plot: the number that colours and dashes can distinguish."""
 MOST_PLOTS: Final = 24
-"""Most plots of memories."""
+"""Maximum number of plots of memories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Section:
 
 
 def sections_of(run: RunRecord, limits: PageLimits) -> Iterator[Section]:
-    """All sections, in order."""
+    """Yield all sections, in order."""
     nodes = run.nodes
     yield _training(run, limits)
     yield _memory(nodes, limits)
@@ -121,7 +121,10 @@ def _movement(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
 
 
 def _values(nodes: Sequence[NodeRecord]) -> Section:
-    """What the planner decided about values that could be made again, beside what was measured; of nodes that decided alike, those of the first."""
+    """Return the planner's decisions about recomputable values, compared with the measured figures.
+
+    If several nodes decided alike, the first of them is shown.
+    """
     alike: dict[tuple[str, str], list[NodeRecord]] = {}
     for node in nodes:
         if node.planned:
@@ -137,7 +140,7 @@ def _values(nodes: Sequence[NodeRecord]) -> Section:
 
 
 def _as_planned(node: NodeRecord) -> Iterator[str]:
-    """What the steps of a node made again, moved and took, beside its plan."""
+    """Yield the recomputation, traffic and time of a node's steps, compared with its plan."""
     again, planned = figures.recomputed(node.lines), node.planned
     if again is not None:
         yield f"Measured: {recomputed_line(again.tasks, again.seconds, again.busy_seconds, again.steps)}."
@@ -163,7 +166,7 @@ def _workers(nodes: Sequence[NodeRecord]) -> Section:
 
 
 def _steps(run: RunRecord, limits: PageLimits) -> Section:
-    """The Gantt chart of the traced steps."""
+    """Return the Gantt chart of the traced steps."""
     found = figures.gantt(run.nodes, limits.steps, limits.bars)
     if found is None:
         last = run.lines[-1]["step"]
@@ -237,7 +240,7 @@ def _bounds(nodes: Sequence[NodeRecord]) -> Section:
 
 
 def _facts(run: RunRecord) -> Section:
-    """The contents of summary.json and machine.json as a table."""
+    """Return the contents of summary.json and machine.json as a table."""
     rows = [(name, _short(value)) for name, value in run.summary.items()]
     for node in run.nodes:
         rows += [(figures.label(node.name, name), _short(value)) for name, value in node.machine.items() if node.name or name not in run.summary]
@@ -267,5 +270,5 @@ def _short(value: Any) -> str:
 
 
 def escaped(text: Any) -> str:
-    """Text escaped for HTML."""
+    """Return text escaped for HTML."""
     return html.escape(str(text))
