@@ -53,7 +53,7 @@ class Board:
         self.version += 1
 
     def nodes(self) -> Iterator[tuple[str, str, NodeState]]:
-        """(job, node, state) of every node of every job."""
+        """Yield (job, node, state) of every node of every job."""
         for job, nodes in self.jobs.items():
             for node, state in nodes.items():
                 yield job, node, state

@@ -79,7 +79,7 @@ class View:
 
 
 def _sentences(board: Board) -> list[str]:
-    """The progress of each job, as one HTML line."""
+    """Return the progress of each job, as one HTML line."""
     found = []
     for job, nodes in board.jobs.items():
         latest = [state.steps[-1] for state in nodes.values()]

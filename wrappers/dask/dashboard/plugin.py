@@ -35,8 +35,8 @@ class Installed:
     """The addresses where a cluster shows its runs.
 
     Args:
-        page: address of the page; None where the scheduler has no bokeh, or its dashboard is off.
-        metrics: address of the gauges; None where the scheduler has no prometheus-client.
+        page: address of the page; None if the scheduler has no bokeh, or its dashboard is off.
+        metrics: address of the gauges; None if the scheduler has no prometheus-client.
     """
 
     page: str | None
@@ -48,7 +48,7 @@ def publish(to: Publisher, record: Mapping[str, Any]) -> None:
 
     Args:
         to: a client or a worker.
-        record: ``job`` and ``node``, texts; ``step``, a whole number; and where they are known ``loss``, ``tokens_per_second`` (of the node), and
+        record: ``job`` and ``node``, texts; ``step``, a whole number; and if known ``loss``, ``tokens_per_second`` (of the node), and
             ``resident_bytes`` and ``budget_bytes``, each memory of the node -> bytes.
 
     Raises:
@@ -105,7 +105,7 @@ def install(client: Any) -> Installed:
 
 
 def _found_on(dask_scheduler: Any) -> dict[str, bool]:
-    """Whether the plugin of a scheduler serves the page and the gauges."""
+    """Return whether the plugin of a scheduler serves the page and the gauges."""
     plugin = dask_scheduler.plugins[Dashboard.name]
     return {"page": plugin.has_page, "metrics": plugin.has_metrics}
 
@@ -159,7 +159,7 @@ class _Collector:
         self.boards: list[Board] = []
 
     def collect(self) -> Iterable[Any]:
-        """Families of gauges with their present values."""
+        """Yield families of gauges with their present values."""
         from prometheus_client.core import GaugeMetricFamily
 
         labels = ["job", "node"]
@@ -185,7 +185,7 @@ _collectors: list[_Collector] = []
 
 
 def collector() -> _Collector:
-    """The collector of this process.
+    """Return the collector of this process.
 
     Raises:
         ImportError: prometheus-client is not installed.
@@ -200,7 +200,7 @@ def collector() -> _Collector:
 
 
 def _serve_page(board: Board, scheduler: Any) -> Any:
-    """Add the page to a scheduler's server and to the dashboard's menu; None where the dashboard is off.
+    """Add the page to a scheduler's server and to the dashboard's menu; None if the dashboard is off.
 
     Raises:
         ImportError: bokeh is not installed.

@@ -47,7 +47,7 @@ def evaluate(node: GraphNode, values: Mapping[Any, Any]) -> Any:
 
 @cache
 def _is_plain(kind: Any) -> bool:
-    """Whether nodes of this class run as `Task` does."""
+    """Return whether nodes of this class run as `Task` does."""
     return issubclass(kind, Task) and kind.__call__ is Task.__call__
 
 

@@ -44,13 +44,13 @@ class GraphPlan:
     wanted: set[Key]
 
     def is_wanted(self, number: int) -> bool:
-        """Whether a task's value was requested, under its own key or an alias."""
+        """Return whether a task's value was requested, under its own key or an alias."""
         names = self.names.get(number)
         return self.keys[number] in self.wanted or (names is not None and not self.wanted.isdisjoint(names))
 
 
 def prepare(graph: Any, keys: Any) -> tuple[dict[Key, GraphNode], set[Key]]:
-    """The graph as new-style nodes, and the requested keys."""
+    """Return the graph as new-style nodes, and the requested keys."""
     if not isinstance(graph, Mapping):
         graph = graph.__dask_graph__()
     wanted = set(flatten(keys)) if isinstance(keys, list) else {keys}
@@ -103,7 +103,7 @@ class _OrderNode(GraphNode):  # type: ignore[misc]  # mypy does not look into Da
 def _needed(
     graph: Mapping[Key, GraphNode], wanted: set[Key], cache: Mapping[Key, Any], data: dict[Key, Any], targets: dict[Key, Key] | None
 ) -> dict[Key, GraphNode]:
-    """The tasks that the requested keys depend on; known values are added to `data`, aliases to `targets`."""
+    """Return the tasks that the requested keys depend on; known values are added to `data`, aliases to `targets`."""
     tasks: dict[Key, GraphNode] = {}
     stack = [(key, None) for key in wanted]
     while stack:
@@ -129,7 +129,7 @@ def _needed(
 
 
 def _resolve(key: Key, targets: Mapping[Key, Key]) -> Key:
-    """The target at the end of a chain of aliases.
+    """Return the target at the end of a chain of aliases.
 
     Raises:
         RuntimeError: the chain is a circle.
@@ -166,7 +166,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def nested(keys: Any, values: Mapping[Key, Any]) -> Any:
-    """Values in the shape of the requested keys; lists become tuples.
+    """Return the values in the shape of the requested keys; lists become tuples.
 
     Raises:
         KeyError: a key is not in the graph.
@@ -175,5 +175,5 @@ def nested(keys: Any, values: Mapping[Key, Any]) -> Any:
 
 
 def prefix_of(key: Key) -> Any:
-    """The common part of keys of one kind: the name of a tuple, else the key itself (`dask.utils.key_split` strips its token)."""
+    """Return the common part of keys of one kind: the name of a tuple, else the key itself (`dask.utils.key_split` strips its token)."""
     return key[0] if type(key) is tuple and key else key

@@ -137,7 +137,7 @@ class GraphRun:
         return value, weigh(value)
 
     def _take(self) -> Job | None:
-        """The next job of the calling worker, which sleeps while there is none; None at the end of the run."""
+        """Return the next job of the calling worker, which sleeps while there is none; None at the end of the run."""
         while not self._ended:
             if self._admitted:
                 return heapq.heappop(self._admitted)
@@ -188,7 +188,7 @@ class GraphRun:
         return found
 
     def _scratch_nbytes(self, number: int) -> int:
-        """Bytes of the largest result so far of this kind of task."""
+        """Return the bytes of the largest result so far of this kind of task."""
         return self._largest.get(self._prefix(number), 0) if self._largest else 0
 
     def _submit(self, number: int, scratch_nbytes: int) -> None:
@@ -202,7 +202,7 @@ class GraphRun:
         self.store.submit(self, number, self._prefix(number), self.first + number, list(blocks), max(scratch_nbytes, PAGE), next_uses)
 
     def _next_use(self, block: MemoryBlock, number: int) -> int:
-        """Order of the next task, other than this one, that will read the block; `FAR` if there is none."""
+        """Return the order of the next task, other than this one, that will read the block; `FAR` if there is none."""
         uses, done = block.uses, self._done
         while uses and (uses[0] == number or done[uses[0]]):
             heapq.heappop(uses)
@@ -238,7 +238,7 @@ class GraphRun:
         self._fail(error.__cause__ if isinstance(error, TaskError) and error.__cause__ is not None else error)
 
     def _explain(self, number: int) -> DoesNotFit:
-        """The reason why a task cannot run within the budget."""
+        """Return the reason why a task cannot run within the budget."""
         reads = [each for source in self.plan.reads[number] if type(each := self._cache[self.plan.keys[source]]) is Held]
         nbytes = sum(block.nbytes for block in dict.fromkeys(block for held in reads for block in held.blocks))
         return self.store.too_large(self.plan.keys[number], nbytes)
@@ -326,7 +326,7 @@ class GraphRun:
             self._largest[name] = made
 
     def _find(self, number: int, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock | None:
-        """The block of an owner; None for memory that the graph itself holds, which belongs to the program."""
+        """Return the block of an owner; None for memory that the graph itself holds, which belongs to the program."""
         if id(owner) not in self.store.blocks:
             node, data = self.plan.nodes[number], self.plan.data
             if holds(node, owner) or any(is_of(data[key], owner) for key in node.dependencies if key in data):
@@ -349,7 +349,7 @@ class GraphRun:
             self._weights[number] = 0
 
     def results(self, hand_over: Callable[[MemoryBlock], None] | None) -> dict[Key, Any]:
-        """The requested values by key, in host memory; this ends the run.
+        """Return the requested values by key, in host memory; this ends the run.
 
         Args:
             hand_over: called with each block of these values, to count it further; None if it is not counted any more.

@@ -78,7 +78,7 @@ def get(
 
 
 def runtime(ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> GraphRuntime:
-    """Budgets for Dask graphs: ``with runtime(ram="2GiB", disk="scratch"): x.compute()``.
+    """Return workers and memory for Dask graphs, as a context manager: ``with runtime(ram="2GiB", disk="scratch"): x.compute()``.
 
     Args:
         ram: budget of the results in host memory, bytes or a size such as "2GiB"; default 0.9 of free memory.
@@ -127,7 +127,7 @@ class GraphRuntime:
         callbacks: Any = None,
         rerun_exceptions_locally: bool | None = None,
     ) -> Any:
-        """`get` within these budgets. The returned values count against the budget until the program drops them."""
+        """Run `get` within these budgets. The returned values count against the budget until the program drops them."""
         return self.compute(
             dsk, keys, cache, num_workers, pool, counts_results=True, callbacks=callbacks, rerun_exceptions_locally=rerun_exceptions_locally
         )
@@ -144,7 +144,7 @@ class GraphRuntime:
         callbacks: Any,
         rerun_exceptions_locally: bool | None,
     ) -> Any:
-        """`get`; `counts_results` tells whether returned values still count against the budget."""
+        """Compute like `get`; `counts_results` is whether returned values still count against the budget."""
         cache = cache if cache is not None else config.get("cache", None) or {}
         with local_callbacks(callbacks) as active:
             observers = Observers(active)
@@ -191,7 +191,7 @@ class GraphRuntime:
             run.close()
 
     def _submitter(self, num_workers: int | None, pool: Executor | Pool | None) -> tuple[Callable[[Callable[[], None]], Any], int]:
-        """The function that starts a job on a thread, and the number of threads.
+        """Return the function that starts a job on a thread, and the number of threads.
 
         Raises:
             TypeError: the pool is one of processes, which do not share this process's memory.
@@ -206,7 +206,7 @@ class GraphRuntime:
         return pool.submit, pool._max_workers  # type: ignore[union-attr]  # as Dask does
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start.
+        """Return counters since the start.
 
         Returns:
             "budget_bytes"; "peak_bytes" (most bytes counted at once, returned values included); "resident_bytes" (now); "largest_bytes" (the largest

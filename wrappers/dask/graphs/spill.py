@@ -29,7 +29,7 @@ STAGING: Final = 256 << 10
 
 
 def staging_bytes(ram: int) -> int:
-    """Bytes of each thread's staging buffer within a budget of `ram` bytes: a small fraction of it."""
+    """Return the bytes of each thread's staging buffer within a budget of `ram` bytes: a small fraction of it."""
     return max(PAGE, min(STAGING, ram // 64 // THREADS // PAGE * PAGE))
 
 
@@ -194,7 +194,7 @@ class SpillEngine(DiskEngine):
 
 
 def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """An object's pickle and its out-of-band buffers; cloudpickle takes functions of the program."""
+    """Return an object's pickle and its out-of-band buffers; cloudpickle takes functions of the program."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         return pickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers

@@ -104,7 +104,7 @@ class Token(NamedTuple):
 
 
 def _token_of(task: Task) -> Token:
-    """The client and number of a task."""
+    """Return the client and number of a task."""
     assert isinstance(task.token, Token)  # `Store.submit` has set it
     return task.token
 
@@ -160,7 +160,7 @@ class Store:
         return self._disk is not None
 
     def record(self, name: str, nbytes: int, view: object = None) -> HandleRecord:
-        """A new handle record."""
+        """Return a new handle record."""
         self._numbers += 1
         return HandleRecord(HandleId(self._numbers), nbytes, rounded(nbytes), view, name, "temporary", "data")
 
@@ -195,7 +195,7 @@ class Store:
         task.token = None  # the machine keeps its latest events, and so the task
 
     def find(self, owner: Any, nbytes: int, is_array: bool) -> MemoryBlock:
-        """The block of an owner; a new block if the owner has none."""
+        """Return the block of an owner; a new block if the owner has none."""
         block = self.blocks.get(id(owner))
         if block is None:
             block = self.blocks[id(owner)] = MemoryBlock(owner, nbytes, is_array=is_array)
@@ -299,7 +299,7 @@ class Store:
         raise AssertionError(f"replay {action.number} ended, and none was started")
 
     def too_large(self, key: object, nbytes: int) -> DoesNotFit:
-        """The refusal of a task that reads `nbytes` bytes at once, in the terms of graphs."""
+        """Return the error for a task that reads `nbytes` bytes at once, in the terms of graphs."""
         taken = self.machine.memory.held_bytes
         held = f", of which {taken:,} B are lent to the program or small results" if taken else ""
         full = not self.spills and nbytes <= self.ram.budget

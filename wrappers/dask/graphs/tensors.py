@@ -29,7 +29,7 @@ _numbers = count()
 
 
 def to_array(tensor: TileTensor) -> Any:
-    """A tile tensor as a dask array of the same shape and element type, whose chunks are its tiles, without a copy.
+    """Return a tile tensor as a dask array of the same shape and element type, whose chunks are its tiles, without a copy.
 
     A chunk is read-only, and its task waits for the tasks that write the tile. Each live chunk pins its tile in host memory, and tasks that write the
     tile wait for the chunk to die; so compute the array, use it, and drop it.
@@ -87,7 +87,7 @@ class _Loan:
     NumPy keeps the first base that is no array, so views of views refer to this object, too.
     """
 
-    is_borrowed = True  # tells `values` that the memory is not that of a Dask result
+    is_borrowed = True  # marks memory that does not belong to a Dask result; read by `values`
 
     def __init__(self, loan: AbstractContextManager[Any]) -> None:
         view = loan.__enter__()
@@ -112,6 +112,6 @@ def _start_returning() -> None:
 
 
 def _borrow(runtime: TaskRuntime, handle: Handle) -> npt.NDArray[Any]:
-    """A tile as a read-only array over its own memory."""
+    """Return a tile as a read-only array over its own memory."""
     _start_returning()
     return np.asarray(_Loan(runtime.acquire(handle, "R", is_shared=True)))

@@ -82,14 +82,14 @@ class Held:
         self.blocks = blocks
 
     def get(self) -> Any:
-        """The result. Its blocks must be in host memory, and stay there while the result is used."""
+        """Return the result. Its blocks must be in host memory, and stay there while the result is used."""
         if self.value is _NOTHING:
             self.value = self.template()
         return self.value
 
 
 def weigh(value: Any) -> int:
-    """Bytes of a result, as precisely as `dask.sizeof`; for a view, the bytes that it keeps alive."""
+    """Return the bytes of a result, as precisely as `dask.sizeof`; for a view, the bytes that it keeps alive."""
     kind = type(value)
     if kind in _SCALARS:
         return _SCALAR_BYTES
@@ -106,7 +106,7 @@ def weigh(value: Any) -> int:
 
 
 def _weigh_items(items: Collection[Any]) -> int:
-    """Bytes of items; of many items, an estimate from equidistant samples.
+    """Return the bytes of items; of many items, an estimate from equidistant samples.
 
     `dask.sizeof` draws its samples with Python's global generator, and so would change the program's random numbers.
     """
@@ -116,7 +116,7 @@ def _weigh_items(items: Collection[Any]) -> int:
 
 
 def hold(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None]) -> Any:
-    """A result as a `Held` over its blocks; the result itself if none of it lies in blocks.
+    """Return a result as a `Held` over its blocks; the result itself if none of it lies in blocks.
 
     Args:
         find: (owner, its bytes, whether it is an array) -> its block; None for memory that must not be moved.
@@ -132,7 +132,7 @@ def hold(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None]) -> An
 
 
 def _template(value: Any, find: Callable[[Any, int, bool], MemoryBlock | None], blocks: dict[MemoryBlock, None]) -> Callable[[], Any]:
-    """A function that builds the result from its blocks, which are added to `blocks`."""
+    """Return a function that builds the result from its blocks, which are added to `blocks`."""
     kind = type(value)
     if kind is np.ndarray and not value.dtype.hasobject:
         return _array_template(value, find, blocks)
@@ -183,40 +183,40 @@ def _array_template(
 
 
 def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The array that owns the memory of an array; the array itself if it is no view."""
+    """Return the array that owns the memory of an array; the array itself if it is no view."""
     while type(array.base) is np.ndarray:
         array = array.base
     return array
 
 
 def is_partial_view(value: Any, block: MemoryBlock) -> bool:
-    """Whether a result is an array over a part of a block's memory."""
+    """Return whether a result is an array over a part of a block's memory."""
     return type(value) is np.ndarray and block.is_array and value.nbytes < block.nbytes
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Address of the first item of an array."""
+    """Return the address of the first item of an array."""
     return int(array.__array_interface__["data"][0])
 
 
 def raw_bytes(owner: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The memory that an array owns, as bytes in the order of their addresses; no copy."""
+    """Return the memory that an array owns, as bytes in the order of their addresses; no copy."""
     return owner.ravel(order="K").view(np.uint8)
 
 
 def _fills(owner: np.ndarray[Any, Any]) -> bool:
-    """Whether an array's items fill its memory without gaps."""
+    """Return whether an array's items fill its memory without gaps."""
     span = sum((extent - 1) * stride for extent, stride in zip(owner.shape, owner.strides, strict=True)) + owner.itemsize
     return span == owner.nbytes and min(owner.strides, default=0) > 0
 
 
 def holds(node: GraphNode, owner: Any) -> bool:
-    """Whether a node's own arguments hold the owner or a view of it."""
+    """Return whether a node's own arguments hold the owner or a view of it."""
     return any(is_of(each, owner) for each in (*getattr(node, "args", ()), *getattr(node, "kwargs", {}).values()))
 
 
 def is_of(value: Any, owner: Any) -> bool:
-    """Whether a value is the owner, a view of it, or a node that holds either."""
+    """Return whether a value is the owner, a view of it, or a node that holds either."""
     if isinstance(value, GraphNode):
         return holds(value, owner) or is_of(getattr(value, "value", None), owner)
     if type(value) is dict:

@@ -57,10 +57,10 @@ class ClusterWorker:
 
 
 class Connection:
-    """A client of a Dask cluster, and the cluster itself where it is local.
+    """A client of a Dask cluster, and the cluster itself if it is local.
 
     Args:
-        asked: with the address of the cluster, or the number of workers to start.
+        asked: the requested address of a cluster, or number of local workers.
         say: prints a line.
 
     Raises:
@@ -107,7 +107,7 @@ class Connection:
         if cluster is None:
             return
         with contextlib.suppress(Exception):
-            cluster.shutdown_on_close = False  # else Dask tries once more while Python ends
+            cluster.shutdown_on_close = False  # otherwise Dask tries once more while Python ends
             cluster.close(timeout=10)
             return
         for nanny in list(getattr(cluster, "workers", {}).values()):  # Python would wait for these processes, which block its SIGTERM
@@ -115,7 +115,7 @@ class Connection:
                 os.kill(nanny.pid, signal.SIGKILL)
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """The scheduler's information on each worker, by address.
+        """Return the scheduler's information on each worker, by address.
 
         Raises:
             ClusterError: the scheduler is gone.
@@ -132,7 +132,7 @@ class Connection:
             return found
 
     def usable_workers(self, wanted: int | None, unusable: Mapping[str, str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
-        """Workers that can train, sorted by address; waits until there are enough.
+        """Return the workers that can train, sorted by address; waits until there are enough.
 
         Args:
             wanted: number of workers to wait for; None for all present workers, at least one.
@@ -155,7 +155,7 @@ class Connection:
                 self.client.wait_for_workers(max(len(addresses) + 1, least), timeout=1)
 
     def silent(self, addresses: Sequence[str]) -> list[str]:
-        """The addresses whose workers do not answer at once."""
+        """Return the addresses whose workers do not answer at once."""
         client = self.client
 
         async def ask(address: str) -> None:
@@ -177,7 +177,7 @@ class Connection:
         return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {there}; start more with dask worker, or lower --nodes"
 
     def ask(self, addresses: list[str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
-        """The workers that answer, sorted by address.
+        """Return the workers that answer, sorted by address.
 
         Args:
             addresses: addresses of the workers.
@@ -212,7 +212,7 @@ class Connection:
 
 
 def _difference(said: Any, own: Mapping[str, str]) -> str | None:
-    """The reason why a worker cannot train with this client, from the worker's answer; None if it can."""
+    """Return the reason why a worker cannot train with this client, from the worker's answer; None if it can."""
     if not isinstance(said, dict):
         return f"cannot say what it is: {type(said).__name__}: {said}; install the same nntask there as here"
     theirs = said["versions"]
@@ -223,7 +223,7 @@ def _difference(said: Any, own: Mapping[str, str]) -> str | None:
 
 
 def _probe_function() -> Callable[..., dict[str, Any]]:
-    """The function that is run on each worker. A nested function travels as code, so workers without nntask can run it, too."""
+    """Return the function that is run on each worker. A nested function travels as code, so workers without nntask can run it, too."""
 
     def probe(dask_worker: Any) -> dict[str, Any]:
         import platform
@@ -250,7 +250,7 @@ def _probe_function() -> Callable[..., dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this process, under the names of `_MUST_AGREE`."""
+    """Return the versions of this process, under the names of `_MUST_AGREE`."""
     from importlib import metadata
 
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
@@ -272,10 +272,10 @@ def _silence() -> None:
 
 
 def local_cluster(number: int) -> Any:
-    """A cluster of processes on this machine, which end with this process and divide its cores among them.
+    """Start a cluster of processes on this machine, which end with this process and divide its cores among them.
 
-    Whoever may connect to a Dask scheduler or worker runs code as its user, and other users of the machine reach its loopback addresses. So the
-    processes know each other by certificates made for this cluster, and their HTTP servers answer nothing.
+    Anyone who can connect to a Dask scheduler or worker can run code as its user, and other users of the machine reach its loopback addresses. So
+    the processes know each other by certificates made for this cluster, and their HTTP servers answer nothing.
 
     Dask's memory monitor of workers is off, since budgets replace it, and so is its profiler: with it, idle workers take a fifth of the processor
     time.
@@ -312,7 +312,7 @@ def local_cluster(number: int) -> Any:
 
 
 def _connect(cluster: Any) -> Any:
-    """A client of a cluster, or of the scheduler at an address.
+    """Return a client of a cluster, or of the scheduler at an address.
 
     Raises:
         ClusterError: no scheduler answers there.
@@ -368,7 +368,7 @@ def _check_scheduler(address: str) -> None:
 
 
 def _why_not(address: str, scheme: str, location: str, error: Exception) -> str:
-    """The reason why a scheduler's address does not answer, with a remedy."""
+    """Return the reason why a scheduler's address does not answer, with a remedy."""
     host, _, port = location.rpartition(":")
     if scheme not in ("tls", "wss") and _speaks_tls(host, int(port)):
         return (
@@ -384,7 +384,7 @@ def _why_not(address: str, scheme: str, location: str, error: Exception) -> str:
 
 
 def _speaks_tls(host: str, port: int) -> bool:
-    """Whether a server at an address begins a TLS handshake."""
+    """Return whether a server at an address begins a TLS handshake."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:

@@ -91,22 +91,22 @@ class ClusterEngine:
         return outcome
 
     def evaluate(self, batch: Batch) -> float:
-        """Sum of the token losses of a batch, computed by the first node."""
+        """Return the sum of the token losses of a batch, computed by the first node."""
         self._last_end = 0.0
         (loss,) = self.team.gather([self.team.ask(0, "evaluate", dict(batch.arrays))], max(self.team.patience, FIRST_STEP_SECONDS))
         return float(loss)
 
     def model_tensors(self) -> Mapping[str, Any]:
-        """The trained parameters, by name."""
+        """Return the trained parameters, by name."""
         self._last_end = 0.0
         return self.mirror.model
 
     def optimizer_tensors(self) -> Mapping[str, Any]:
-        """The state of the optimizer, by name."""
+        """Return the state of the optimizer, by name."""
         return self.mirror.optimizer
 
     def peak_flops(self) -> float:
-        """Flop/s of matrix products on all nodes together, as measured by each."""
+        """Return the flop/s of matrix products on all nodes together, as measured by each."""
         return self._peak_flops
 
     def reset_optimizer(self) -> None:
@@ -115,12 +115,12 @@ class ClusterEngine:
         self.team.call("reset_optimizer")
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
-        """The text at the end of a run, from the first node."""
+        """Return the text at the end of a run, from the first node."""
         (text,) = self.team.gather([self.team.ask(0, "sample")], OPEN_SECONDS)
         return str(text)
 
     def stats(self, *, forget_recent_peak: bool = False) -> dict[str, Any]:
-        """Counters of all nodes as of their last step; names of memories, links and workers begin with the node's rank."""
+        """Return counters of all nodes after their last step; names of memories, links and workers begin with the node's rank."""
         tables = (
             "moved_bytes",
             "resident_bytes",
@@ -149,8 +149,10 @@ class ClusterEngine:
 
 
 def _suspects(team: Team, error: Exception, newcomers: Sequence[str]) -> list[str]:
-    """The newcomers that may be the reason why a team failed to form: the one that reports an error, both ends of a broken connection, or all of
-    them."""
+    """Return the newcomers that may be the reason why a team failed to form.
+
+    These are the one that reports an error, both ends of a broken connection, or all of them.
+    """
     worker, cause = blamed(error), error.__cause__
     if isinstance(error, NodesChanged):
         if not team.is_unexplained:  # the reason is a worker that is gone or silent
@@ -159,7 +161,7 @@ def _suspects(team: Team, error: Exception, newcomers: Sequence[str]) -> list[st
         return [address for address in newcomers if address in ends] or list(newcomers)
     if worker in newcomers:
         return [worker]
-    more_may_cost = bool(worker) and isinstance(error, DoesNotFit | ClusterError)  # each peer costs memory of the node or of its GPU
+    more_may_cost = bool(worker) and isinstance(error, DoesNotFit | ClusterError)  # each additional peer costs memory of the node or of its GPU
     return list(newcomers) if more_may_cost else []
 
 
@@ -198,7 +200,7 @@ class _Pending:
 
 
 def _with_whole_paths(run: RunConfig) -> RunConfig:
-    """The run with absolute names of what nodes read and write, since workers have working directories of their own."""
+    """Return the run with absolute paths of the files that nodes read and write, since workers have working directories of their own."""
     data, start, settings = run.data, run.start, run.settings
     objective = replace(data.objective, template=_whole(data.objective.template))
     data = replace(data, path=_whole(data.path), val_path=_whole(data.val_path), tokenizer_path=_whole(data.tokenizer_path), objective=objective)
@@ -216,13 +218,13 @@ class DaskCluster:
 
     Args:
         connection: an open connection.
-        asked: with the number of nodes.
+        asked: the requested cluster, including the number of nodes.
     """
 
     def __init__(self, connection: Connection, asked: ClusterSpec) -> None:
         self._connection, self._asked = connection, asked
         self._unusable: dict[str, str] = {}
-        self._refused: dict[str, str] = {}  # permanently, because of other software or a missing resource
+        self._refused: dict[str, str] = {}  # permanently excluded, because of other software or a missing resource
         self._members = frozenset[str]()  # addresses of the last team that trained
         self._team: Team | None = None
         self._most = 1
@@ -240,7 +242,7 @@ class DaskCluster:
         check_shared(num_minibatches, lanes, self._asked)
         wanted = self._wanted(num_minibatches, lanes, say)
         saved = run.start.step
-        if saved != self._last_saved:  # the run has got on since
+        if saved != self._last_saved:  # the run has advanced since then
             self._num_unexplained, self._last_saved = 0, saved
         if self._num_unexplained == MOST_UNEXPLAINED:
             raise ClusterError(
@@ -286,7 +288,7 @@ class DaskCluster:
             raise NodesChanged(f"{words_for(suspects)} cannot take part ({error})") from error
 
     def _wanted(self, num_minibatches: int, lanes: int, say: Callable[[str], None]) -> int | None:
-        """Number of nodes to wait for; None for the workers that are present."""
+        """Return the number of nodes to wait for; None for the workers that are present."""
         asked = self._asked.num_nodes
         most = most_nodes(num_minibatches, lanes)
         self._most = most if asked is None else min(most, asked)
@@ -300,7 +302,7 @@ class DaskCluster:
         places = team.call("listen", run, len(team.workers))
         oldest = sorted(range(len(places)), key=lambda rank: team.workers[rank].address not in self._members)
         check_cards([team.workers[rank] for rank in oldest], [places[rank][1] for rank in oldest])
-        patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # what a node gives up itself it can explain
+        patience = FIRST_STEP_SECONDS + max(seconds for *_, seconds in places)  # a node reports its own timeouts before this one
         team.call("connect", [address for address, *_ in places], patience=patience)
         shapes = capture(run, 1, run.start.frozen_base)
         trained = list(shapes.trained.values())
@@ -320,7 +322,7 @@ class DaskCluster:
         )
 
     def _has_board(self) -> bool:
-        """Whether the scheduler shows runs, tested once; a library missing there costs the page, not the training."""
+        """Return whether the scheduler shows runs, tested once; a library missing there costs the page, not the training."""
         if self._board is None:
             try:
                 found = install(self._connection.client)
@@ -330,7 +332,7 @@ class DaskCluster:
         return self._board
 
     def what_is_safe(self) -> str:
-        """A sentence with the run's last checkpoint and the command that continues it."""
+        """Return a sentence with the run's last checkpoint and the command that continues it."""
         if self._run is None or not step_directories(self._run):
             return "nothing was saved yet"
         return f"the checkpoint {step_directories(self._run)[-1]} is safe; continue with: nntask train --resume {shlex.quote(str(self._run))}"

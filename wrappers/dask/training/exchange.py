@@ -2,8 +2,8 @@
 
 Each node listens on an address of its own and has one connection to every other node. The data of a send task stays in its tile until the receive
 task has memory for it and requests it. So bytes wait only in tiles, which budgets count, and at most a window and a bucket are in flight to each
-peer. One message has all that is due to a peer at that moment (`peers`): requested keys, keys and bytes that the peer has requested, and the number
-of the peer's buckets that have arrived. A `ByteTransport` other than the messages may move the bytes beside them.
+peer. One message has everything that is due to a peer at that moment (`peers`): requested keys, keys and bytes that the peer has requested, and the
+number of the peer's buckets that have arrived. With a `ByteTransport` other than the messages, the bytes travel separately.
 
 Tasks begin and end as host tasks of the scheduler. All state belongs to one thread with an event loop; other threads only append to its inbox. A
 broken connection, or an unexpected message, fails every task that waits for that peer, now and later, with `PeerLost`.
@@ -181,7 +181,7 @@ class PeerComms:
             return
         try:
             ours = self._transport.hello(rank)
-        except Exception as error:  # a failure of this node, raised where it connects
+        except Exception as error:  # a failure of this node, raised by its connect()
             comm.abort()
             if not self._all_here.done():
                 self._all_here.set_exception(error)
@@ -254,8 +254,11 @@ class PeerComms:
             self._lose(peer, error)
 
     def _lose(self, peer: Peer, error: BaseException) -> None:
-        """Mark a peer as lost, because its connection broke, and exchange nothing with the others either: no step ends without that peer, and two
-        nodes whose tasks are cancelled for the want of its buckets would wait for each other's for ever."""
+        """Mark a peer as lost, because its connection broke, and stop the exchange with all other peers.
+
+        No step ends without the lost peer. Two other nodes, with tasks cancelled because its buckets are missing, would otherwise wait indefinitely
+        for each other's buckets.
+        """
         if not self._closed:
             peer.lose(error)
             assert peer.lost is not None

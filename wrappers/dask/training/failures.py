@@ -19,13 +19,15 @@ def blaming(error: E, worker: str) -> E:
 
 
 def blamed(error: BaseException | None) -> str:
-    """The worker whose node met an error; "" if the client met it."""
+    """Return the worker whose node met an error; "" if the client met it."""
     return str(vars(error).get("worker", "")) if error is not None else ""
 
 
 def portable(error: BaseException) -> Exception:
-    """An error in a form that can be sent: an error of this project keeps its type and sentence, any other becomes `NodeFailed` with the chain of
-    causes."""
+    """Return an error in a form that can be sent.
+
+    An error of this project keeps its type and sentence; any other becomes `NodeFailed` with the chain of causes.
+    """
     for cause in _chain(error):
         if isinstance(cause, PeerLost):
             return copy(cause)  # the connection keeps the original, which must not get the frames of this node

@@ -1,8 +1,8 @@
-"""Bytes of buckets over NCCL, beside the messages of `exchange`, which request, announce and confirm buckets as without NCCL.
+"""Bytes of buckets over NCCL; the messages of `exchange` request, announce and confirm the buckets, as without NCCL.
 
 Every ordered pair of nodes has a communicator of its own, so its transfers have one order, that of the messages, which both ends know. On each end
 one thread alone, an `NcclLink`, calls it. Tiles are in RAM and pass through a staging buffer in the GPU's memory in pieces: while one half of the
-buffer is sent, the next piece is copied to the other half; the receiver works the other way round. Where RAM is not page-locked, a copy call returns
+buffer is sent, the next piece is copied to the other half; the receiver works the other way round. If RAM is not page-locked, a copy call returns
 only when all earlier work on its stream has ended, so copies never follow work that waits for a peer.
 
 A kernel of NCCL waits on the device for the peer's kernel, and NCCL's guide warns of concurrent communicators: a CUDA call that synchronises the
@@ -305,11 +305,11 @@ class NcclTransport:
         self._links: dict[tuple[int, int], NcclLink] = {}  # by (sender, receiver)
 
     def taken_nbytes(self) -> int:
-        """Measured bytes of the GPU's memory that buffers and NCCL have taken since construction."""
+        """Return the measured bytes of the GPU's memory that buffers and NCCL have taken since construction."""
         return max(self._free - self._nccl.free_nbytes(), 0)
 
     def hello(self, rank: int) -> UniqueId:
-        """The unique id of the communicator with which this node sends to a peer; NCCL listens for the peer from now on.
+        """Return the unique id of the communicator with which this node sends to a peer; NCCL listens for the peer from now on.
 
         Raises:
             ClusterError: NCCL failed.
@@ -353,7 +353,7 @@ class NcclTransport:
 
 
 def open_nccl_transport(gpus: GpuPlan, worker: str, rank: int, num_nodes: int) -> NcclTransport:
-    """The transport of a node for --transport nccl.
+    """Return the transport of a node for --transport nccl.
 
     Args:
         gpus: GPUs of the run.
@@ -381,14 +381,14 @@ def open_nccl_transport(gpus: GpuPlan, worker: str, rank: int, num_nodes: int) -
 
 
 def _cannot_begin(worker: str, error: RuntimeError) -> ClusterError:
-    """The error of CUDA or NCCL on a node before any peer is involved."""
+    """Return the error of CUDA or NCCL on a node before any peer is involved."""
     return ClusterError(
         f"--transport nccl cannot begin on worker {worker} ({error}); see what it says there with NCCL_DEBUG=WARN, or use --transport dask"
     )
 
 
 def pieces_of(tiles: Tiles, size: int) -> Iterator[list[tuple[int, int]]]:
-    """The memory of tiles, one after another, in pieces of `size` bytes and a remainder; a piece is a list of (address, bytes)."""
+    """Yield the memory of tiles, one after another, in pieces of `size` bytes and a remainder; a piece is a list of (address, bytes)."""
     piece: list[tuple[int, int]] = []
     left = size
     for tile in tiles:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .nccl import NcclTransport
 
 LATE_SECONDS: Final = 300
-"""So long a step waits for the message of the step before it."""
+"""Time limit of a step for the message of the step before it; seconds."""
 
 T = TypeVar("T")
 _JOBS: Final[dict[str, str]] = {}
@@ -42,19 +42,19 @@ _JOBS: Final[dict[str, str]] = {}
 
 
 def is_claimed(worker: str) -> bool:
-    """Whether the worker at an address in this process belongs to a training."""
+    """Return whether the worker at an address in this process belongs to a training."""
     return worker in _JOBS
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a node receives when it opens.
+    """The instructions with which a node opens.
 
     Attributes:
-        run: the run; of its machine, which is the client's, only the bytes of host memory that a flag gives count here.
-        shard: what this node does of each step.
-        fingerprint: of the data, as the client has it.
-        on_host: nodes of this training that share the node's machine, this one included.
+        run: the run. Its machine describes the client; only an explicit --ram in it applies to the node.
+        shard: the node's part of each step.
+        fingerprint: fingerprint of the client's data, with which the node's data must agree.
+        on_host: number of nodes of this training on the node's machine, this one included.
         largest: bytes of the largest bucket that travels.
         board: name of the run on the cluster's dashboard; "" for none.
     """
@@ -116,7 +116,7 @@ class TrainingNode:
         self._was_read = False  # whether a checkpoint was read since the last step
 
     async def listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
-        """Look at the devices of this node, and begin to listen for peers.
+        """Examine the devices of this node, and begin to listen for peers.
 
         Returns:
             The address; the identifier of NCCL's GPU on its machine, "" without NCCL; and the time limit of `connect` in seconds.
@@ -130,7 +130,7 @@ class TrainingNode:
         from .nccl import open_nccl_transport
 
         cluster = run.cluster
-        assert cluster is not None  # this node is one of it
+        assert cluster is not None  # this node belongs to a cluster
         self._devices = devices_of(run.settings.resources, run.model.dtype, checks=False)
         if cluster.transport == "nccl":
             self._nccl = open_nccl_transport(self._devices.gpus, self._name, self.rank, num_nodes)
@@ -155,7 +155,7 @@ class TrainingNode:
         await self._run(self._starts, self._comms.connect, addresses)
 
     async def open(self, order: Order) -> dict[str, Any]:
-        """Make runtime, model and data ready; returns the node's number of tasks and of trained weights, its plan.json and its counters."""
+        """Prepare runtime, model and data; return the node's number of tasks and of trained weights, its plan.json and its counters."""
         return await self._run(self._starts, self._open, order)
 
     def _open(self, order: Order) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class TrainingNode:
         num_tasks = engine.num_tasks
         self._check_memory()
         runtime.wait()
-        give_back_freed()  # what reading weights and planning the step took
+        give_back_freed()  # the memory that reading weights and planning the step used
         return {
             "num_tasks": num_tasks,
             "num_trained": engine.num_trained,
@@ -200,7 +200,7 @@ class TrainingNode:
         }
 
     async def describe(self) -> dict[str, Any]:
-        """The contents of this node's machine.json. The client calls all nodes at once, since nodes of one machine share what they measure."""
+        """Return the contents of this node's machine.json. The client calls all nodes at once, since nodes of one machine share what they measure."""
         return await self._run(self._starts, self._describe)
 
     def _describe(self) -> dict[str, Any]:
@@ -209,8 +209,10 @@ class TrainingNode:
         return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
 
     def _check_memory(self) -> None:
-        """Refuse a step that might wait for memory forever: below its minimum, or where all that is on its way between nodes, which stays in RAM
-        until the other end is ready, might leave no memory for the tasks that the other end waits for.
+        """Refuse a step that might wait for memory forever.
+
+        That is a step below its minimum, or one whose buckets in transit, which stay in RAM until the other end is ready, may leave no memory for
+        the tasks that the other end waits for.
 
         Raises:
             DoesNotFit: a budget of this node is too small.
@@ -236,10 +238,10 @@ class TrainingNode:
             )
 
     def _machine(self, run: RunConfig, order: Order) -> MachineSpec:
-        """The devices and budgets of this node: CPU workers are the requested ones, else the threads of the Dask worker.
+        """Return the devices and budgets of this node, with the requested CPU workers, by default one per thread of the Dask worker.
 
         Raises:
-            DoesNotFit: a budget is not to be had, or too small for what travels between nodes.
+            DoesNotFit: a budget is not available, or too small for the buckets in transit between nodes.
         """
         from nntask.hardware import Budget, check_budgets, with_budgets, without_nccl
 
@@ -249,15 +251,15 @@ class TrainingNode:
         ram = self._ram(run.machine.ram.given, devices, order)
         if self._nccl is not None:
             devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, self._nccl.taken_nbytes()))
-            asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # as messages name it
+            asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # the form in which messages show it
         machine = with_budgets(devices, asked, ram=Budget(ram, is_given=True, text=f"{ram}B"))
         check_budgets(machine)
         return machine
 
     def _ram(self, requested: int | None, devices: MachineSpec, order: Order) -> int:
-        """Bytes of host memory, without those in flight between nodes.
+        """Return the bytes of host memory, without those in flight between nodes.
 
-        The requested budget; else the memory limit of the Dask worker, or this node's share of the machine's memory.
+        The total is the requested budget; by default the memory limit of the Dask worker, or this node's share of the machine's memory.
         """
         from nntask import DoesNotFit
         from scheduler.storage import default_ram_budget
@@ -308,7 +310,7 @@ class TrainingNode:
     def _finish(self, flight: Any, number: int, begun: float) -> NodeOutcome:
         losses, squares = flight.shard_outcome()
         shard, stats, now = self._order.shard, self._stats(), perf_counter()
-        loss = sum(losses) * shard.num_minibatches / len(losses)  # each is its part of the step's mean
+        loss = sum(losses) * shard.num_minibatches / len(losses)  # each loss is its part of the step's mean
         seconds, self._last_end = now - max(begun, self._last_end), now
         if self._order.board:
             self._publish(number, loss, len(losses) * self._run_config.step.minibatch * self._stream.length / seconds, stats)
@@ -335,13 +337,13 @@ class TrainingNode:
         return found
 
     async def evaluate(self, arrays: Mapping[str, npt.NDArray[Any]]) -> float:
-        """Sum of the losses of a batch with these arrays; changes nothing."""
+        """Return the sum of the losses of a batch with these arrays; changes nothing."""
         from nntask.data import Batch
 
         return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(arrays))))
 
     async def read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of tiles of a tensor of the model or the optimizer.
+        """Return the bytes of tiles of a tensor of the model or the optimizer.
 
         Args:
             table: "model" or "optimizer".
@@ -377,7 +379,7 @@ class TrainingNode:
         await self._run(self._starts, lambda: self._engine.optimizer.reset())
 
     async def sample(self) -> str:
-        """The text at the end of the training."""
+        """Return the text at the end of the training."""
         return await self._run(self._starts, self._sample)
 
     def _sample(self) -> str:
@@ -387,7 +389,7 @@ class TrainingNode:
         return sample_text(self._run_config, self._engine.model, self._runtime, self._dataset.tokenizer, self._stream.length, lambda: self._closed)
 
     async def ping(self) -> int:
-        """The rank. The worker's event loop answers also while the node computes."""
+        """Return the rank. The worker's event loop answers also while the node computes."""
         return self.rank
 
     async def close(self) -> None:
@@ -426,7 +428,7 @@ class TrainingNode:
             raise blaming(portable(self._told(error)), self._name) from None
 
     def _told(self, error: Exception) -> Exception:
-        """The error for the user behind a failure of the runtime."""
+        """Return the error for the user that explains a failure of the runtime."""
         from nntask.hardware import FAILURES, as_user_error
 
         if self._runtime is None or not isinstance(error, FAILURES):

@@ -82,7 +82,7 @@ class NodeRecords:
         self._journals = [Journal(folder / METRICS, self._first, run=self._run) for folder in folders]
 
     def _counters(self, rank: int, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """A node's counters, with its traffic to peers among its links."""
+        """Return a node's counters, with its traffic to peers among its links."""
         sent = {f"{rank}=>{peer}": nbytes for peer, nbytes in sorted(stats["sent_bytes"].items())}
         links = {f"{rank}=>{peer}": 0 for peer in self._shards[rank].peers}
         return {**stats, "moved_bytes": {**links, **stats["moved_bytes"], **sent}}

@@ -13,14 +13,15 @@ from scheduler import SchedulerError
 from .transports import Channel, MessageChannel, Tiles, nbytes_of
 
 WINDOW: Final = 4 << 20
-"""Most bytes in flight to a peer beyond which no further bucket is sent; twice the largest bucket where that is less."""
+"""Bytes in flight to a peer beyond which no further bucket is sent; at most twice the largest bucket."""
 
 MESSAGE: Final = 256 << 10
-"""Bytes beyond which a message takes no further bucket, so that requests and confirmations do not wait long behind it."""
+"""Bytes beyond which a message takes no further bucket, so that requests and confirmations do not wait long for its end."""
 
 GOT_SECONDS: Final = 0.02
-"""Longest delay of a confirmation, if no other message goes to the peer and less than half a window is unconfirmed: a message takes as much processor
-time as copying about 2 MB."""
+"""Longest delay of a confirmation, if no other message goes to the peer and less than half a window is unconfirmed: the processor time of a message
+equals that of copying about 2 MB.
+"""
 
 Done = Callable[[BaseException | None], None]
 Waiting = tuple[Tiles, Done]
@@ -98,7 +99,7 @@ class Peer:
             self.wake.set()
 
     def next_message(self, window: int) -> dict[str, Any] | None:
-        """The next message; None if there is none, or it may wait.
+        """Return the next message; None if there is none, or it may wait.
 
         Args:
             window: bytes in flight beyond which no further bucket is sent.
@@ -158,7 +159,7 @@ class Peer:
         self.wake.set()
 
     def _take_confirmations(self) -> tuple[list[str], int]:
-        """The requests and the number of confirmations for a message that is sent now."""
+        """Return the requests and the number of confirmations for a message that is sent now."""
         asks, num_got = self._asks, self._num_got
         self._asks, self._num_got, self._got_nbytes, self._must_confirm = [], 0, 0, False
         self._cancel_later()
@@ -202,12 +203,12 @@ class Peer:
 
 
 def window_for(largest: int) -> int:
-    """Bytes in flight to a peer beyond which no further bucket is sent, from the bytes of the largest bucket."""
+    """Return the bytes in flight to a peer beyond which no further bucket is sent, from the bytes of the largest bucket."""
     return min(WINDOW, 2 * largest)
 
 
 def passing_bytes(num_peers: int, largest: int) -> int:
-    """Most bytes of memory that a node needs beside its tiles: buckets on their way to it, and copies of buckets on their way from it.
+    """Return the maximum number of bytes that a node needs in addition to its tiles: buckets on their way to it, and copies of buckets that it sends.
 
     Args:
         num_peers: number of peers.

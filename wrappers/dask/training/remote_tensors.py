@@ -72,11 +72,11 @@ class Mirror(InlineRuntime):
         data_class: DataClass = "activations",
         combine: Codelet | None = None,
     ) -> Handle:
-        """A handle without memory."""
+        """Return a handle without memory."""
         return Handle(None, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
 
     def acquire(self, handle: Handle, mode: Mode, *, is_shared: bool = False) -> AbstractContextManager[Any]:
-        """A context manager with a copy of a tile; a written copy is sent at the end of the block."""
+        """Return a context manager with a copy of a tile; a written copy is sent at the end of the block."""
         return self._borrow(handle, mode)
 
     @contextmanager
@@ -90,7 +90,7 @@ class Mirror(InlineRuntime):
             self._send(table, name, number, memory)
 
     def _tiles(self, table: str, name: str) -> Mapping[int, npt.NDArray[np.uint8]]:
-        """All tiles of a tensor, by number; the latest tensor is cached."""
+        """Return all tiles of a tensor, by number; the latest tensor is cached."""
         if self._fetched_tensor != (table, name):
             self.flush()
             wanted: dict[int, list[int]] = {}
@@ -104,7 +104,7 @@ class Mirror(InlineRuntime):
         return self._fetched
 
     def _owners_of(self, table: str, name: str) -> Sequence[int]:
-        """The owner of each tile. The name of an optimizer's tensor is its kind, a dot, and the name of the parameter."""
+        """Return the owner of each tile. The name of an optimizer's tensor is its kind, a dot, and the name of the parameter."""
         return self._owners[name if table == "model" else name.partition(".")[2]]
 
     def _send(self, table: str, name: str, number: int, memory: npt.NDArray[np.uint8]) -> None:

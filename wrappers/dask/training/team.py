@@ -98,7 +98,7 @@ class Team:
             self._fail(ConnectionError(str(error)))
 
     def gather(self, futures: Sequence[Any], patience: float) -> list[Any]:
-        """The results of calls under way.
+        """Return the results of calls under way.
 
         Args:
             futures: the calls.
@@ -213,5 +213,5 @@ class Team:
 
 
 def words_for(addresses: Sequence[str]) -> str:
-    """Addresses of workers as a phrase."""
+    """Return the addresses of workers as a phrase."""
     return f"worker{'s' if len(addresses) > 1 else ''} {', '.join(addresses)}"

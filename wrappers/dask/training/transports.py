@@ -1,4 +1,4 @@
-"""Transports of the bytes of buckets between nodes, as `exchange` uses them: inside its messages, or beside them by another `ByteTransport`."""
+"""Transports of the bytes of buckets between nodes, as `exchange` uses them: inside its messages, or separately by another `ByteTransport`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Channel(Protocol):
     """The transport of bytes between this node and one peer, in both directions. The thread of the event loop calls every method.
 
     Attributes:
-        is_beside: whether bytes travel beside the messages, which then only have their number.
+        is_beside: whether bytes travel outside the messages, which then only have their number.
     """
 
     is_beside: bool
@@ -53,7 +53,7 @@ class ByteTransport(Protocol):
     num_steps: int
 
     def hello(self, rank: int) -> Any:
-        """Information for the peer's end of a channel, sent in the first message.
+        """Return the information for the peer's end of a channel, sent in the first message.
 
         Raises:
             NntaskError: this node cannot move any bytes.
@@ -69,7 +69,10 @@ class ByteTransport(Protocol):
         """
 
     def steps(self) -> Iterable[tuple[int, Awaitable[None]]]:
-        """Preparations before bytes can travel, once each peer has a channel, to be awaited one after another: (rank of a peer, awaitable)."""
+        """Return the preparations that must be awaited one after another before bytes can travel, as (rank of a peer, awaitable).
+
+        Each peer has a channel by then.
+        """
 
     def close(self) -> None:
         """End all channels; callable from any thread.
@@ -87,11 +90,11 @@ class MessageTransport:
         """None: a peer needs no information."""
 
     def open_channel(self, rank: int, theirs: Any, fail: Callable[[BaseException], None]) -> Channel:
-        """The channel of a peer, which has no state."""
+        """Return the channel of a peer, which has no state."""
         return MessageChannel()
 
     def steps(self) -> Iterable[tuple[int, Awaitable[None]]]:
-        """An empty sequence: there is nothing to prepare."""
+        """Return an empty sequence: there is nothing to prepare."""
         return ()
 
     def close(self) -> None:
@@ -104,7 +107,7 @@ class MessageChannel:
     is_beside = False
 
     def put(self, tiles: Tiles) -> Any:
-        """The bytes of tiles; those of a single tile without a copy."""
+        """Return the bytes of tiles; those of a single tile without a copy."""
         from distributed.protocol import to_serialize
 
         flat = [bytes_of(tile) for tile in tiles]
@@ -126,12 +129,12 @@ class MessageChannel:
 
 
 def bytes_of(tile: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The memory of a tile as bytes, without a copy."""
+    """Return the memory of a tile as bytes, without a copy."""
     return tile.reshape(-1).view(np.uint8)
 
 
 def nbytes_of(tiles: Tiles) -> int:
-    """Bytes of all tiles together."""
+    """Return the bytes of all tiles together."""
     return sum(tile.nbytes for tile in tiles)
 
 

@@ -10,7 +10,7 @@ import asyncio
 
 
 class Turns:
-    """Lets numbered calls go on one after the other. Used by one event loop.
+    """Lets numbered calls proceed one after the other. Used by one event loop.
 
     Args:
         last: number of the last call before the first one.
@@ -21,7 +21,7 @@ class Turns:
         self._waiting: dict[int, asyncio.Event] = {}
 
     async def wait(self, number: int) -> None:
-        """Return once all calls with smaller numbers have gone on; the next one goes on when this one waits for something else."""
+        """Return once all calls with smaller numbers have proceeded; the next call proceeds when this one awaits something else."""
         if number > self._last + 1:
             await self._waiting.setdefault(number, asyncio.Event()).wait()
         self._last = number
