@@ -1,1 +1,1 @@
-"""Doors to other software."""
+"""Front ends of nntask and its connections to other software."""

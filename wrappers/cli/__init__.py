@@ -1,7 +1,7 @@
 """The `nntask` command.
 
-Each subcommand is a module of its own that is imported only when it is called, so ``--help`` and mistakes answer at once. An error that nntask raises
-on purpose becomes one line on stderr and an exit code; any other exception is a bug and shows its traceback.
+Each subcommand is a module of its own that is imported only when it is called, so ``--help`` and errors in flags appear at once. An error that nntask
+raises on purpose becomes one line on stderr and an exit code; any other exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMMANDS: Final = {
 
 
 _NO_PATH: Final = (errno.ENAMETOOLONG, errno.EACCES)
-"""Errors of the questions whether a path is there and what it is, which a path answers by itself, whatever names it."""
+"""Errors of a test whether a path exists that the path itself causes: it is too long, or lies in a directory without access."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     open_missing()
-    if os.path.expanduser("~") == "~":  # a user without a home directory, in which libraries look for their settings while they are imported
+    if os.path.expanduser("~") == "~":  # a user without a home directory, in which some libraries look for their settings at import
         os.environ["HOME"] = os.devnull
     output = Output(sys.stdout)
     with redirect_stdout(cast(TextIO, output)):
@@ -80,7 +80,7 @@ def _answer(args: list[str], output: Output) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of a command that ends with an error; 1 for a bug."""
+    """Return the exit code of a command that ends with an error; 1 for a bug."""
     from nntask import DataError, NntaskError
     from scheduler import DoesNotFit
 

@@ -1,6 +1,6 @@
-"""Standard output of the command: closed, full, of an encoding that lacks characters, or with a reader that has ended.
+"""Standard output of the command, which may be closed, full, in a limited encoding, or a pipe without a reader.
 
-What a command prints goes through `Output`, so that a failed write of it is told from a failed write of a file.
+Everything that a command prints goes through `Output`, so that a failed write of it differs from a failed write of a file.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ _SHORT: Final = 1000
 
 
 def open_missing() -> None:
-    """Open the null device in place of each standard stream that was closed when the process began, lowest first: no other file gets its number."""
+    """Open the null device for each standard stream that was closed at the start of the process, lowest number first.
+
+    Otherwise another file would get the number of the closed stream.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
 
 
 class Output:
-    """A stream as `sys.stdout`; its failures are errors of the command, but for the pipe whose reader has ended.
+    """A replacement for `sys.stdout` that raises failed writes as errors of the command; only a closed pipe keeps its exception.
 
     Raises:
         StorageError: `write` or `flush` failed.
-        BrokenPipeError: of `write` or `flush`: nobody reads any more.
+        BrokenPipeError: the reader of the pipe has ended; raised by `write` and `flush`.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -42,17 +45,17 @@ class Output:
                 return self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered text."""
         with _failures():
             self._stream.flush()
 
     def discard(self) -> None:
-        """Let what is buffered, and whatever follows, go nowhere."""
+        """Discard the buffered text and all later output."""
         with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def flush_or_discard(self) -> None:
-        """Write what is buffered if that is possible, so that the end of the process has nothing left that can fail."""
+        """Write the buffered text if possible, so that nothing remains that could fail at the end of the process."""
         try:
             self._stream.flush()
         except OSError:
@@ -80,8 +83,8 @@ def json_line(value: Any) -> str:
 
 
 def complain(sentence: str) -> None:
-    """Print a sentence on stderr, if that can be written; the exit code says what happened in any case."""
-    if len(sentence) > _SHORT or not sentence.isprintable():  # else nothing is imported, which a signal may have interrupted
+    """Print a sentence on stderr if possible; the exit code reports the result in any case."""
+    if len(sentence) > _SHORT or not sentence.isprintable():  # short sentences need no import, which a signal may have interrupted
         from nntask.io import printable
 
         sentence = printable(sentence)

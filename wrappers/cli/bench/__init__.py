@@ -3,9 +3,9 @@
     overhead   overhead of the runtime per task, measured
     kernels    seconds, rate, fraction of a training step and of the machine's peak, by codelet, measured
     links      copies between RAM, simulated devices and the disk tier, measured; the rates are kept for plans and policies
-    evict      bytes that a step moves under eviction policies and orders, beside a lower bound; in virtual time
-    bound      seconds of a planned step on an imaginary device, beside a lower bound over what stays, moves and is made again; in virtual time
-    sched      seconds and bytes of a step under scheduling policies on imaginary machines, beside lower bounds; in virtual time
+    evict      bytes that a step moves under eviction policies and orders, with a lower bound; in virtual time
+    bound      seconds of a planned step on an imaginary device, with a lower bound over all choices of kept, moved and recomputed data
+    sched      seconds and bytes of a step under scheduling policies on imaginary machines, with lower bounds; in virtual time
 
 Every benchmark has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same figures as lines of text.
 """

@@ -44,11 +44,11 @@ class AccessTrace:
                 seen.add(tile)
 
     def needed(self) -> list[int]:
-        """Bytes accessed at each position, scratch included."""
+        """Return the bytes accessed at each position, scratch included."""
         return [sum(self.sizes[tile] for tile, _ in accesses) + extra for accesses, extra in zip(self.accesses, self.scratch, strict=True)]
 
     def live(self) -> list[int]:
-        """Bytes of live data at each position: persistent tiles always, temporaries from first to last access, and scratch."""
+        """Return the bytes of live data at each position: persistent tiles always, temporaries from first to last access, and scratch."""
         changes = [0] * (len(self.accesses) + 1)
         span: dict[int, tuple[int, int]] = {}
         for position, accesses in enumerate(self.accesses):
@@ -69,12 +69,12 @@ class AccessTrace:
 
 
 def tiles_of(plan: StepPlan, order: Iterable[int]) -> list[HandleRecord]:
-    """The handles of a trace's tiles: by first access in `order` (positions of tasks), scratch apart."""
+    """Return the handles of a trace's tiles: by first access in `order` (positions of tasks), scratch apart."""
     return [*dict.fromkeys(handle for at in order for handle, mode in plan.tasks[at].accesses if mode != SCRATCH)]
 
 
 def trace_of(plan: StepPlan, order: Sequence[int]) -> AccessTrace:
-    """The accesses of `plan` when its tasks run in `order` (positions of tasks); sizes are rounded to pages.
+    """Return the accesses of `plan` when its tasks run in `order` (positions of tasks); sizes are rounded to pages.
 
     Outputs count as persistent: they exist until the next period writes them.
     """

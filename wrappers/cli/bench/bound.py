@@ -1,9 +1,10 @@
-"""``nntask bench bound``: seconds of a planned step on an imaginary device, beside a lower bound over all ways to keep, move and make again what it
-holds (`time_bound`; needs SciPy).
+"""``nntask bench bound``: seconds of a planned step on an imaginary device, compared with a lower bound over all ways to keep, move and recompute
+its data (`time_bound`; needs SciPy).
 
-The plan and its seconds are those of `nntask plan` with `--recompute auto`. A bound holds for one order of the recorded step: here for each one that
-planners know, and for the one in which the plan executes these tasks, its clones left out, where that is another one. The least of them all is what a
-better choice of what is kept, moved and made again could come to; the machine executes tasks nearly, not always exactly, in the planned order.
+The plan and its seconds are those of `nntask plan` with `--recompute auto`; the time is virtual. A bound holds for one order of the recorded step.
+There is one for each order of the planners, and one for the order in which the plan executes these tasks (without clones), if that is another one.
+The smallest bound limits what a better choice of kept, moved and recomputed data could reach; the machine follows the planned order closely, but not
+always exactly.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class BoundSettings:
 
 
 def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the same figures as lines of text.
+    """Return the figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong, or SciPy is not installed.
@@ -86,7 +87,7 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _timed(plan: Any, target: MachineModel) -> TimedStep:
-    """The step with the seconds of its tasks and copies on the one device of a machine."""
+    """Return the step with the seconds of its tasks and copies on the one device of a machine."""
     from nntask.hardware import pace_on
     from scheduler.machine import NodeId
 
@@ -102,7 +103,7 @@ def _timed(plan: Any, target: MachineModel) -> TimedStep:
 
 
 def _bounds(step: TimedStep, order: PlannedOrder, target: MachineModel) -> dict[str, Any]:
-    """Seconds of all tasks, the bounds of all orders with and without recomputation, and the least one that has it."""
+    """Return the seconds of all tasks, the bounds of all orders with and without recomputation, and the smallest bound with recomputation."""
     from scheduler.planning import candidates
 
     from .time_bound import order_in

@@ -48,7 +48,7 @@ class Bound:
 
 
 def lower_bound(trace: AccessTrace, capacity: int) -> Bound:
-    """Least bytes that any fractional eviction of `trace` moves per period.
+    """Return the minimum number of bytes that any fractional eviction of `trace` moves per period.
 
     Args:
         trace: the accesses.

@@ -1,7 +1,7 @@
 """``nntask bench evict``: bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
 
 Every order of the step runs with the eviction policy `next-use`; the other policies run under the submission order, `layers` and the planned order.
-There is one worker, so that the executed order is the planned one. Beside each order stands a lower bound by linear programming (`byte_bound`; needs
+There is one worker, so that the executed order is the planned one. Each order is shown with a lower bound by linear programming (`byte_bound`; needs
 SciPy). Bytes depend on durations only through prefetching, so tasks run at a fixed rate of operations, and copies at 1 GB/s.
 """
 
@@ -33,7 +33,7 @@ class EvictSettings:
 
 
 def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the same figures as lines of text.
+    """Return the figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
@@ -70,7 +70,7 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _rows(plan: Any, divisor: int, positions: Mapping[str, list[int]], with_bound: bool) -> Iterator[dict[str, Any]]:
-    """Figures of every order at 1/divisor of the step's need, and of every eviction policy under some of them.
+    """Yield the figures of every order at 1/divisor of the step's need, and of every eviction policy under some of them.
 
     Args:
         positions: positions of the tasks, by name of the order.
@@ -120,7 +120,7 @@ def _rows(plan: Any, divisor: int, positions: Mapping[str, list[int]], with_boun
 
 
 def _bound(plan: Any, order: list[int], budget: int) -> float | None:
-    """Least bytes that this order moves; None where it does not fit."""
+    """Return the minimum number of bytes that this order moves; None if it does not fit."""
     from .access_trace import trace_of
     from .byte_bound import lower_bound
 

@@ -1,8 +1,8 @@
-"""The intervals between accesses of a trace, and the flow of what stays in the fast memory over them: what the linear programs of both lower bounds
-(`byte_bound`, `time_bound`) have in common.
+"""The intervals between accesses of a trace, and the flow of the data that stays in the fast memory over them: the part of the linear programs that
+both lower bounds (`byte_bound`, `time_bound`) share.
 
-The program. x_j is the fraction of interval j that stays, r_j the fraction that is made again before the next access (where that is possible), y_e
-the fraction of write epoch e that is written back, u_p the bytes that stay across position p without being accessed there:
+The program. x_j is the fraction of interval j that stays, r_j the fraction that is recomputed before the next access (if that is possible), y_e the
+fraction of write epoch e that is written back, u_p the bytes that stay across position p without being accessed there:
 
     u_p = u_(p-1) + sum_{j begins after p-1} size_j x_j - sum_{j ends at p} size_j x_j
     0 <= u_p <= capacity - accessed_p - scratch_p;   y_e >= 1 - x_j - r_j for the j of e;   x_j + r_j <= 1;   0 <= x, r, y <= 1
@@ -32,9 +32,9 @@ class Intervals:
     """Parallel lists of the intervals that cost bytes if the tile does not stay.
 
     Attributes:
-        first, last: positions strictly inside; first > last where the interval wraps around the end of the period.
+        first, last: positions strictly inside; first > last if the interval wraps around the end of the period.
         size: bytes of the tiles.
-        epoch: index of the write epoch; -1 where nothing has to be written back.
+        epoch: index of the write epoch; -1 if nothing has to be written back.
         group: index of the tiles in `tiles`.
         num_epochs: number of write epochs.
         tiles: groups of tiles that are merged.
@@ -51,15 +51,15 @@ class Intervals:
 
 @dataclass(frozen=True, slots=True)
 class Tight:
-    """Intervals across positions where not everything fits; the others stay.
+    """Intervals across positions at which not everything fits; the others stay.
 
     Attributes:
-        chosen: which intervals these are, shape (intervals,).
-        first, last: rows strictly inside, shape (intervals,); first > last where the interval wraps around.
+        chosen: indices of these intervals in `Intervals`, shape (intervals,).
+        first, last: rows strictly inside, shape (intervals,); first > last if the interval wraps around.
         size: units, shape (intervals,).
         epoch: index of the write epoch or -1, shape (intervals,).
         epoch_size: units, shape (epochs,); 0 for epochs without a tight interval.
-        limits: units that each row leaves beside what is accessed there, shape (rows,).
+        limits: units of each row that are free for data without an access there, shape (rows,).
     """
 
     chosen: Indices
@@ -78,7 +78,7 @@ class Shares:
     Attributes:
         stays: x, shape (intervals,).
         written: y, shape (epochs,).
-        again: r, of the intervals where it was asked for.
+        again: r, of the intervals that may be recomputed.
     """
 
     stays: Indices
@@ -87,10 +87,10 @@ class Shares:
 
 
 def intervals_of(trace: AccessTrace, marks: Sequence[Hashable] = ()) -> Intervals:
-    """All intervals with a position inside; tiles with equal accesses are merged.
+    """Return all intervals with a position inside; tiles with equal accesses are merged.
 
     Args:
-        marks: of each tile, what merged tiles have in common besides.
+        marks: key of each tile; only tiles with equal keys are merged.
     """
     history: dict[int, list[tuple[int, str]]] = {}
     for position, accesses in enumerate(trace.accesses):
@@ -107,7 +107,7 @@ def intervals_of(trace: AccessTrace, marks: Sequence[Hashable] = ()) -> Interval
 
 
 def tight_of(trace: AccessTrace, intervals: Intervals, capacity: int) -> Tight:
-    """The intervals that cannot all stay.
+    """Return the intervals that cannot all stay.
 
     Raises:
         ValueError: a single position needs more than `capacity`.
@@ -133,10 +133,10 @@ def tight_of(trace: AccessTrace, intervals: Intervals, capacity: int) -> Tight:
 
 
 def enter(program: LinearProgram, tight: Tight, again: Indices = NOTHING) -> Shares:
-    """Put the program of the module's docstring together, apart from what is to be least.
+    """Enter the variables and conditions of the module's docstring; the caller adds the objective.
 
     Args:
-        again: which of the tight intervals may be made again.
+        again: indices of the tight intervals that may be recomputed.
     """
     number, rows = len(tight.size), len(tight.limits)
     x, y = program.variables(np.ones(number)), program.variables(np.ones(len(tight.epoch_size)))
@@ -195,7 +195,7 @@ def _enter(found: Intervals, uses: tuple[tuple[int, str], ...], size: int, persi
 
 
 def _rows(first: Indices, last: Indices, size: Numbers, free: Numbers) -> Indices:
-    """The row of each position; -1 where everything fits. The positions of a row are consecutive and within the same intervals."""
+    """Return the row of each position; -1 if everything fits. The positions of a row are consecutive and within the same intervals."""
     period = len(free)
     change, edges = np.zeros(period + 1), np.zeros(period + 1, bool)
     np.add.at(change, first, size)
@@ -211,10 +211,10 @@ def _rows(first: Indices, last: Indices, size: Numbers, free: Numbers) -> Indice
 
 
 def _narrow(first: Indices, last: Indices, row_of: Indices, num_rows: int) -> tuple[Indices, Indices]:
-    """First and last row inside each cyclic interval of positions, -1 for intervals without a row."""
+    """Return the first and last row inside each cyclic interval of positions; -1 for intervals without a row."""
     starts = np.concatenate([[row_of[0] >= 0], (row_of[1:] >= 0) & (row_of[1:] != row_of[:-1])])
     begun = np.cumsum(starts)  # rows that begin at or before each position
-    next_row = np.where(row_of >= 0, row_of, begun)  # num_rows where no row follows
+    next_row = np.where(row_of >= 0, row_of, begun)  # num_rows if no row follows
     low, high = next_row[first], begun[last] - 1
     wraps = first > last
     inside = np.where(wraps, (low < num_rows) | (high >= 0), low <= high)

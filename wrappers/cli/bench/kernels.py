@@ -80,7 +80,7 @@ class _Total:
 
 
 def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the same figures as lines of text.
+    """Return the figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
@@ -126,7 +126,7 @@ def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def kinds_of(tasks: Sequence[RecordedTask]) -> list[_Kind]:
-    """The kinds of tasks of a step, each with one of its tasks and their number."""
+    """Return the kinds of tasks of a step, each with one of its tasks and their number."""
     kinds: dict[Any, _Kind] = {}
     for task in tasks:
         codelet: Any = task.codelet
@@ -141,7 +141,7 @@ def kinds_of(tasks: Sequence[RecordedTask]) -> list[_Kind]:
 
 
 def moved_bytes(task: RecordedTask) -> float:
-    """Bytes that a task must read and write, each tile once in each direction it needs."""
+    """Return the bytes that a task must read and write, each tile once in each direction it needs."""
     passes = {"R": 1, "W": 1, "RW": 2, "SCRATCH": 0}
     table = TABLES.get(getattr(task.codelet, "name", ""))
     total = 0.0
@@ -156,12 +156,12 @@ def moved_bytes(task: RecordedTask) -> float:
 
 
 def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
-    """Median seconds of a task's kernel on arrays of its shapes.
+    """Return the median seconds of a task's kernel on arrays of its shapes.
 
     Args:
         task: the task.
         num_ids: upper limit of token ids, exclusive.
-        repeats: least number of timed runs.
+        repeats: minimum number of timed runs.
     """
     import numpy as np
 
@@ -172,7 +172,7 @@ def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
     generator = np.random.default_rng(0)
     scratch = {
         at: np.zeros(view.shape, view.dtype) for at, (view, mode) in enumerate(tiles) if mode == "SCRATCH"
-    }  # shared by all sets, and so warm as on a worker
+    }  # shared by all sets, and therefore warm, as on a worker
     sets = [[scratch[at] if at in scratch else _filled(view, generator, num_ids) for at, (view, _) in enumerate(tiles)] for _ in range(number)]
     seconds = []
     for turn in range(_WARMUP + max(repeats, min(number, 4 * repeats))):
@@ -184,7 +184,7 @@ def measure(task: RecordedTask, num_ids: int, repeats: int) -> float:
 
 
 def _filled(view: Any, generator: Any, num_ids: int) -> Any:
-    """An array of plausible contents: small positive numbers, or token ids below `num_ids`."""
+    """Return an array of plausible contents: small positive numbers, or token ids below `num_ids`."""
     import numpy as np
 
     if view.dtype.kind in "iu":
@@ -197,7 +197,7 @@ def _filled(view: Any, generator: Any, num_ids: int) -> Any:
 
 
 def _peak() -> float:
-    """Flop/s of fp32 products on this thread, the best of small and large products; kernels hardly exceed it."""
+    """Return the flop/s of fp32 products on this thread, the best of small and large products; kernels hardly exceed it."""
     import numpy as np
 
     from nntask.hardware import gemm_peak
@@ -212,7 +212,7 @@ def _peak() -> float:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second, read plus written, of copies of `COPY_BYTES` between arrays that are in no cache; the median."""
+    """Return the bytes per second, read plus written, of copies of `COPY_BYTES` between arrays that are in no cache; the median."""
     import numpy as np
 
     number = -(-COLD_BYTES // (2 * COPY_BYTES))
@@ -226,7 +226,7 @@ def copy_bandwidth(repeats: int) -> float:
 
 
 def _summed(kinds: Sequence[_Kind], peak: float, bandwidth: float) -> dict[str, Any]:
-    """Rows by codelet, in the order of descending seconds, and totals."""
+    """Return the rows by codelet, in the order of descending seconds, and totals."""
     totals: dict[str, _Total] = {}
     for kind in kinds:
         name = getattr(kind.task.codelet, "name", "")

@@ -24,10 +24,10 @@ class LinearProgram:
         self._at_least: list[tuple[Sequence[Terms], Numbers]] = []
 
     def variables(self, upper: Numbers) -> Indices:
-        """Columns of new variables, shape (variables,).
+        """Add variables and return their columns, shape (variables,).
 
         Args:
-            upper: most that each may be, shape (variables,).
+            upper: upper limit of each variable, shape (variables,).
         """
         columns: Indices = self._num_columns + np.arange(len(upper))
         self._upper.append(upper)
@@ -43,11 +43,11 @@ class LinearProgram:
         self._at_least.append((terms, right))
 
     def minimise(self, *costs: tuple[Indices, Numbers], method: str = "highs") -> Numbers:
-        """The variables of a cheapest solution, shape (columns,).
+        """Solve the program and return the values of its variables, shape (columns,).
 
         Args:
-            costs: columns and the cost of one of each; columns that are not named cost nothing.
-            method: of `scipy.optimize.linprog`.
+            costs: columns and the cost per unit of each; other columns cost nothing.
+            method: solver of `scipy.optimize.linprog`.
 
         Raises:
             RuntimeError: the solver failed.
@@ -69,7 +69,7 @@ class LinearProgram:
         return found
 
     def _matrix(self, conditions: Sequence[tuple[Sequence[Terms], Numbers]]) -> tuple[Any, Numbers]:
-        """All conditions of a kind as a sparse matrix and its right side."""
+        """Return all conditions of a kind as a sparse matrix and its right side."""
         from scipy import sparse
 
         begin, entries = 0, [(np.zeros(0, int), np.zeros(0, int), np.zeros(0))]

@@ -36,7 +36,7 @@ class LinksSettings:
 
 
 def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the same figures as lines of text.
+    """Return the figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
@@ -71,7 +71,7 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _directory_of(text: str) -> Path | None:
-    """The directory of --disk, which has no size here; None where it is not given.
+    """Return the directory of --disk, which must have no size here; None without the flag.
 
     Raises:
         UsageError: it has a size, or is only a size.
@@ -116,7 +116,7 @@ def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
         store, models = open_store(["ram", "sim:0", "disk"]), Models()
         links = {}
         for (source, target), copy in copies.items():
-            _together(copy, nbytes, 1, [max(SIZES)] * (nbytes // max(SIZES)))  # so that later copies neither fault pages nor allocate extents
+            _together(copy, nbytes, 1, [max(SIZES)] * (nbytes // max(SIZES)))  # later copies then neither fault pages nor allocate extents
             alone = [sample for size in SIZES for sample in _together(copy, nbytes, 1, [size] * repeats)[0]]
             model = LinkModel()
             model.remember(alone)
@@ -138,7 +138,7 @@ def measure(directory: str, nbytes: int, repeats: int) -> dict[str, Any]:
 
 
 def _together(copy: Copy, nbytes: int, threads: int, sizes: Sequence[int]) -> tuple[list[tuple[int, float]], float]:
-    """Carry out copies over different bytes, `threads` at a time: (bytes, seconds) of each copy, and the seconds of all."""
+    """Carry out copies over different bytes, `threads` at a time; return (bytes, seconds) of each copy, and the seconds of all."""
 
     def timed(number: int) -> tuple[int, float]:
         size = sizes[number]
@@ -154,7 +154,7 @@ def _together(copy: Copy, nbytes: int, threads: int, sizes: Sequence[int]) -> tu
 
 
 def _spread(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A few samples of every size, as many together as a link model keeps; the choice does not depend on their times."""
+    """Return a few samples of every size, together the number that a link model keeps; the choice does not depend on their times."""
     from scheduler.machine import KEPT_COPIES
 
     each = max(1, KEPT_COPIES // len(SIZES))

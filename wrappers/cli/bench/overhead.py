@@ -33,7 +33,7 @@ class OverheadSettings:
 
 
 def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the same figures as lines of text.
+    """Return the figures, and the same figures as lines of text.
 
     Raises:
         UsageError: there are too few tasks.
@@ -47,7 +47,7 @@ def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def overhead(num_tasks: int) -> dict[str, float]:
-    """Microseconds of overhead per task by kind of load; medians of five rounds."""
+    """Return the microseconds of overhead per task by kind of load; medians of five rounds."""
     from scheduler import Codelet, Trace
 
     empty = Codelet("empty", cpu=_nothing)
@@ -80,7 +80,7 @@ class _Product:
 
         from tiles.kernels import set_blas_threads
 
-        set_blas_threads(1)  # one for each worker, as in training
+        set_blas_threads(1)  # one thread for each worker, as in training
         self._product: Callable[..., Any] = np.matmul
         self._ones: Callable[[int], Any] = lambda rows: np.ones((rows, 256), np.float32)
         self._weights = self._ones(256)
@@ -108,7 +108,7 @@ class _Product:
         mine.spent[0] += thread_time_ns() - begin
 
     def seconds(self) -> float:
-        """Processor seconds of all calls so far."""
+        """Return the processor seconds of all calls so far."""
         return sum(spent[0] for spent in self._spent) * 1e-9
 
 
@@ -153,7 +153,7 @@ class _Load:
             runtime.submit(codelet, [(handles[0], "R"), (handles[1], "R"), (handles[2 + i % _CHAINS], "RW")], None)
 
     def submitted(self) -> float:
-        """Overhead in seconds per submitted task."""
+        """Return the overhead in seconds per submitted task."""
 
         def action() -> None:
             self.emit(0)
@@ -162,11 +162,11 @@ class _Load:
         return self._measure(action, 1)
 
     def replayed(self) -> float:
-        """Overhead in seconds per replayed task."""
+        """Return the overhead in seconds per replayed task."""
         return self._measure(lambda: self.step.replay().wait(), 1)
 
     def mixed(self) -> float:
-        """Overhead in seconds per task when equally many tasks are submitted and replayed at the same time."""
+        """Return the overhead in seconds per task when equally many tasks are submitted and replayed at the same time."""
 
         def action() -> None:
             ticket = self.step.replay()
@@ -177,7 +177,7 @@ class _Load:
         return self._measure(action, 2)
 
     def _measure(self, action: Callable[[], None], times: int) -> float:
-        """Median over the rounds, without the two warm-up rounds, one for each instance of the step."""
+        """Return the median over the rounds, without the two warm-up rounds, one for each instance of the step."""
         found, waited = [], []
         for _ in range(2 + _ROUNDS):
             spent, busy = self.inside(), self._busy()
@@ -191,7 +191,7 @@ class _Load:
         return statistics.median(found[2:])
 
     def _busy(self) -> float:
-        """Seconds inside kernels so far."""
+        """Return the seconds inside kernels so far."""
         seconds: dict[str, float] = self.runtime.stats()["busy_seconds"]
         return sum(seconds.values())
 
@@ -201,7 +201,7 @@ def _view(memory: Any, offset: int) -> memoryview:
 
 
 def _measure_dask(num_tasks: int) -> float:
-    """Seconds per empty task of Dask's threaded scheduler with one worker."""
+    """Return the seconds per empty task of Dask's threaded scheduler with one worker."""
     import dask.threaded
 
     graph: dict[str, Any] = {f"c{i}": 0 for i in range(_CHAINS)} | {"a": 0, "b": 0}

@@ -1,6 +1,6 @@
-"""``nntask bench sched``: seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, beside lower bounds.
+"""``nntask bench sched``: seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, with lower bounds.
 
-The bounds are those of `scheduler.planning.bounds`, where each device has a link of its own.
+The bounds are those of `scheduler.planning.bounds` for devices with a link of their own each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SchedSettings:
 
 
 def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
-    """The figures, and the same figures as lines of text.
+    """Return the figures, and the same figures as lines of text.
 
     Raises:
         UsageError: a flag is wrong.
@@ -79,7 +79,7 @@ def run(settings: SchedSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[str, Any]:
-    """Figures of one machine under every policy."""
+    """Return the figures of one machine under every policy."""
     import gc
 
     from nntask import UsageError
@@ -93,7 +93,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     model = ModelSettings(model=settings.model, seq_len=settings.seq_len)
     tiling = TilingSettings(batch=settings.batch, minibatch=settings.minibatch)
     train, config, target = on_devices(model, settings.config_path, tiling, settings.ram, f"{count}x{settings.device}", settings.link)
-    gc.disable()  # plans are large and hold no garbage
+    gc.disable()  # plans are large and contain no garbage
     try:
         plan = captured(train, config, target)
         try:
@@ -119,7 +119,7 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
 
 
 def _row(policy: str, eviction: str, plan: StepPlan, target: MachineModel, duration: Duration, bound: float) -> dict[str, Any]:
-    """Figures of a step under one policy, beside the largest bound; the refusal if the step does not fit."""
+    """Return the figures of a step under one policy, with the largest bound; the error message if the step does not fit."""
     from scheduler import SchedulerError
     from scheduler.simulation import simulate
 

@@ -22,21 +22,21 @@ STANDARD: Final = TrainSettings(
 
 
 def length_of(config: ModelConfig) -> int:
-    """Default number of tokens per sequence: that of the standard job, or the model's longest."""
+    """Return the default number of tokens per sequence: that of the standard job, or the model's longest."""
     return min(1024, config.n_positions)
 
 
 def captured(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> StepPlan:
-    """The step that `nntask train` would record with these settings; arguments and errors as of `run_of`."""
+    """Return the step that `nntask train` would record with these settings. Arguments and errors are those of `run_of`."""
     return capture(run_of(settings, config, target)).plan
 
 
 def run_of(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> RunConfig:
-    """The run of these settings.
+    """Return the run of these settings.
 
     Args:
-        config: of the model; the preset that the settings name unless given.
-        target: an imaginary machine, for coarse tiles; None for the table's.
+        config: config of the model; by default the preset that the settings name.
+        target: an imaginary machine, for coarse tiles; None for the tiles of the table.
 
     Raises:
         UsageError: a rule of `nntask train` is broken.
@@ -49,7 +49,7 @@ def run_of(settings: TrainSettings, config: ModelConfig | None = None, target: M
 
 
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:
-    """The standard job with another preset, batch or length; the tiles of another preset come from the table.
+    """Return the settings of the standard job with another preset, batch or length; the tiles of another preset come from the table.
 
     Args:
         model: name of the preset.
@@ -72,13 +72,13 @@ def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None
 def on_devices(
     model: ModelSettings, config_path: str, tiling: TilingSettings, ram: str, devices: str, link: str
 ) -> tuple[TrainSettings, ModelConfig, MachineModel]:
-    """The settings of a job on imaginary devices, its model's config, and the machine.
+    """Return the settings of a job on imaginary devices, its model's config, and the machine.
 
     Args:
-        model: with the name of a preset, and a length or None for `length_of`.
+        model: model settings with the name of a preset, and a length or None for `length_of`.
         config_path: JSON file of a config instead of the preset; "" for none.
         ram: byte budget of RAM; "" for a boundless one.
-        devices, link: as of `imaginary_machine`.
+        devices, link: arguments of `imaginary_machine`.
 
     Raises:
         UsageError: a flag is wrong.

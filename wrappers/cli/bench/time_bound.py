@@ -1,28 +1,28 @@
-"""A lower bound on the seconds of a step whose tasks run in a given order, where data stays, moves or is made again, by linear programming.
+"""A lower bound, by linear programming, on the seconds of a step in a given order whose data stays, moves or is recomputed.
 
-The model is that of `byte_bound`, with one more way to have a tile that did not stay: to make it again. A value that a planner may make again
-(`scheduler.planning.Values`) is made again at most in the interval that ends at the first of its late uses, those from `Value.wanted` on.
+The model is that of `byte_bound`, extended by recomputation of a tile that did not stay. A value that a planner may recompute
+(`scheduler.planning.Values`) is recomputed at most in the interval that ends at the first of its late uses, those from `Value.wanted` on.
 
-- Its *production* (the tasks that make it, or the tail of the one) then runs once more. It may make several values, and runs as often as any of them
-  is made; where a tail is enough, the whole production does as well.
-- Nothing else about a clone costs anything: what it reads is there, and it needs no memory while it runs.
-- Copies in each direction follow one another, and so do tasks, clones among them; otherwise everything overlaps, whatever waits for what.
+- Its *production* (the tasks that compute it, or the tail of a single one) then runs once more. A production may compute several values, and runs
+  as often as the most frequent of them; if its tail is enough, the whole production is, too.
+- A clone has no other cost: its inputs are present, and it needs no memory while it runs.
+- Copies in each direction follow one another, and so do tasks, clones among them; otherwise everything overlaps, without regard to dependencies.
 
 Any machine with one queue of tasks takes at least the bound on average over many steps, if it executes the tasks of the step in this order, one after
 another, with clones in between as `scheduler.planning.recompute` enters them: whole tiles, the inputs of clones and the memory they take, finite
-queues and fragmentation can only cost more. The bound holds for no other order: one that sorts tasks better may be faster. The least of the bounds of
-several orders holds for these.
+queues and fragmentation can only cost more. The bound holds for no other order: one that sorts tasks better may be faster. The minimum of the bounds
+of several orders holds for all of these orders.
 
-The program. With the variables of `intervals`, r_j for intervals that end where a value may have been made again, n_p the runs of production p, and T
-the seconds:
+The program. With the variables of `intervals`, r_j for intervals that end where a value may have been recomputed, n_p the runs of production p, and
+T the seconds:
 
     minimise    T
     subject to  T >= sum of all tasks + sum_p seconds_p n_p
                 T >= sum_j load_j (1 - x_j - r_j)              load_j: seconds to copy the tiles of j in
                 T >= sum_e store_e y_e                         store_e: seconds to copy them out
-                sum of n_p that make j >= r_j
+                sum of n_p that compute j >= r_j
 
-or, where both directions share a link, T >= the sum of what the second and the third say.
+or, if both directions share a link, T >= the sum of the right sides of the second and the third condition.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ METHOD: Final = "highs-ipm"
 Seconds = Callable[[StepPlan], Mapping[RecordedTask, float]]
 """Seconds of each task of a plan."""
 Copy = Callable[[int], float]
-"""Seconds to copy a tile of so many bytes."""
+"""Seconds to copy a tile, as a function of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remade:
-    """How a tile may be made again.
+    """The recomputation of a tile.
 
     Attributes:
-        before: position of the access that it is made again for, if at all.
-        productions: indices of those that make it.
+        before: position of the access before which the tile may be recomputed.
+        productions: indices of the productions that compute the tile.
     """
 
     before: int
@@ -66,12 +66,12 @@ class Remade:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step costs beside the bytes that it holds.
+    """The costs of a step other than memory.
 
     Attributes:
         tasks: seconds of all its tasks.
-        load, store: of each tile, seconds of a copy into the fast memory and out of it.
-        remade: of each tile, how it may be made again; None where it cannot be.
+        load, store: seconds of a copy of each tile into the fast memory and out of it.
+        remade: recomputation of each tile; None if it cannot be recomputed.
         productions: seconds of each production.
         duplex: whether copies run in both directions at once.
     """
@@ -85,12 +85,12 @@ class StepCost:
 
 
 def least_seconds(trace: AccessTrace, capacity: int, cost: StepCost) -> float:
-    """Least seconds of a period, as in the module's docstring.
+    """Return the minimum duration of a period in seconds, by the program of the module's docstring.
 
     Args:
         trace: the accesses.
         capacity: bytes of the fast memory.
-        cost: of the tiles of the trace.
+        cost: costs of the tasks and of the tiles of the trace.
 
     Raises:
         ValueError: a single position needs more than `capacity`.
@@ -124,19 +124,19 @@ def least_seconds(trace: AccessTrace, capacity: int, cost: StepCost) -> float:
 
 
 def _row(columns: Indices, values: Numbers) -> tuple[Indices, Indices, Numbers]:
-    """Terms of a condition that is one row."""
+    """Return the terms of a condition that is one row."""
     return np.zeros(len(columns), int), columns, values
 
 
 def _of_intervals(intervals: Intervals, tight: Tight, seconds: Sequence[float]) -> Numbers:
-    """Seconds of a copy of all tiles of each tight interval, shape (intervals,)."""
+    """Return the seconds of a copy of all tiles of each tight interval, shape (intervals,)."""
     groups = np.array([sum(seconds[tile] for tile in tiles) for tiles in intervals.tiles], float)
     found: Numbers = groups[np.array(intervals.group, int)[tight.chosen]]
     return found
 
 
 def _makers(trace: AccessTrace, intervals: Intervals, tight: Tight, remade: Sequence[Remade | None]) -> tuple[Indices, tuple[Indices, Indices]]:
-    """Which of the tight intervals may be made again, and pairs of their number among these and a production that does it."""
+    """Return the tight intervals that may be recomputed, and pairs of their number among these and a production that computes them."""
     again, lines, productions = list[int](), list[int](), list[int]()
     for at, chosen in enumerate(tight.chosen):
         how = remade[intervals.tiles[intervals.group[chosen]][0]]
@@ -148,12 +148,12 @@ def _makers(trace: AccessTrace, intervals: Intervals, tight: Tight, remade: Sequ
 
 
 class TimedStep:
-    """A step whose bounds are asked for in several orders.
+    """A step for which the bounds of several orders are computed.
 
     Args:
-        plan: the step in submission order, nothing made again.
-        seconds: of tasks, those of productions among them.
-        load, store: of a tile into the fast memory and out of it.
+        plan: the step in submission order, without recomputation.
+        seconds: function that returns the seconds of tasks, including those of productions.
+        load, store: functions that return the seconds to copy a tile into the fast memory and out of it.
         duplex: whether copies run in both directions at once.
     """
 
@@ -175,13 +175,13 @@ class TimedStep:
         self._productions = [sum(known[task] for task in each) for each in tasks]
 
     def least_seconds(self, order: Sequence[int], capacity: int, *, again: bool = True) -> float:
-        """Least seconds in an order (positions of tasks).
+        """Return the minimum duration in seconds in an order (positions of tasks).
 
         Args:
-            again: whether values may be made again.
+            again: whether values may be recomputed.
 
         Raises:
-            ValueError, RuntimeError, ImportError: as of the function `least_seconds`.
+            ValueError, RuntimeError, ImportError: errors of the function `least_seconds`.
         """
         handles = tiles_of(self.plan, order)
         rank = {at: number for number, at in enumerate(order)}
@@ -195,18 +195,18 @@ class TimedStep:
 
 
 def _production(value: Value) -> tuple[tuple[int, ...], bool]:
-    """What productions of equal values have in common."""
+    """Return the key of a value's production; equal keys mean the same production."""
     return value.production, value.tail is not None
 
 
 def _numbers_of(value: Value, numbers: Mapping[tuple[tuple[int, ...], bool], int], whole: Mapping[int, int]) -> tuple[int, ...]:
-    """The productions that make a value: its own, and that of other results of the same task."""
+    """Return the productions that compute a value: its own, and that of other results of the same task."""
     own = numbers[_production(value)]
     return tuple(dict.fromkeys([own, whole.get(value.production[0], own)]))
 
 
 def order_in(plan: StepPlan, planned: PlannedOrder) -> list[int]:
-    """The order in which a planned step executes the tasks of the recorded one, clones left out.
+    """Return the order in which a planned step executes the tasks of the recorded one, without clones.
 
     Args:
         plan: the recorded step, in submission order.
@@ -221,5 +221,5 @@ def order_in(plan: StepPlan, planned: PlannedOrder) -> list[int]:
 
 
 def _results(task: RecordedTask) -> tuple[object, ...]:
-    """What tells a task from all but those that write the same after it or before it."""
+    """Return the key of a task: its name and outputs. Only tasks that write the same data one after another share a key."""
     return (task.name, *(handle for handle, mode in task.accesses if mode not in (R, SCRATCH)))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from nntask.training import Comparison
 
 DIFFERENT: Final = 1
-"""Exit code where results differ, because one kind of workers has a bug."""
+"""Exit code if results differ, because one kind of workers has a bug."""
 DEFAULT_LENGTH: Final = 256
-"""Most tokens of a sequence where neither a flag nor a run sets the length."""
+"""Largest number of tokens of a sequence if neither a flag nor a run sets the length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CompareSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is run, where the model's weights are (None for those of a new one), and the machine of each side, with budgets."""
+    """The run to compare, the source of the model's weights (None for new weights), and the machine of each side, with budgets."""
 
     name: str
     run: RunConfig
@@ -107,11 +107,11 @@ def _check(settings: CompareSettings) -> None:
 
 
 def _subject(word: str, asked: CompareSettings) -> _Subject:
-    """What MODEL stands for.
+    """Return the subject that the argument MODEL names.
 
     Raises:
-        UsageError: it is nothing that is known, or a flag does not fit the model.
-        DataError: what it names is broken.
+        UsageError: MODEL names nothing known, or a flag does not fit the model.
+        DataError: the files of MODEL are broken.
     """
     from nntask import PRESETS, UsageError
     from nntask.config import CheckpointSettings, ModelSettings, ObserveSettings, TrainSettings, resolve
@@ -142,7 +142,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
 
 
 def _with_flags(settings: TrainSettings, asked: CompareSettings, config: ModelConfig, *, is_new: bool) -> TrainSettings:
-    """The settings with the values of the flags; one minibatch a step where neither a flag nor a run sets its size."""
+    """Return the settings with the values of the flags; one minibatch per step unless a flag or a run sets its size."""
     model, tiling = settings.model, settings.tiling
     length, batch = asked.seq_len, asked.batch
     if is_new:
@@ -162,7 +162,7 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
     """Run both sides.
 
     Raises:
-        DoesNotFit: a budget is too small, or not to be had.
+        DoesNotFit: a budget is too small, or not available.
     """
     import scheduler
     from nntask import DoesNotFit, NntaskError
@@ -187,7 +187,7 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
 
 
 def _resources(kind: str, share: str) -> ResourceSettings:
-    """One worker of a kind, and the memory it may use."""
+    """Return settings for one worker of a kind, and the memory it may use."""
     from nntask.config import ResourceSettings
 
     if kind == "cpu":
@@ -209,7 +209,7 @@ def _train(runtime: Any, asked: CompareSettings, subject: _Subject) -> None:
 
 
 def _figures(asked: CompareSettings, subject: _Subject, found: Comparison) -> dict[str, Any]:
-    """The figures of --json; infinities and NaN, which JSON does not have, become texts."""
+    """Return the figures of --json; infinities and NaN, which JSON does not have, become texts."""
     return {
         "equal": found.first is None,
         "model": subject.name,
@@ -234,7 +234,7 @@ def _finite(value: Any) -> Any:
 
 
 def _lines(asked: CompareSettings, subject: _Subject, found: Comparison) -> Iterator[str]:
-    """The result as lines of text."""
+    """Yield the result as lines of text."""
     run = subject.run
     yield (
         f"{subject.name}: {asked.steps} step{'' if asked.steps == 1 else 's'} of {run.step.batch} x {run.model.seq_len} tokens; "

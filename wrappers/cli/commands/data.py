@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _how_to_use(settings: PrepareSettings, done: TokenizedDataset) -> str:
-    """The command that trains on the tokens, with a model that has as many ids."""
+    """Return the command that trains a model with a matching number of ids on the tokens."""
     from nntask import PRESETS
 
     train = f"use it with: nntask train --dataset train.bin --dataset-path {shlex.quote(settings.output)}"

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Processor, cores, memory, and the libraries of fp32 and bf16 products."""
+    """Return the processor, cores, memory, and the libraries of fp32 and bf16 products."""
     import psutil
 
     from scheduler import usable_cores
@@ -72,7 +72,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
-    """Workers and nodes that `nntask train` would have with these flags, measured rates, and models of links.
+    """Return the workers and nodes that `nntask train` would have with these flags, measured rates, and models of links.
 
     Raises:
         UsageError: a flag is wrong.

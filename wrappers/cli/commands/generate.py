@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nntask.models import LanguageModel
 
 _OF_FILLED: Final = frozenset({"prompt", "prompt_file", "dtype", "tokenizer_path", "json"})
-"""Settings of texts whose masks are filled; the others are of texts that grow."""
+"""Settings that apply to texts with masks; the other settings apply only to texts that are continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
     tiling = generation_tiling(source.config, is_quantised=source.is_quantised)
     begins = [ids.prompt(prompt) for prompt in prompts]
     batch, longest = min(asked.batch, len(prompts)), max(map(len, begins))
-    reads = source.config.objective == "seq2seq"  # an encoder the prompt; the text begins after one id
+    reads = source.config.objective == "seq2seq"  # an encoder reads the prompt; the text begins after one id
     if asked.cache and longest <= source.context and source.config.objective in ("causal", "seq2seq"):
         length = min(source.context, (1 if reads else longest) + asked.max_new_tokens - 1)
         check_memory(source, tiling, asked.dtype, machine, batch=batch, length=length, prompt_length=longest, num_beams=asked.num_beams)
@@ -117,7 +117,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_filled(asked: TextSettings, model: str) -> None:
-    """Check that nothing is said about how texts grow.
+    """Check that no flag of continued texts is set.
 
     Raises:
         UsageError: a flag would have no effect.
@@ -132,10 +132,10 @@ def _check_filled(asked: TextSettings, model: str) -> None:
 
 
 def _check_search(asked: TextSettings) -> None:
-    """Check that a search is not asked to draw.
+    """Check that a search does not also sample.
 
     Raises:
-        UsageError: it is.
+        UsageError: the flags ask for both.
     """
     from nntask import UsageError
 
@@ -144,7 +144,7 @@ def _check_search(asked: TextSettings) -> None:
 
 
 def _fill(model: LanguageModel, ids: TextIds, prompts: Sequence[str], begins: Sequence[list[int]], asked: TextSettings) -> None:
-    """Print the prompts with the best token behind each mask; with --json the best five of each, too."""
+    """Print the prompts with the best token in place of each mask; with --json print also the five best of each."""
     from nntask.inference import fill
 
     for number, (prompt, begin) in enumerate(zip(prompts, begins, strict=True), 1):
@@ -199,7 +199,7 @@ def check(asked: TextSettings) -> None:
 
 
 def prompts_of(asked: TextSettings) -> list[str]:
-    """The beginnings of the texts.
+    """Return the beginnings of the texts.
 
     Raises:
         DataError: the file cannot be read, or one of its lines is empty.
@@ -215,7 +215,7 @@ def prompts_of(asked: TextSettings) -> list[str]:
         raise DataError(f"--prompt-file {asked.prompt_file} cannot be read: {error.strerror}; give a text file with one prompt a line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"--prompt-file {asked.prompt_file} is not text in UTF-8: {error.reason} at byte {error.start}; convert it") from None
-    lines = text.removesuffix("\n").split("\n")  # splitlines() would end prompts at form feeds and the like as well
+    lines = text.removesuffix("\n").split("\n")  # splitlines() would also end prompts at form feeds and similar characters
     if not text:
         raise DataError(f"--prompt-file {asked.prompt_file} is empty; write one prompt a line")
     if "" in lines:
@@ -224,7 +224,7 @@ def prompts_of(asked: TextSettings) -> list[str]:
 
 
 class _Text:
-    """One text as it grows."""
+    """A text during its generation."""
 
     def __init__(self, number: int, prompt: str, begin: list[int], ids: TextIds) -> None:
         from nntask.inference import Spelling
@@ -239,21 +239,21 @@ class _Text:
         self._spelling.ids.extend(self._begin)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take tokens that follow."""
+        """Add tokens to the text."""
         self.new.extend(tokens)
         self._spelling.ids.extend(tokens)
 
     @property
     def text(self) -> str:
-        """The whole text, the prompt included."""
+        """Return the whole text, the prompt included."""
         return self._tokenizer.decode([*self._begin, *self.new])
 
     def news(self) -> str:
-        """The characters since the last call; an incomplete character waits for its remaining bytes, unless the text is complete."""
+        """Return the characters since the last call; an incomplete character waits for its remaining bytes, unless the text is complete."""
         return self._spelling.news(is_last=self.is_complete)
 
     def end(self, context: int, count: int) -> str:
-        """The reason why the text is complete: "context", "length" or "stop"."""
+        """Return the reason why the text is complete: "context", "length" or "stop"."""
         if self._num_given + len(self.new) > context:
             return "context"
         return "length" if len(self.new) == count else "stop"
@@ -303,7 +303,7 @@ class _Printer:
         self._begun = False
 
     def show(self) -> None:
-        """Print as much as is complete, or growing in first place."""
+        """Print all complete texts in order, and the new characters of the first incomplete one."""
         while self._left and (self._left[0].is_complete or not self._asked.json):
             text = self._left[0]
             if self._asked.json:

@@ -1,4 +1,4 @@
-"""``nntask models``: the families of models, their presets, and what a training step of each takes."""
+"""``nntask models``: the families of models, their presets, and the cost of a training step of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 from ..options.help import parse
 
 STATE_BYTES: Final = 16
-"""Of a parameter in fp32: the weight, its gradient, and both moments of AdamW."""
+"""Bytes per parameter in fp32: the weight, its gradient, and both moments of AdamW."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def families() -> dict[str, dict[str, Any]]:
-    """model_type -> classes of transformers, objectives, and presets with parameters and the bytes of their state."""
+    """Return for each model_type the classes of transformers, objectives, and presets with parameters and the bytes of their state."""
     from nntask.models import FAMILIES
 
     found = {}
@@ -56,13 +56,13 @@ def families() -> dict[str, dict[str, Any]]:
 
 
 def _about(config: Any) -> dict[str, Any]:
-    """What a class of configs says of its family."""
+    """Return the classes and objectives that a class of configs declares."""
     classes = [name for key in ("architecture", "classifier") if isinstance(name := getattr(config, key, None), str)]
     return {"classes": classes, "objectives": list(getattr(config, "objectives", ("causal",)))}
 
 
 def step_of(name: str) -> dict[str, Any]:
-    """The figures of a preset: its shape, and what a step of one sequence takes in fp32 with AdamW, from a capture as ``nntask plan`` makes it.
+    """Return the figures of a preset: its shape, and the cost of a step of one sequence in fp32 with AdamW, captured as in ``nntask plan``.
 
     Raises:
         UsageError: there is no such preset.
@@ -110,7 +110,7 @@ def step_of(name: str) -> dict[str, Any]:
 
 
 def _list(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Families with their presets."""
+    """Yield families with their presets."""
     from nntask.config import format_size
 
     yield f"State: weight, gradient and both moments of AdamW in fp32, {STATE_BYTES} bytes a parameter; nntask models NAME plans a step."
@@ -123,7 +123,7 @@ def _list(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The figures of a preset as lines of text."""
+    """Yield the figures of a preset as lines of text."""
     from nntask.config import format_least, format_size
 
     yield f"family              {figures['model_type']}: {', '.join(figures['classes'])}; learns {', '.join(figures['objectives'])}"

@@ -82,14 +82,14 @@ def run(argv: Sequence[str]) -> int:
     for finding in dataset.findings:
         print(finding.sentence, file=sys.stderr, flush=True)
     begin = perf_counter()
-    if file.num_tokens > 1:  # else `perplexity` says what is wrong
+    if file.num_tokens > 1:  # otherwise `perplexity` raises the error
         check_scoring(source, asked.dtype, machine, batch=asked.batch, length=min(length, file.num_tokens - 1))
     with runtime_of(machine, "--batch or --seq-len") as runtime:
         select = dataset.select_sequences
         found = score(source, runtime, file, tokenizer, length=length, batch=asked.batch, select=select, dtype=asked.dtype, progress=_progress())
     facts = {"dataset": dataset.name, "split": split, "seq_len": length, "seconds": round(perf_counter() - begin, 3)}
     if asked.json:
-        perplexity = found.perplexity if isfinite(found.perplexity) else None  # exp(loss) may be beyond all numbers
+        perplexity = found.perplexity if isfinite(found.perplexity) else None  # exp(loss) may overflow
         figures = {"loss": found.loss, "perplexity": perplexity, "bits_per_byte": found.bits_per_byte, "tokens": found.tokens}
         print(json.dumps({**figures, **facts}, allow_nan=False))
     else:
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _progress() -> Callable[[int, int], None]:
-    """A function that prints the progress on stderr, at most once per `TELL_SECONDS`."""
+    """Return a function that prints the progress on stderr, at most once per `TELL_SECONDS`."""
     printed = perf_counter()
 
     def report(scored: int, total: int) -> None:
@@ -124,7 +124,7 @@ def check(asked: ScoreSettings) -> None:
             raise UsageError(f"{flag} must be at least 1, got {value}; the nearest legal value is 1")
     if asked.dataset_select == 0 or asked.dataset_select < -1:
         raise UsageError(f"--dataset-select must be at least 1, or -1 for all, got {asked.dataset_select}; the nearest legal value is 1")
-    is_apart = bool(asked.val_path) or asked.dataset == WIKITEXT  # the selection is of training texts
+    is_apart = bool(asked.val_path) or asked.dataset == WIKITEXT  # the selection applies to training texts
     if asked.dataset_select != -1 and asked.dataset != "train.bin" and is_apart and asked.split != "train":
         raise UsageError(
             f"--dataset-select {asked.dataset_select} selects training texts, and {asked.val_path or f'the validation part of {asked.dataset}'} "
@@ -135,7 +135,7 @@ def check(asked: ScoreSettings) -> None:
 
 
 def _open(asked: ScoreSettings, source: ModelSource) -> tuple[Dataset, Tokenizer | None]:
-    """The dataset in the model's own tokens, and the tokenizer; token ids need no tokenizer."""
+    """Return the dataset in the model's own tokens, and the tokenizer; token ids need no tokenizer."""
     from nntask.data import DataSpec, open_dataset
 
     has_own = source.has_tokenizer or bool(asked.tokenizer_path)
@@ -154,7 +154,7 @@ def _open(asked: ScoreSettings, source: ModelSource) -> tuple[Dataset, Tokenizer
 
 
 def _split_of(asked: ScoreSettings, dataset: Dataset) -> tuple[str, TokenFile]:
-    """The name of the part that is scored, and its tokens.
+    """Return the name of the scored part, and its tokens.
 
     Raises:
         UsageError: the dataset has no such part.
@@ -162,7 +162,7 @@ def _split_of(asked: ScoreSettings, dataset: Dataset) -> tuple[str, TokenFile]:
     from nntask import UsageError
     from nntask.data import TokenFile
 
-    assert isinstance(dataset.train, TokenFile)  # of a dataset whose texts follow each other
+    assert isinstance(dataset.train, TokenFile)  # datasets of continuous texts have this class
     if asked.split == "train" or (asked.split == "auto" and dataset.validation is None):
         return "train", dataset.train
     if dataset.validation is None:

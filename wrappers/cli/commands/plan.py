@@ -18,7 +18,7 @@ from ..options.sources import Request, naming, request
 from ..options.torch_extra import load_torch, through_torch
 
 OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str, "ram-rate": str}
-"""Flags of ``nntask plan`` beside those of ``nntask train``, with their types."""
+"""Flags of ``nntask plan`` in addition to those of ``nntask train``, with their types."""
 _OF_DEVICES: Final = {"sim-gpu": 0, "sim-bandwidth": "", "ngpu": 0, "split-gpu": 1, "gpu-memory": "", "restrict": "none"}
 """Flags for devices of this machine, each with its neutral value."""
 
@@ -78,10 +78,10 @@ def run(argv: Sequence[str]) -> int:
     settings = asked.settings
     if asked.untiled is not None:
         return _print(_figures_through_torch(asked), asked)
-    assert asked.config is not None  # it has tiles
+    assert asked.config is not None  # the model has tiles
     with naming(asked.sources):
         machine = asked.devices
-        if asked.resumed is not None:  # the figures are of the settings alone, and the checkpoint's weights are not asked for
+        if asked.resumed is not None:  # the figures depend on the settings alone, not on the checkpoint's weights
             stored = settings
 
             def device_class() -> str:
@@ -89,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
                 return there.gpus.device_class
 
             filled, _, _ = sized(stored, asked.config, asked.resumed, device_class)
-            settings = replace(settings, model=replace(settings.model, gpu_attention=filled.model.gpu_attention))  # it has chosen where this is auto
+            settings = replace(settings, model=replace(settings.model, gpu_attention=filled.model.gpu_attention))  # resolved if it was "auto"
         if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
@@ -122,7 +122,7 @@ def _print(figures: Mapping[str, Any], asked: Request) -> int:
 
 
 def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
-    """The plan of a model without tiles."""
+    """Return the plan of a model without tiles."""
     from nntask.hardware import imaginary_machine
 
     assert asked.untiled is not None
@@ -140,7 +140,7 @@ def _figures_through_torch(asked: Request) -> Mapping[str, Any]:
 
 
 def _of_another_machine(resources: ResourceSettings, stated: Collection[str], devices: str) -> ResourceSettings:
-    """Resources without the devices and directories of this machine, which the environment or a resumed run may have set.
+    """Return resources without the devices and directories of this machine, which the environment or a resumed run may have set.
 
     Args:
         resources: the resources.
@@ -165,7 +165,7 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The plan as lines of text."""
+    """Yield the plan as lines of text."""
     from nntask.config import format_size
     from nntask.planning import told_updater
 
@@ -228,13 +228,13 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _alike(values: Mapping[str, object]) -> Mapping[str, Sequence[str]]:
-    """Neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
+    """Return neighbouring names of one kind (``gpu:0``) with equal values, grouped under one name (``gpu:0..7``)."""
     groups = [list(names) for _, names in groupby(values, key=lambda name: (name.partition(":")[0], values[name]))]
     return {names[0] + (f"..{names[-1].partition(':')[2]}" if len(names) > 1 else ""): names for names in groups}
 
 
 def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Of each memory what it has, needs at least and takes at most."""
+    """Yield the budget of each memory, its minimum and its largest use."""
     from nntask.config import format_least, format_size
     from nntask.hardware import BOUNDLESS, DISK
 
@@ -251,7 +251,7 @@ def _budgets(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
-    """Who computes attention on GPUs, where that is not only nntask itself."""
+    """Yield the library that computes attention on GPUs, unless it is nntask alone."""
     from nntask.config import format_size
     from tiles.kernels import ATTENTION_WORKSPACE_NBYTES
 
@@ -264,7 +264,7 @@ def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What is made again, and of each kind of data that could be, what becomes of it and what both ways cost; nothing where everything is kept."""
+    """Yield the recomputed data, and for each kind of recomputable data the decision and the cost of both ways; nothing if everything is kept."""
     from nntask.planning import headline, value_lines
 
     if figures["values"] or (figures["recompute_is_given"] and figures["recompute"] != "none"):
@@ -273,7 +273,7 @@ def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _grouped(moved: Mapping[str, int]) -> Mapping[str, int]:
-    """Bytes by link; where there are many links, by link between kinds of memory."""
+    """Return the bytes by link; if there are many links, by link between kinds of memory."""
     if len(moved) <= 6:
         return moved
     found: Counter[str] = Counter()

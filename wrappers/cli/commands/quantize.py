@@ -38,7 +38,7 @@ class QuantizeSettings:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the file or the directory, and print sizes and what stayed; returns 0."""
+    """Write the file or the directory, and print sizes and the tensors that were left as they are; returns 0."""
     settings, words = parse(QuantizeSettings, argv, "nntask quantize", words=("MODEL", "OUT"))
     from nntask import UsageError
     from nntask.config import format_size, parse_size

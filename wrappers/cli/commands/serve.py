@@ -83,7 +83,7 @@ class ServeSettings:
 def run(argv: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT; returns 0."""
     settings, words = parse(ServeSettings, argv, "nntask serve", words=("MODEL",))
-    gc.disable()  # until the server is ready: what is made before has no garbage worth a tenth of the time
+    gc.disable()  # until the server is ready: the objects created before have no garbage worth a tenth of the time
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     asked = settings.server
     check(asked)
@@ -99,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
     wanted = BatchShape.of(asked.slots, context)
     if asked.cache_tokens:
         wanted = BatchShape.of(asked.slots, context, -(-asked.cache_tokens // wanted.page))
-    with _template(asked, ids) as template:  # its process begins beside the rest
+    with _template(asked, ids) as template:  # its process starts while the memory is planned
         shape = fitted(source, tiling, asked.dtype, machine, wanted, is_exact=bool(asked.cache_tokens))
         _serve(asked, machine, source, tiling, shape, _service(asked, ids, template.result(), words[0]))
     return 0
@@ -144,7 +144,7 @@ def _context(asked: ServerSettings, source: ModelSource) -> int:
 
 @contextmanager
 def _template(asked: ServerSettings, ids: TextIds) -> Iterator[Future[ChatProcess | None]]:
-    """What writes conversations down, while it is needed; its process begins beside what the block does first."""
+    """Yield the process of the chat template, and close it at the end; it starts while the block's first statements run."""
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(_template_process, asked, ids)
         try:
@@ -155,7 +155,7 @@ def _template(asked: ServerSettings, ids: TextIds) -> Iterator[Future[ChatProces
 
 
 def _template_process(asked: ServerSettings, ids: TextIds) -> ChatProcess | None:
-    """A process for the chat template; None where there is no template that can be used.
+    """Return a process for the chat template; None if there is no usable template.
 
     Raises:
         DataError: --chat-template cannot be used.
@@ -182,10 +182,10 @@ def _template_process(asked: ServerSettings, ids: TextIds) -> ChatProcess | None
 
 
 def _clock(day: str) -> Callable[[], datetime]:
-    """What tells chat templates the date.
+    """Return the function from which chat templates get the date.
 
     Raises:
-        UsageError: `day` is none.
+        UsageError: `day` is not a date.
     """
     from nntask import UsageError
 
@@ -199,7 +199,7 @@ def _clock(day: str) -> Callable[[], datetime]:
 
 
 def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, model: str) -> Service:
-    """What is served."""
+    """Return the served model with the settings of the server."""
     import time
     from importlib.metadata import version
 
@@ -216,10 +216,10 @@ def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, 
 
 
 def _key(file: str) -> str:
-    """The key that requests must bring; "" for none.
+    """Return the key that requests must send; "" for none.
 
     Raises:
-        DataError: the file cannot be read, or has none.
+        DataError: the file cannot be read, or has no key.
         UsageError: others may read the file, or the key cannot be sent.
     """
     from nntask import DataError, UsageError
@@ -261,7 +261,7 @@ def _serve(asked: ServerSettings, machine: MachineSpec, source: ModelSource, til
             batch.join(TextRequest((0,), 1))
             while batch.texts:  # weights are read, kernels compiled and the first step recorded before the server listens
                 batch.step()
-            gc.freeze()  # what is there by now stays until the end
+            gc.freeze()  # objects that exist by now live until the end
             gc.enable()
             yield batch
 

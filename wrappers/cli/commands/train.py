@@ -55,6 +55,6 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
             return train(run)
         from ...dask.training.cluster_engine import train_on
 
-        check_start(run)  # what is wrong is better heard before workers start
+        check_start(run)  # report errors before workers start
         check_shared(run.step.num_minibatches, run.step.lanes, run.cluster)
         return train_on(run.cluster, lambda cluster: train(run, cluster), print)

@@ -46,25 +46,25 @@ class Flag:
 
     @property
     def value_type(self) -> Any:
-        """The type of the values, without ``None``."""
+        """Type of the values, without ``None``."""
         if isinstance(self.kind, types.UnionType) or typing.get_origin(self.kind) is typing.Union:
             return next(k for k in typing.get_args(self.kind) if k is not type(None))
         return self.kind
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words; empty if any text is allowed."""
+        """Allowed words; empty if any text is allowed."""
         return typing.get_args(self.value_type) if typing.get_origin(self.value_type) is Literal else ()
 
     def convert(self, text: str, source: str) -> Any:
-        """The value of a text.
+        """Return the value of a text.
 
         Args:
             text: the text.
             source: name of the flag, key or variable, for messages.
 
         Raises:
-            UsageError: the text is no value of the flag.
+            UsageError: the text is not a valid value of the flag.
         """
         if self.choices:
             if text not in self.choices:
@@ -90,7 +90,7 @@ Table = dict[str, Flag]
 
 
 def table_of(settings: type[Any]) -> Table:
-    """The flags of a dataclass whose fields are values, or dataclasses of values."""
+    """Return the flags of a dataclass whose fields are values, or dataclasses of values."""
     table: Table = {}
     for name, kind in typing.get_type_hints(settings).items():
         if dataclasses.is_dataclass(kind):
@@ -104,7 +104,7 @@ def table_of(settings: type[Any]) -> Table:
 
 
 def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
-    """The error for an unknown flag, with the most similar flags."""
+    """Return the error for an unknown flag, with the most similar flags."""
     elsewhere = ELSEWHERE.get(name)
     if elsewhere is not None:
         return UsageError(f"{source.removeprefix('flag ')} {elsewhere}")
@@ -114,7 +114,7 @@ def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
 
 
 def _likeness(name: str, other: str) -> float:
-    """Similarity of two names, from 0 to 1 for equal names, in the metric of `get_close_matches`."""
+    """Return the similarity of two names, from 0 to 1 for equal names, in the metric of `get_close_matches`."""
     return difflib.SequenceMatcher(None, other, name).ratio()
 
 
@@ -176,10 +176,10 @@ def _example(flag: Flag) -> str:
 
 
 def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
-    """The flags set in a TOML file, flat or in sections; the names of sections are ignored.
+    """Return the flags set in a TOML file, flat or in sections; the names of sections are ignored.
 
     Raises:
-        UsageError: the text is not TOML, a key is no flag, or a value is wrong.
+        UsageError: the text is not TOML, a key is not a flag, or a value is wrong.
     """
     import tomllib
 
@@ -203,7 +203,7 @@ def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `lower` and `upper`; `upper` wins. If `upper` names the model in one way, the other ways in `lower` are dropped."""
+    """Return the values of `lower` and `upper`; `upper` wins. If `upper` names the model in one way, the other ways in `lower` are dropped."""
     ways = {"model", "config-path", "init-from"}
     merged = {name: value for name, value in lower.items() if name not in ways or not ways & set(upper)}
     merged.update(upper)
@@ -211,7 +211,7 @@ def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(settings: Any, values: Mapping[str, Any], table: Table) -> Any:
-    """A copy of the dataclass `settings` with `values` set."""
+    """Return a copy of the dataclass `settings` with `values` set."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         groups.setdefault(table[name].group, {})[table[name].field] = value

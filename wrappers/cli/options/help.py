@@ -77,7 +77,7 @@ def _one_column() -> Iterator[None]:
 
 
 def _without_none(text: str) -> str:
-    """The help without tyro's words for unset values, and without the name of the outermost group."""
+    """Return the help without tyro's words for unset values, and without the name of the outermost group."""
     text = re.sub(r"\{None\}\|(\S+)( *)", lambda match: match[1] + match[2] + " " * 7, text)
     text = text.replace("{None,", "{")
     text = re.sub(r"\s*\(default:\s+(?:None|'')\)", "", text)

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def open_source(path: str | Path) -> ModelSource:
-    """What a directory or a GGUF file holds, after what is to be said about its files.
+    """Open the model in a directory or a GGUF file, and print the notes about its files.
 
     Raises:
-        DataError: it does not exist, holds no model, or what it holds is broken.
-        UsageError: its config is of no family, or breaks a rule.
+        DataError: it does not exist, contains no model, or its content is broken.
+        UsageError: its config belongs to no family, or breaks a rule.
     """
     from nntask.inference import ModelSource
 

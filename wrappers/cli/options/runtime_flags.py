@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def machine_from(asked: MachineSettings) -> MachineSpec:
-    """Where to compute; whether the budgets are to be had is asked where the model is known (`nntask.inference.check_memory`).
+    """Return the machine that the flags describe. `nntask.inference.check_memory` checks later, with the model, that the budgets are available.
 
     Raises:
         UsageError: the first value that breaks its rule.
-        DoesNotFit: the budget of GPUs is above what a card has.
+        DoesNotFit: the budget of GPUs is above the memory of a card.
     """
     from nntask.config import ResourceSettings, TrainSettings, check_values
     from nntask.hardware import devices_of, with_budgets
@@ -34,13 +34,13 @@ def machine_from(asked: MachineSettings) -> MachineSpec:
 
 @contextmanager
 def runtime_of(machine: MachineSpec, lower: str) -> Iterator[Runtime]:
-    """The runtime of a machine; its refusals name the flags that help.
+    """Yield the runtime of a machine, with errors that name the flags that help.
 
     Args:
-        lower: flags that make tasks smaller when they are lowered; "" where the command has none.
+        lower: flags that make tasks smaller when they are lowered; "" if the command has none.
 
     Raises:
-        DoesNotFit: a budget is too small, or not to be had.
+        DoesNotFit: a budget is too small, or not available.
         StorageError: the disk tier failed.
         NntaskError: weights could not be read.
     """

@@ -22,7 +22,7 @@ CONFIG: Final = "config"
 _ASKED_ANEW: Final = ("cluster", "observe")
 """Groups of settings that a resumed run does not keep."""
 _OF_A_START: Final = ("resume", "run-dir", "load-checkpoint", "load-optimizer")
-"""Flags that say where a run begins, which a resumed run does not keep."""
+"""Flags that determine where a run begins, which a resumed run does not keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Request:
 
     Args:
         settings: all settings; unset ones are None.
-        devices: what computes, without budgets; None where the machine is an imaginary one, or the model has no tiles.
-        config: configuration of the model, with --dropout applied; None where it has no tiles.
-        untiled: of a model without tiles, the content of its config.json, and where that is from; None for others.
+        devices: workers and devices, without budgets; None for an imaginary machine or a model without tiles.
+        config: configuration of the model, with --dropout applied; None for a model without tiles.
+        untiled: content and path of the config.json of a model without tiles; None for others.
         resumed: the checkpoint to continue from; None for a new run.
-        extra: values of flags beside the settings.
+        extra: values of further flags of the command.
         sources: for each flag that was not typed, the variable or key that set it, in words.
         stated: names of the flags on the command line or in the TOML file.
-        values: of the flags that are on the command line, in the TOML file or in the environment.
+        values: values of the flags on the command line, in the TOML file and in the environment.
     """
 
     settings: TrainSettings
@@ -67,7 +67,7 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str, type[bool] | type[str]] | None = None) -> Request:
-    """Settings and model config of a command line.
+    """Return the settings and model config of a command line.
 
     Args:
         argv: the words of the command line.
@@ -75,8 +75,8 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         extra: further flags of the command: switches (bool) and texts (str). With `devices`, the machine is an imaginary one.
 
     Raises:
-        UsageError: a flag or value is wrong, or about a device that is not there.
-        DoesNotFit: the budget of GPUs is above what a card has.
+        UsageError: a flag or value is wrong, or names a missing device.
+        DoesNotFit: the budget of GPUs is above the memory of a card.
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
@@ -119,7 +119,7 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
 
 
 def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mapping[str, Any], str] | None:
-    """The config.json of a model that nntask has no tiles for, and where it is from; None for a model with tiles.
+    """Return the content and path of the config.json of a model that nntask has no tiles for; None for a model with tiles.
 
     Raises:
         DataError: --init-from names no model directory.
@@ -149,10 +149,10 @@ def _read_config(file: str, table: Table) -> dict[str, Any]:
 
 
 def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint of --resume; None without the flag.
+    """Return the checkpoint of --resume; None without the flag.
 
     Raises:
-        UsageError: its value is empty, as that of an unset variable of a shell.
+        UsageError: its value is empty, for example from an unset variable of a shell.
         DataError: there is no such checkpoint.
     """
     resume = explicit.get("resume")
@@ -171,7 +171,7 @@ def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
 
 
 def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
-    """Settings of the resumed run as flags, without those for its start and its observation."""
+    """Return the settings of the resumed run as flags, without those for its start and its observation."""
     from nntask.checkpoints import STATE
     from nntask.config import from_dict
 
@@ -197,11 +197,13 @@ def _say_left_out(outputs: Mapping[str, str]) -> None:
 
 
 def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> ModelConfig:
-    """The config of the model that the settings name, with --objective and --dropout applied; a resumed run has its own, unless a flag names another.
+    """Return the config of the model that the settings name, with --objective and --dropout applied.
+
+    A resumed run has a config of its own, which is used unless a flag names another one.
 
     Raises:
-        UsageError: there is no such preset, or --objective is not for the model.
-        DataError: the config, or data that say what its head is, cannot be read.
+        UsageError: there is no such preset, or --objective does not fit the model.
+        DataError: the config, or the data that determine its head, cannot be read.
     """
     import difflib
 
@@ -239,7 +241,7 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
 
 
 def _named(values: Mapping[str, Any], source: str) -> ModelConfig:
-    """The config that a file has, after what is to be said about it.
+    """Return the config in a file, and print the notes about it.
 
     Raises:
         UsageError: the config breaks a rule.

@@ -1,4 +1,4 @@
-"""The extra that models without tiles need, and the sentence that says who trains them. PyTorch itself is not imported here."""
+"""The packages that models without tiles need, and the sentence that announces training through PyTorch. PyTorch itself is not imported here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _PACKAGES: Final = ("torch", "transformers")
 
 
 def load_torch(untiled: tuple[Mapping[str, Any], str]) -> None:
-    """Make sure that the packages of the extra are there, in releases that are new enough.
+    """Check that the packages of the extra are installed, in releases that are new enough.
 
     Args:
-        untiled: content of the model's config.json, and where it is from.
+        untiled: content and path of the model's config.json.
 
     Raises:
-        UsageError: one is missing, and the extra is named; or one is older than the tested releases.
+        UsageError: a package is missing or older than the tested releases.
     """
     from nntask import UsageError
 
@@ -32,5 +32,5 @@ def load_torch(untiled: tuple[Mapping[str, Any], str]) -> None:
 
 
 def through_torch(untiled: tuple[Mapping[str, Any], str]) -> str:
-    """The sentence that says that a model is trained through PyTorch."""
+    """Return the sentence that announces that a model is trained through PyTorch."""
     return f"{untiled[0]['model_type']} is trained through PyTorch: nntask has no tiles for it"
