@@ -1,8 +1,8 @@
-"""Whether a machine has the memory for a running batch, and how many pages its cache may have: ``nntask serve`` refuses at once what would end later.
+"""Memory check of a running batch: ``nntask serve`` refuses at start what would fail later, and limits the pages of its cache.
 
-The steps that count have all pages in use: a token of every text, a piece of a prompt whose probabilities are told, and the scores that the steps of
-fewer texts keep. With a disk tier the cache may be larger than host memory; without one it has as many pages as fit, and texts wait until some are
-free.
+The check counts the largest steps, with all pages in use: a step of one token of every text, and a step of a piece of a prompt with
+log-probabilities. The scores that the steps of fewer texts keep are added. With a disk tier the cache may be larger than host memory. Without one it
+has all pages that fit, and texts wait until pages are free.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 _SCORE_NBYTES: Final = 4
 _INSTANCES: Final = 2
-"""Of a recorded step, each with scores of its own."""
+"""Number of instances of a recorded step; each has scores of its own."""
 
 
 def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, *, is_exact: bool = False) -> BatchShape:
-    """The shape with as many of its pages as a machine has memory for; takes no memory itself.
+    """Return the shape with as many of its pages as fit into the machine's memory. The check itself takes no memory.
 
     Args:
-        dtype: see `ModelSource.build`.
-        is_exact: whether fewer pages will not do.
+        dtype: element type, as for `ModelSource.build`.
+        is_exact: whether fewer pages than `shape` has are refused.
 
     Raises:
-        DoesNotFit: a budget is too small for pages of one text; says by how much.
+        DoesNotFit: a budget is too small for the pages of one text; the message has the shortage.
         UsageError: texts of this model cannot run side by side.
     """
     check_joins(source.config)
@@ -47,7 +47,7 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
     target, most = this_machine(machine), token_rows(shape.slots, has_gpus=machine.has_gpus)[-1]
 
     def lacking(shape: BatchShape) -> Needs | None:
-        """What the step that needs most memory needs, of those that the machine has not enough for; None where all fit."""
+        """Return the needs of the largest step that does not fit; None if all steps fit."""
         found = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (most, PROMPT_ROWS))
         return max((needs for needs in found if not needs.fit(target)), key=lambda needs: (needs.last(target), needs.task), default=None)
 
@@ -66,7 +66,10 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
 
 
 def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, num_rows: int) -> Needs:
-    """What a step over rows with scores needs; without them it needs less. It sees one tile of pages; others are more tasks of the same size."""
+    """Return the needs of a step over rows with scores, which is at least those of a step without.
+
+    The step sees one tile of pages; further tiles are further tasks of the same size.
+    """
     data: list[TileTensor] = []
 
     def emit(model: LanguageModel, runtime: CapturingRuntime) -> TileTensor | None:

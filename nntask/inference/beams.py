@@ -1,12 +1,13 @@
-"""Beam search: of all texts that continue a prompt the most probable, as far as N texts at a time can find it.
+"""Beam search: the most probable continuation of a prompt that a search with N texts at a time can find.
 
-The search and its rules are those of transformers' `generate` (version 5) without sampling, in fp32, so that its texts are those of transformers.
-A step scores what follows each of a prompt's N running texts, its beams. Of the candidates with the best sums of logarithms of probabilities, those
-that end are kept as hypotheses, ranked by sum / length ** length_penalty, and the best N others run on. One beam may go on as several, and another
-as none; so with each step the search says which beam's past every new beam has.
+The rules are those of transformers' `generate` (version 5) without sampling, in fp32, so the texts are equal to those of transformers.
 
-The search knows no model: it takes a function that scores rows of ids. Those ids are what a decoder has been given, a prompt or the token with which
-a decoder begins, and lengths count from its end.
+A step scores the next token of each of a prompt's N running texts, its beams. Candidates are ranked by the sum of the logarithms of their
+probabilities. Of the best candidates, those that end become hypotheses, ranked by sum / length ** length_penalty; the best N others run on. A beam
+may continue as several beams or as none, so each step returns the row whose past every new beam continues.
+
+The search knows no model: it takes a function that scores rows of ids. The ids are the decoder's input: a prompt, or the token with which a decoder
+begins. Lengths count from the end of that input.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ EarlyStopping = Literal["false", "true", "never"]
 STEEPEST: Final = 5
 """Largest length penalty: powers of lengths up to this one are numbers in fp32."""
 _NEVER: Final = np.float32(-1e9)
-"""The score of what must not be chosen; transformers' number, since sums with it are compared."""
+"""Score of a forbidden candidate. The number is transformers', since sums with it are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """How the most probable text is searched for.
+    """Settings of a beam search.
 
     Args:
-        num_beams: texts that run side by side for each prompt.
-        length_penalty: hypotheses rank by sum / length ** length_penalty: above 0 longer texts gain, below 0 shorter ones.
-        early_stopping: when a prompt's search ends, if not because no beam can go on: "true" as soon as there are `num_beams` hypotheses; "false"
-            when the best beam would be no better than the worst of them if it ended now; "never" when it could not become better at any length.
+        num_beams: number of texts that run side by side for each prompt.
+        length_penalty: exponent of the length in sum / length ** length_penalty: above 0 longer texts gain, below 0 shorter ones.
+        early_stopping: rule that ends a prompt's search, unless no beam can go on: "true" as soon as there are `num_beams` hypotheses; "false"
+            if the best beam, ended now, would be no better than the worst hypothesis; "never" if no length could make it better.
 
     Raises:
         UsageError: a value is out of range.
@@ -62,11 +63,11 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A text that a search has found.
+    """Text found by a search.
 
     Args:
-        tokens: the new ones, without the token that ended it.
-        score: sum of the logarithms of probabilities, penalties included, by the length to the power of the length penalty.
+        tokens: new tokens, without the token that ended the text.
+        score: sum of the logarithms of the probabilities, with penalties, divided by length ** length_penalty.
     """
 
     tokens: tuple[int, ...]
@@ -83,19 +84,19 @@ def search(
     stop: Collection[int] = (),
     penalties: Penalties = NO_PENALTIES,
 ) -> list[list[Hypothesis]]:
-    """Search for the best texts of several prompts side by side; none depends on the others.
+    """Search for the best texts of several prompts side by side; the prompts are independent of each other.
 
     Args:
-        prompts: B, ids that texts begin with, at least one each.
-        limits: most new tokens of each text, at least 1; a token that ends a text counts.
-        scorer: called once with the B*N rows of ids, `num_beams` neighbours a prompt. The search changes these lists. It gives a function
-            rows (B*N,) -> (B*N, V), scores of what follows each row as it is when called; row i is row rows[i] of the call before and one token
-            more. Rows stay with their prompt, and those of a prompt whose search has ended are where they were.
-        vocab_size: ids that may come; the others have their share of probability.
+        prompts: B lists of ids, at least one id each.
+        limits: maximum number of new tokens of each text, at least 1; a token that ends a text counts.
+        scorer: function called once with the B*N rows of ids, N = `num_beams` neighbours a prompt; the search changes these lists. It returns a
+            function rows (B*N,) -> (B*N, V) of scores of the next token of each row at the time of the call. Row i continues row rows[i] of the
+            call before by one token. Rows stay with their prompt; the rows of a prompt whose search has ended do not move.
+        vocab_size: number of ids that may be chosen; ids beyond it keep their share of the probability.
         stop: tokens that end a text.
 
     Returns:
-        For each prompt its hypotheses, at most `num_beams`, the best first; at least one.
+        Hypotheses of each prompt, best first, at least one and at most `num_beams`.
 
     Raises:
         Diverged: scores are not finite.
@@ -114,12 +115,12 @@ def search(
 
 
 class _Beams:
-    """The beams of one prompt.
+    """Beams of one prompt.
 
     Args:
-        texts: of all rows; the beams' own are kept up.
-        first: number of their first row.
-        limit: most new tokens.
+        texts: ids of all rows; the search updates those of its own rows.
+        first: index of the prompt's first row.
+        limit: maximum number of new tokens.
     """
 
     def __init__(self, texts: list[list[int]], first: int, limit: int, how: BeamSearch, stop: Collection[int]) -> None:
@@ -128,15 +129,16 @@ class _Beams:
         self._texts, self._how, self._limit = texts, how, limit
         self._stop = np.array(sorted(set(stop)), np.intp)
         self._num_given, self._length = len(texts[first]), 0
-        self._scores = np.full(how.num_beams, _NEVER)  # the beams are equal at first, and only one of them counts
+        self._scores = np.full(how.num_beams, _NEVER)  # all beams are equal at first, so only one of them counts
         self._scores[0] = 0
         self._ended: list[tuple[np.float32, tuple[int, ...]]] = []
 
     def step(self, logits: Scores, vocab_size: int | None, penalties: Penalties) -> Rows:
-        """Let every beam go on by a token, from scores (N, V) of what follows it; returns the rows (N,) that the new beams come from.
+        """Extend every beam by a token and return the rows (N,) that the new beams continue.
 
         Args:
-            vocab_size: ids that may come, None for V.
+            logits: scores (N, V) of the next token of each beam.
+            vocab_size: number of ids that may be chosen, None for V.
         """
         first, num_beams, texts = self.rows.start, self._how.num_beams, self._texts[self.rows]
         logarithms = np.stack([_log_softmax(row, vocab_size, penalties, text) for row, text in zip(logits, texts, strict=True)])
@@ -159,7 +161,7 @@ class _Beams:
         return np.asarray(first + beam[going], np.int32)
 
     def _can_improve(self) -> bool:
-        """Whether a beam may still become a better hypothesis than the worst one."""
+        """Return whether a beam may still become a better hypothesis than the worst one."""
         if len(self._ended) < self._how.num_beams:
             return True
         if self._how.early_stopping == "true":
@@ -172,7 +174,7 @@ class _Beams:
         return np.float32(length**self._how.length_penalty)
 
     def hypotheses(self) -> list[Hypothesis]:
-        """What has ended, the best first; where penalties have forbidden every end, the best beam."""
+        """Return the ended texts, best first. If penalties forbade every end, return the best beam."""
         ended = self._ended or [(self._scores[0], tuple(self._texts[self.rows.start]))]
         return [Hypothesis(tuple(self._new(text)), float(score)) for score, text in ended]
 
@@ -182,7 +184,7 @@ class _Beams:
 
 
 def _log_softmax(scores: Scores, limit: int | None, penalties: Penalties, text: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Logarithms of the probabilities among all V of the first `limit` ids to follow a text, with penalties.
+    """Return the log-probabilities of the first `limit` ids among all V as the next token of a text, with penalties.
 
     Raises:
         Diverged: a score is not finite.

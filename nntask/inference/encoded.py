@@ -1,6 +1,6 @@
-"""Prompts that an encoder reads: it runs over them once, and every token of the decoder attends to what it says of them.
+"""Prompts of encoder-decoder models: the encoder runs once over them, and every token of the decoder attends to its output.
 
-Letters: B prompts, S tokens of the longest, T tokens of a text.
+Letters: B prompts, S tokens of the longest prompt, T tokens of a text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from ..nn.encoder_past import EncoderPast, kept, source_documents
 
 
 def padded(model: LanguageModel, sources: Sequence[Sequence[int]], length: int | None = None) -> dict[str, TileTensor]:
-    """Tokens and documents (B, S) of sources of unequal lengths, with padding behind the shorter ones.
+    """Return tokens and documents (B, S) of prompts of unequal lengths; shorter ones are padded at the end.
 
     Args:
-        length: T; with it also decoder_tokens (B, T), which are not written.
+        sources: ids of each prompt.
+        length: T, to add `decoder_tokens` (B, T), which are not written.
     """
     names = ("tokens", "documents") if length is None else ("tokens", "documents", "decoder_tokens")
     found = model.inputs(len(sources), max(map(len, sources)), names, length)
@@ -33,7 +34,7 @@ def padded(model: LanguageModel, sources: Sequence[Sequence[int]], length: int |
 
 
 def attended(model: LanguageModel, sources: Sequence[Sequence[int]], num_beams: int = 1) -> list[EncoderPast]:
-    """What each layer of the decoder sees of the sources, `num_beams` rows for each; an encoder runs once."""
+    """Run the encoder once and return the keys and values of the prompts for each layer of the decoder, `num_beams` rows a prompt."""
     given = padded(model, sources)
     model.eval()
     with no_grad():
@@ -42,7 +43,7 @@ def attended(model: LanguageModel, sources: Sequence[Sequence[int]], num_beams: 
 
 
 def pasts(pairs: list[tuple[TileTensor, TileTensor]], sources: Sequence[Sequence[int]], num_beams: int) -> list[EncoderPast]:
-    """The same, of keys and values (B, S, G*D) of each layer; the list is emptied, and with it their memory."""
+    """Return the pasts of keys and values (B, S, G*D) of each layer. `pairs` is emptied, which frees its memory."""
     found: list[EncoderPast] = []
     while pairs:
         pair = pairs.pop(0)
@@ -54,6 +55,6 @@ def pasts(pairs: list[tuple[TileTensor, TileTensor]], sources: Sequence[Sequence
 
 
 def _is_text(sources: Sequence[Sequence[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """(B, S), 1 where there is text."""
+    """Return (B, S): 1 for a token of a prompt, 0 for padding."""
     lengths = np.array([len(source) for source in sources])[:, None]
     return (np.arange(lengths.max()) < lengths).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What a masked language model puts behind the masks of a text."""
+"""Predictions of a masked language model for the masks of a text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .pretrained import TextIds
 
 @dataclass(frozen=True, slots=True)
 class FilledMask:
-    """One mask of a text.
+    """Predictions for one mask of a text.
 
     Args:
-        position: of the mask among the text's ids, from 0.
-        tokens: the most probable ids, the best first.
-        probabilities: theirs.
+        position: index of the mask among the text's ids, from 0.
+        tokens: most probable ids, best first.
+        probabilities: probabilities of `tokens`.
     """
 
     position: int
@@ -29,7 +29,7 @@ class FilledMask:
 
 
 def fill(model: LanguageModel, ids: TextIds, text: Sequence[int], count: int = 5) -> list[FilledMask]:
-    """The `count` most probable tokens behind each mask of a text, each mask on its own.
+    """Return the `count` most probable tokens for each mask of a text; each mask is predicted on its own.
 
     Args:
         text: ids, with masks among them.

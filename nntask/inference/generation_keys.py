@@ -1,6 +1,7 @@
-"""Keys of generation_config.json, each with a rule as those of config.json have (`models.foreign_keys`).
+"""Rules for the keys of generation_config.json, in the form of the rules for config.json (`models.foreign_keys`).
 
-Ids of ends are read; how texts are drawn is for flags to say; what else changes a text in transformers, and is not done here, is refused.
+Ids that begin and end texts are read. Keys of sampling are left to flags. Any other key that changes texts in transformers and has no
+implementation here is refused.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ GENERATION_KEYS: Final[Rules] = {
         )
     },
 }
-"""Those of transformers' ``GenerationConfig``."""
+"""Rule of each key of transformers' ``GenerationConfig``."""
 
 _FLAGS: Final = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Keys with a flag that change even the most probable text -> the value that does not."""
+"""Keys that change even the most probable text and have a flag -> the value that changes nothing."""
 
 
 def check_generation(values: Mapping[str, Any], source: str) -> None:
-    """Check that texts are as in transformers but for what flags say.
+    """Check that texts equal those of transformers, apart from the values that flags set.
 
     Raises:
-        UsageError: a key changes texts otherwise.
+        UsageError: a key changes texts in a way that is not implemented.
     """
     check_foreign(GENERATION_KEYS, values, source)
 
 
 def generation_notes(values: Mapping[str, Any], source: str) -> list[str]:
-    """Sentences for the caller to print: values that flags have to repeat, and keys that nothing reads."""
+    """Return sentences for the caller to print: values that take effect only through a flag, and keys that are ignored."""
     notes = [
         f"{source} has {key} {values[key]}, which is used where a flag says it: --{key.replace('_', '-')} {values[key]}"
         for key, usual in _FLAGS.items()

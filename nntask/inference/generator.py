@@ -1,15 +1,14 @@
 """Texts that continue prompts, token by token, by a model whose keys and values are cached.
 
-The prompts' tokens but the last pass through the model once, in pieces of a tile of the cache, and leave keys and values behind. Then all texts of
-the batch go on together, one token a step: the step is recorded, and recorded anew only when a text enters another tile of the cache, since then
-the tasks are others. Texts of unequal length need no padding: every token knows its own position.
+All tokens of the prompts but the last pass through the model once, in pieces of a tile of the cache, which stores their keys and values. Then all
+texts of the batch advance together, one token a step. The step is recorded, and recorded anew only when a text enters another tile of the cache,
+since its tasks change then. Texts of unequal length need no padding: every token knows its own position.
 
-The context is the most tokens a model looks at. A longer prompt is refused, and a text ends when its context is full: sliding the window would give
-every cached key another position, and so compute everything again for each token.
+The context is the largest number of tokens that a model attends to. A longer prompt is refused, and a text ends when its context is full: a sliding
+window would move every cached key to another position, so each token would recompute all of them. Frequencies that depend on the length of a text
+(LongRoPE) are those of the longest possible text: the longest prompt and all new tokens.
 
-Frequencies that depend on the length of a text (LongRoPE's) are those of the longest text that may come: the longest prompt and all new tokens.
-
-Where a model has an encoder, that reads the prompts, once; texts are what the decoder says then, and begin with the token before every output.
+An encoder reads the prompts once; the texts are then the decoder's output and begin with the model's start token.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Scores = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _DecodingStep:
-    """A recorded step of one token per text, for the tiles that the tokens lie in; another one where texts go on from others."""
+    """Recorded step of one token per text, for the tiles that the tokens lie in. Steps in which texts continue other rows are recorded apart."""
 
     step: Step
     output: TileTensor
@@ -52,7 +51,7 @@ def check_writes(config: ModelConfig) -> None:
     """Check that a model of `config` writes texts.
 
     Raises:
-        UsageError: it predicts something else.
+        UsageError: it predicts masked tokens or a class.
     """
     if config.objective not in ("causal", "seq2seq"):
         what = "predicts masked tokens" if config.objective == "masked" else "predicts a class"
@@ -60,11 +59,11 @@ def check_writes(config: ModelConfig) -> None:
 
 
 class Generator:
-    """Continues prompts with a model, or answers those that its encoder reads.
+    """Writer of texts that continue prompts, or that answer prompts read by an encoder.
 
     Args:
-        context: most tokens that the model looks at, at most its longest sequence; of prompt and text each where there is an encoder.
-        use_cache: False computes every token from the whole text again, for comparison.
+        context: largest number of tokens that the model attends to, at most its longest sequence. With an encoder, prompt and text each have it.
+        use_cache: whether keys and values are cached; False recomputes the whole text for every token, for comparison.
     """
 
     def __init__(self, model: LanguageModel, runtime: Runtime, context: int, *, use_cache: bool = True) -> None:
@@ -74,7 +73,8 @@ class Generator:
         """Check that prompts can be continued.
 
         Raises:
-            UsageError: there are none, or one is empty, longer than the context, or has ids that the model does not know; or the model writes none.
+            UsageError: there is no prompt; a prompt is empty, longer than the context, or has ids that the model does not know; or the model
+                writes no texts.
         """
         check_writes(self.model.config)
         if not prompts:
@@ -99,17 +99,21 @@ class Generator:
         first: int = 0,
         penalties: Penalties = NO_PENALTIES,
     ) -> Iterator[list[int | None]]:
-        """Yield the next token of every text, and None for texts that have ended; until all have.
+        """Yield the next token of every text, None for texts that have ended, until all have ended.
 
-        A text ends after `count` tokens, before a token of `stop`, and when its context is full.
+        A text ends after `count` tokens, before a token of `stop`, or when its context is full.
 
         Args:
-            prompts: at least one id each.
-            vocab_size: ids that may come; the model's scores beyond them are ignored.
+            prompts: ids of each prompt, at least one.
+            count: maximum number of new tokens of a text.
+            how: rule by which tokens are chosen.
+            vocab_size: number of ids that may be chosen; the model's scores beyond them are ignored.
+            stop: ids that end a text.
             first: number of the first text, which decides its draws.
+            penalties: penalties for repetition.
 
         Raises:
-            UsageError: see `check`.
+            UsageError: a prompt cannot be continued (`check`).
             Diverged: the model's scores are not finite.
         """
         self.check(prompts)
@@ -144,12 +148,13 @@ class Generator:
         stop: Collection[int] = (),
         penalties: Penalties = NO_PENALTIES,
     ) -> list[list[Hypothesis]]:
-        """Search for the most probable texts: for each prompt its hypotheses, at most `how.num_beams` and at least one, the best first.
+        """Search for the most probable texts and return the hypotheses of each prompt, best first, at least one and at most `how.num_beams`.
 
-        A text ends after `count` tokens, with a token of `stop`, and when its context is full. Arguments as of `stream`.
+        A text ends after `count` tokens, with a token of `stop`, or when its context is full. The arguments are those of `stream`; `how` has the
+        settings of the beam search.
 
         Raises:
-            UsageError: see `check`.
+            UsageError: a prompt cannot be continued (`check`).
             Diverged: the model's scores are not finite.
         """
         self.check(prompts)
@@ -171,12 +176,12 @@ class Generator:
         return search(begins, limits, how, scorer, vocab_size=vocab_size, stop=stop, penalties=penalties)
 
     def begins(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Ids that texts begin with: the prompts, or where an encoder reads those the one before every output."""
+        """Return the ids that texts begin with: the prompts, or the start token of a model with an encoder."""
         start = self.model.start
         return [list(prompt) if start is None else [start] for prompt in prompts]
 
     def _scorer(self, prompts: Sequence[Sequence[int]], texts: list[list[int]], count: int) -> Callable[[], Scores]:
-        """A function that scores what follows each text as it is when called  # -> (B, V)."""
+        """Return a function () -> (B, V) that scores the next token of each text at the time of the call."""
         length = self._cache_length(texts, count)
         if not self.use_cache:
             return lambda: self._scores_again(prompts, texts, length)
@@ -186,17 +191,19 @@ class Generator:
         return _Steps(self.model, self.runtime, cache, texts).scores
 
     def _cache_length(self, texts: Sequence[Sequence[int]], count: int) -> int:
-        """Positions of a cache for `count` new tokens of each text."""
+        """Return the number of positions of a cache for `count` new tokens of each text."""
         return min(self.context, max(map(len, texts)) + count - 1)
 
     def _attend_across(self, cache: KVCache, prompts: Sequence[Sequence[int]], num_beams: int) -> None:
-        """Let a cache's passes see the prompts, where an encoder reads them."""
+        """Let the decoder attend to the prompts, if an encoder reads them."""
         if self.model.start is not None:
             cache.attend_across(attended(self.model, prompts, num_beams))
 
     def _fill(self, cache: KVCache, texts: Sequence[Sequence[int]]) -> None:
-        """Put keys and values of all tokens but the last of each text into the cache, tile by tile; behind shorter texts lies padding that is
-        never read."""
+        """Fill the cache, tile by tile, with keys and values of all tokens but the last of each text.
+
+        Shorter texts are padded at the end; padding is never read.
+        """
         longest = max(map(len, texts)) - 1
         for start in range(0, longest, cache.tile):
             end = min(start + cache.tile, longest)
@@ -213,10 +220,13 @@ class Generator:
                 self.model.trunk(tokens, None, cache.past(positions, range(start // cache.tile, start // cache.tile + 1)))
 
     def _scores_again(self, prompts: Sequence[Sequence[int]], texts: list[list[int]], longest: int) -> Scores:
-        """Scores from the whole texts  # -> (B, V); of one that ended with its context full, without its last token. Prompts have equally many.
+        """Return scores (B, V) of the next tokens, computed from the whole texts.
+
+        A text that ended with a full context is scored without its last token.
 
         Args:
-            longest: positions that a cache would have. Padding up to that number if longer texts turn at frequencies of their own.
+            prompts: prompts, each with the same number of texts.
+            longest: number of positions of a cache. Texts are padded to it if the frequencies of the model depend on the length.
         """
         model, texts = self.model, [text[: self.context] for text in texts]
         model.eval()
@@ -239,7 +249,7 @@ class Generator:
 
 
 class _Steps:
-    """Scores of a batch of texts whose tokens but the last are in a cache; each step adds the last ones."""
+    """Scores of a batch of texts. All tokens but the last are in a cache; each step adds the last ones."""
 
     def __init__(self, model: LanguageModel, runtime: Runtime, cache: KVCache, texts: list[list[int]]) -> None:
         self._model, self._runtime, self._cache, self._texts = model, runtime, cache, texts
@@ -250,10 +260,10 @@ class _Steps:
         self._recorded: dict[bool, _DecodingStep] = {}
 
     def scores(self, rows: Rows | None = None) -> Scores:
-        """Scores of what follows each text  # -> (B, V). A text that has ended is where it was.
+        """Return scores (B, V) of the next token of each text. The position of a text that has ended does not change.
 
         Args:
-            rows: (B,), the text that each text was before its last token, of those with equal prompts; None for itself.
+            rows: (B,) index of the text, among those with equal prompts, that each text continues by its last token; None if each continues itself.
         """
         positions = [len(text) - 1 for text in self._texts]
         last = self._cache.last_position
@@ -268,7 +278,7 @@ class _Steps:
         return scores
 
     def _step(self, written: range, forks: bool) -> _DecodingStep:
-        """The recorded step for tokens in these tiles of the cache."""
+        """Return the recorded step for tokens in the tiles `written` of the cache."""
         if self._written != written:
             self._recorded.clear()
             self._written = written

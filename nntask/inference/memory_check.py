@@ -1,10 +1,9 @@
-"""Whether a machine has the memory for what a trained model is to do: ``nntask generate`` and ``nntask perplexity`` refuse at once what would end
-halfway.
+"""Memory check of inference: ``nntask generate`` and ``nntask perplexity`` refuse at start what would run out of memory halfway.
 
-What counts is a step, as `planning.memory_fit` counts a training step: of scoring, each is the same; of texts, the last of the longest, with the
-whole cache. Prompts pass through the model before that and may need more; the runtime refuses them when it meets them.
+The check counts one step, as `planning.memory_fit` counts a training step. All steps of scoring are equal; of generation, the last step of the
+longest text counts, with the whole cache. The pass over the prompts comes before that and may need more; the runtime refuses it then.
 
-A refusal names every budget that is too small with what it must be at least, and those flags for smaller work whose least value would do.
+A refusal names every budget that is too small with its least sufficient value, and the flags whose smallest value would make the work fit.
 """
 
 from __future__ import annotations
@@ -34,24 +33,25 @@ if TYPE_CHECKING:
 def check_memory(
     source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, *, batch: int, length: int, prompt_length: int, num_beams: int = 1
 ) -> None:
-    """Check that texts can be written to their ends; takes no memory, and 0.3 s for gpt2-large.
+    """Check that texts can be written to their ends. The check takes no memory, and 0.3 s for gpt2-large.
 
     Args:
-        dtype: see `ModelSource.build`.
-        batch: texts at a time.
-        length: tokens of the longest, in the cache.
-        prompt_length: tokens of the longest prompt, which are what the cache has with a single new token; of an encoder, what that reads.
-        num_beams: of each text.
+        dtype: element type, as for `ModelSource.build`.
+        batch: number of texts at a time.
+        length: number of tokens of the longest text in the cache.
+        prompt_length: number of tokens of the longest prompt. The cache has this length if a text has a single new token; with an encoder, this is
+            the encoder's input.
+        num_beams: number of beams of each text.
 
     Raises:
-        DoesNotFit: a budget is too small; says by how much.
+        DoesNotFit: a budget is too small; the message has the shortage.
     """
 
     def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int, num_beams: int) -> TileTensor:
         cache = model.cache(batch, length, num_beams)
         tokens, positions = cache.inputs(1)
         last = cache.last_position // cache.tile
-        first = 0 if batch > 1 and cache.has_windows else last  # a text that has ended early keeps what it sees
+        first = 0 if batch > 1 and cache.has_windows else last  # a text that has ended early keeps its window
         sources = cache.sources() if num_beams > 1 else None
         if model.start is not None:
             cache.attend_across(attended(model, [[0] * prompt_length] * batch, num_beams))
@@ -72,15 +72,15 @@ def check_memory(
 
 
 def check_scoring(source: ModelSource, dtype: str, machine: MachineSpec, *, batch: int, length: int) -> None:
-    """Check that a text can be scored; takes no memory, and 0.3 s for gpt2-large.
+    """Check that a text can be scored. The check takes no memory, and 0.3 s for gpt2-large.
 
     Args:
-        dtype: see `ModelSource.build`.
-        batch: windows at once.
-        length: tokens of each.
+        dtype: element type, as for `ModelSource.build`.
+        batch: number of windows at a time.
+        length: number of tokens of a window.
 
     Raises:
-        DoesNotFit: a budget is too small; says by how much.
+        DoesNotFit: a budget is too small; the message has the shortage.
     """
 
     def emit(model: LanguageModel, runtime: CapturingRuntime, batch: int, length: int) -> TileTensor:
@@ -106,11 +106,12 @@ def needs_of_step(
     data: Sequence[TileTensor] = (),
     kept: int = 0,
 ) -> Needs:
-    """What a model and a recorded step of it need; `emit` records the step and returns its output, if it has one.
+    """Return the memory needs of a model and a recorded step of it.
 
     Args:
-        data: what there is besides the model, of which the step may touch a part; `emit` may add to it.
-        kept: bytes that other steps keep.
+        emit: function that records the step and returns its output, if it has one.
+        data: tensors besides the model's, of which the step may touch a part; `emit` may add to them.
+        kept: number of bytes that other steps keep.
     """
     with no_collections():
         runtime = CapturingRuntime(has_gpus=machine.has_gpus)
@@ -121,15 +122,16 @@ def needs_of_step(
 
 
 def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, ...], said: str, smaller: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a machine has what work needs.
+    """Check that a machine has the memory that work needs.
 
     Args:
-        size: of the work, as `needs` takes it.
-        said: the size as a message says it.
-        smaller: flags, each with the size where it has its least value.
+        needs: function of a size that returns the needs of the work.
+        size: size of the work, the arguments of `needs`.
+        said: the size in words, for messages.
+        smaller: flags -> the size with the smallest value of that flag.
 
     Raises:
-        DoesNotFit: it has not, or its budgets are not to be had.
+        DoesNotFit: a budget is too small, or the machine cannot provide it.
     """
     check_budgets(machine)
     target, found = this_machine(machine), needs(*size)
@@ -141,7 +143,7 @@ def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, .
 
 
 def what_to_raise(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:
-    """What to raise, all of it; or the disk tier that would hold what host memory cannot, and what must be raised beside it."""
+    """Return advice: the budgets to raise, or a disk tier that replaces host memory together with the budgets to raise then."""
     found = _raised(target, needs.short(target), machine)
     if target.storage or all(at != target.last for at, _ in needs.short(target)):
         return found
@@ -151,9 +153,9 @@ def what_to_raise(target: MachineModel, needs: Needs, machine: MachineSpec) -> s
 
 
 def _raised(target: MachineModel, short: Sequence[tuple[int, int]], machine: MachineSpec) -> str:
-    """What to raise to have so many bytes of some nodes of a machine."""
+    """Return the flags to raise so that each node of `short` has its number of bytes."""
     changes = []
-    devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # one size for all of them
+    devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # all devices have one size
     for at, nbytes in short:
         size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
         if machine.disk is not None and target.storage and at == target.last:

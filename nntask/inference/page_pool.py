@@ -1,12 +1,13 @@
-"""Which pages of a cache are whose: pure bookkeeping, which knows no tiles and no tasks.
+"""Ownership of the pages of a cache: bookkeeping only, without tiles and tasks.
 
-A page holds the keys and values of `length` positions. It is free, or held by one text or several, or kept: held by nobody, with a beginning of a
-text in it that another may have in common. Kept pages are used again, the longest unused first, when no page is free.
+A page holds the keys and values of `length` positions. It is free, held by one or more texts, or kept: held by no text, but filled with the beginning
+of a text that another text may share. If no page is free, the kept page that was unused for longest is taken.
 
-A full page of a prompt is known by a digest of all tokens up to its end, so equal digests are equal beginnings. Pages are never written again
-once they are known.
+A full page of a prompt is identified by a digest of all tokens up to its end, so equal digests mean equal beginnings. A page is never written again
+once its digest is known.
 
-Texts reserve pages before they begin, as many as they may come to need, and take them as they grow: a text that has begun always finds its next one.
+Texts reserve the largest number of pages that they may need before they begin, and take them as they grow. So a text that has begun always finds its
+next page.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import numpy as np
 
 
 class PagePool:
-    """Pages of a cache.
+    """Pages of a cache, each free, held or kept.
 
     Args:
-        num_pages: how many there are.
-        length: positions of a page.
+        num_pages: number of pages.
+        length: number of positions of a page.
 
     Attributes:
-        num_reserved: pages that texts may still take.
+        num_reserved: number of pages that texts have reserved and not yet taken.
         num_highest: one more than the highest page that was ever taken.
     """
 
@@ -42,21 +43,21 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that may be reserved: neither held nor reserved."""
+        """Number of pages that may be reserved: neither held nor reserved."""
         return len(self._free) + len(self._kept) - self.num_reserved
 
     @property
     def num_held(self) -> int:
-        """Pages that texts hold."""
+        """Number of pages that texts hold."""
         return len(self._holders)
 
     @property
     def num_kept(self) -> int:
-        """Pages that nobody holds, with a known beginning."""
+        """Number of pages that no text holds and whose beginning is known."""
         return len(self._kept)
 
     def known(self, digests: Sequence[bytes]) -> list[int]:
-        """The pages of the longest beginning that is there, from the digests of a text's full pages."""
+        """Return the pages of the longest known beginning of a text, from the digests of its full pages."""
         found: list[int] = []
         for digest in digests:
             if digest not in self._page_of:
@@ -65,7 +66,7 @@ class PagePool:
         return found
 
     def begin(self, known: Sequence[int], count: int) -> bool:
-        """Hold pages that are known, and reserve `count` others; False, and nothing done, where there are not so many."""
+        """Hold the pages `known` and reserve `count` others. Return False, and change nothing, if fewer than `count` pages are available."""
         if count > self.num_available - sum(page in self._kept for page in known):
             return False
         for page in known:
@@ -75,7 +76,7 @@ class PagePool:
         return True
 
     def take(self) -> int:
-        """One of the reserved pages, to be held and written by one text."""
+        """Take one of the reserved pages, to be held and written by one text."""
         assert self.num_reserved > 0  # texts reserve all that they take
         self.num_reserved -= 1
         if self._free:
@@ -88,12 +89,12 @@ class PagePool:
         return page
 
     def know(self, page: int, digest: bytes) -> None:
-        """Let other texts find a page that is full; if its beginning is known already, nothing changes."""
+        """Make a full page available to other texts, unless its beginning is known already."""
         if digest not in self._page_of:
             self._page_of[digest], self._digest_of[page] = page, digest
 
     def end(self, pages: Sequence[int], unused: int) -> None:
-        """Let go of a text's pages, and of `unused` that it has reserved and not taken. Of known ones the last leave first."""
+        """Release a text's pages and its `unused` reserved ones. Its last pages are the first to be reused."""
         self.num_reserved -= unused
         for page in reversed(pages):
             self._holders[page] -= 1
@@ -106,7 +107,7 @@ class PagePool:
 
 
 def digests_of(tokens: Sequence[int], length: int) -> list[bytes]:
-    """A digest for each full page of tokens, of all tokens up to its end."""
+    """Return a digest for each full page of tokens, each of all tokens up to the page's end."""
     running, found = hashlib.blake2b(digest_size=16), list[bytes]()
     for end in range(length, len(tokens) + 1, length):
         running.update(np.asarray(tokens[end - length : end], "<i4").tobytes())

@@ -1,6 +1,6 @@
-"""Scores of the next token changed by what a text says already: repeated tokens weaker, repeated runs of tokens forbidden.
+"""Penalties for repetition: lower scores for repeated tokens, and forbidden repeats of runs of tokens.
 
-They are those of transformers' `generate`, in its order: the repetition penalty of CTRL (Keskar et al. 2019, section 4.1), then n-grams.
+The rules and their order are those of transformers' `generate`: the repetition penalty of CTRL (Keskar et al. 2019, section 4.1), then n-grams.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What a text may not repeat, or less probably. The prompt is a piece of the text.
+    """Penalties for repeated tokens and runs of tokens of a text, including its prompt.
 
     Args:
-        repetition: scores of tokens that the text has are divided by it where they are positive, and multiplied where negative; 1 for none.
-        no_repeat_ngram: no run of so many tokens comes twice; 0 for any.
+        repetition: divisor of the positive scores, and factor of the negative scores, of tokens that the text contains; 1 for no penalty.
+        no_repeat_ngram: length of the runs of tokens that may occur only once; 0 for no rule.
 
     Raises:
         UsageError: a value is out of range.
@@ -40,12 +40,15 @@ class Penalties:
             raise UsageError(f"no_repeat_ngram must be at least 0, got {self.no_repeat_ngram}; the nearest legal value is 0")
 
     def apply(self, scores: Floats, text: Sequence[int]) -> Floats:
-        """Scores (V,) of what follows `text`, changed: the same array where nothing is asked for, otherwise another one, in fp32 at least."""
+        """Return the scores (V,) of the next token of `text` with penalties.
+
+        The result is the same array if no penalty is set, otherwise a new one of at least fp32.
+        """
         if self.repetition == 1 and self.no_repeat_ngram == 0:
             return scores
         found = scores.astype(np.promote_types(np.float32, scores.dtype) if scores.dtype.kind == "f" else np.float32)
         known = np.unique(np.asarray(text, np.intp))
-        known = known[known < len(found)]  # the last ids of a prompt may lie beyond those that may come
+        known = known[known < len(found)]  # a prompt may contain ids that the model may not choose
         if self.repetition != 1:
             those = found[known]
             found[known] = np.where(those < 0, those * self.repetition, those / self.repetition)
@@ -58,7 +61,7 @@ NO_PENALTIES: Final = Penalties()
 
 
 def _followers(text: Sequence[int], size: int, limit: int) -> list[int]:
-    """The ids below `limit` that would complete a run of `size` tokens that the text has already."""
+    """Return the ids below `limit` that would repeat a run of `size` tokens of the text."""
     begin = list(text[len(text) + 1 - size :]) if size > 1 else []
     runs = (list(text[start : start + size]) for start in range(len(text) + 1 - size))
     return [run[-1] for run in runs if run[:-1] == begin and run[-1] < limit]
@@ -66,12 +69,12 @@ def _followers(text: Sequence[int], size: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class OutputPenalties:
-    """What OpenAI's interface asks for: numbers that are taken from scores of tokens for what a text has said, the prompt left out.
+    """Penalties of OpenAI's interface, subtracted from the scores of tokens of the output; the prompt does not count.
 
     Args:
-        presence: of tokens that it has said.
-        frequency: of tokens, for each time that it has said them.
-        bias: number that is added to the score of a token, by id.
+        presence: penalty of a token that occurs in the output.
+        frequency: penalty of a token for each time that it occurs in the output.
+        bias: number added to the score of a token, by id.
     """
 
     presence: float = 0.0
@@ -79,7 +82,7 @@ class OutputPenalties:
     bias: Mapping[int, float] = field(default_factory=dict)
 
     def apply(self, scores: Floats, said: Sequence[int]) -> Floats:
-        """Scores (V,) of what follows `said`, changed, in another array of fp32 at least."""
+        """Return the scores (V,) of the token after the output `said` with penalties, in a new array of at least fp32."""
         found = scores.astype(np.promote_types(np.float32, scores.dtype) if scores.dtype.kind == "f" else np.float32)
         known, counts = np.unique(np.asarray(said, np.intp), return_counts=True)
         found[known] -= self.presence + self.frequency * counts

@@ -1,8 +1,9 @@
-"""A trained model on disk, whatever wrote it: a run, one of its checkpoints, or a model directory of transformers.
+"""Trained models on disk: a run, one of its checkpoints, or a model directory of transformers.
 
-A text of a model directory begins with what its tokenizer puts before a text, or, if nothing is given at all, with the config's bos_token_id; it ends
-at its eos_token_id. A text of a run that began with such a directory, or learnt conversations, begins in the same way. A text of any other run begins
-behind an end of text, as every text of its training data did. A conversation begins with what its chat template writes, and nothing else.
+A text of a model directory begins with the ids that its tokenizer puts before a text. Without a prompt it begins with the config's bos_token_id. It
+ends at the eos_token_id. A text of a run that started from such a directory, or that was trained on conversations, begins in the same way. A text of
+any other run begins after an end-of-text token, like every text of its training data. A conversation begins with the output of its chat template
+and nothing else.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextIds:
-    """A tokenizer, and how texts begin and end for a model.
+    """Tokenizer of a model, with the ids that begin and end its texts.
 
     Args:
-        begin: ids in front of every text; without a prompt they are all there is.
-        alone: ids that a text begins with if there is no prompt; None where `begin` will do.
+        tokenizer: tokenizer of the model.
+        begin: ids in front of every text; without a prompt they are the whole beginning.
+        alone: ids that a text without a prompt begins with; None if they are `begin`.
         stop: ids that end a text.
-        vocab_size: ids that may come, all with a row of the model; a run has learnt nothing about those beyond its tokenizer's.
+        vocab_size: number of ids that may be chosen. The model has a row for each; a run has not trained those beyond its tokenizer's ids.
         adds_special: whether the tokenizer puts ids of its own before a prompt.
-        encodes_rows: whether a prompt is a whole row of its own, as in training: what an encoder reads.
+        encodes_rows: whether a prompt is a whole row of its own, as in training; true if an encoder reads it.
     """
 
     tokenizer: Tokenizer
@@ -66,7 +68,7 @@ class TextIds:
     encodes_rows: bool = False
 
     def known(self, ids: Iterable[int]) -> list[int]:
-        """The ids of a prompt, as Python's numbers.
+        """Return the ids of a prompt as Python integers.
 
         Raises:
             UsageError: the model has no row for one of them.
@@ -78,7 +80,7 @@ class TextIds:
         return found
 
     def conversation(self, text: str) -> list[int]:
-        """Ids of a conversation that a chat template has written.
+        """Return the ids of a conversation that a chat template has written.
 
         Raises:
             UsageError: the model has no row for one of them.
@@ -86,10 +88,10 @@ class TextIds:
         return self.known(conversation_ids(self.tokenizer, text))
 
     def prompt(self, text: str) -> list[int]:
-        """Ids that a text beginning with `text` begins with.
+        """Return the ids at the beginning of a text that starts with `text`.
 
         Raises:
-            UsageError: there is no text, and the model knows no beginning of one; or it has no row for a token of the text.
+            UsageError: `text` is empty and the model has no token that begins a text; or the model has no row for a token of the text.
         """
         if self.encodes_rows:
             if not text:
@@ -108,12 +110,13 @@ class TextIds:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A trained model on disk.
+    """Trained model on disk.
 
     Args:
-        path: the checkpoint, or the model directory.
-        settings: of the run that trained it; for a model directory the defaults, with the longest sequence that its config allows.
-        checkpoint: None for a model directory.
+        path: checkpoint or model directory.
+        config: configuration of the model.
+        settings: settings of the run that trained the model; for a model directory the defaults, with the longest sequence that its config allows.
+        checkpoint: opened checkpoint; None for a model directory.
     """
 
     path: Path
@@ -123,11 +126,11 @@ class ModelSource:
 
     @classmethod
     def open(cls, path: str | Path) -> ModelSource:
-        """Find out what a directory holds; reads no weights.
+        """Open the model in a directory without reading its weights.
 
         Raises:
-            DataError: it does not exist, holds no model, or what it holds is broken.
-            UsageError: its config is of no family, or breaks a rule.
+            DataError: the directory does not exist, holds no model, or has broken files.
+            UsageError: its config is of no known family, or breaks a rule.
         """
         directory = Path(path)
         if not directory.exists():
@@ -147,7 +150,7 @@ class ModelSource:
         return cls(directory, config, _with_length(TrainSettings(), config), None)
 
     def notes(self) -> list[str]:
-        """Sentences for the caller to print about the files of a model directory: keys that nothing reads, and values that flags have to repeat.
+        """Return sentences for the caller to print about a model directory: keys that are ignored, and values that take effect only through a flag.
 
         Raises:
             DataError: a file is broken.
@@ -163,16 +166,18 @@ class ModelSource:
 
     @property
     def context(self) -> int:
-        """Most tokens the model looks at: the length it was trained on, of an input or an output, or of a model directory the longest its config
-        allows."""
+        """Largest number of tokens that the model attends to.
+
+        It is the length of inputs or outputs in training; for a model directory, the longest sequence that its config allows.
+        """
         return max(known(self.settings.model.seq_len), self.settings.data.target_len or 0)
 
     def tokenizer(self, path: str = "") -> Tokenizer:
-        """The tokenizer that belongs to the model, or the one at `path` if none came with it.
+        """Return the tokenizer of the model, or the one at `path` if the model came without.
 
         Raises:
             UsageError: `path` is given although the model has its tokenizer.
-            DataError: there is none, or its files are broken.
+            DataError: the model has no tokenizer and `path` is empty, or the tokenizer's files are broken.
         """
         kind = self._tokenizer_kind()
         if kind is not None and path:
@@ -195,17 +200,17 @@ class ModelSource:
         return self._tokenizer_kind() is not None
 
     def _tokenizer_kind(self) -> str | None:
-        """The kind of the tokenizer that came with the model; None if none did."""
+        """Return the kind of the tokenizer that came with the model; None if none did."""
         if self.checkpoint is not None:
             kind: str | None = self.checkpoint.state.get("tokenizer")
             return kind
         return "file" if has_tokenizer(self.path) else None
 
     def text_ids(self, tokenizer: Tokenizer) -> TextIds:
-        """How texts begin and end.
+        """Return the tokenizer together with the ids that begin and end texts.
 
         Raises:
-            DataError: the directory's files say it in a way that is not known.
+            DataError: a file of the directory has these ids in an unknown form.
         """
         rows = self.config.objective != "causal"
         if self.checkpoint is not None:
@@ -219,7 +224,7 @@ class ModelSource:
         return TextIds(tokenizer, (), alone[:1], frozenset(ends), self.config.vocab_size, adds_special=True, encodes_rows=rows)
 
     def _object(self, name: str) -> Mapping[str, Any]:
-        """What is in a JSON file of the directory; nothing if it is not there."""
+        """Return the contents of a JSON file of the directory; an empty mapping if the file does not exist."""
         if is_gguf(self.path):
             found: dict[str, Any] = json.loads(open_gguf(self.path).files.get(name, "{}"))
             return found
@@ -227,7 +232,10 @@ class ModelSource:
         return read_object(file, "the file") if file.is_file() else {}
 
     def _ids(self, values: Mapping[str, Any], key: str) -> tuple[int, ...]:
-        """The ids under a key, which may be one number, a list, or null; those without a row, such as defaults of transformers, never come."""
+        """Return the ids of a key whose value is one number, a list, or null.
+
+        Ids without a row in the model, such as defaults of transformers, are left out.
+        """
         value = values.get(key)
         found = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(each) is int for each in found):
@@ -236,7 +244,7 @@ class ModelSource:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether matrices of the model, or of what its adapters stand beside, are quantised; asks headers of files.
+        """Whether matrices of the model, or of the base model of its adapters, are quantised; reads the headers of files.
 
         Raises:
             DataError: files are missing or broken, or not those that the adapters were trained with.
@@ -245,20 +253,22 @@ class ModelSource:
         return directory is not None and any(each.is_quantised for each in stored_ranges(directory)[1].values())
 
     def _directory(self) -> Path | None:
-        """The model directory or GGUF file that weights are read from; None if a checkpoint has all of them."""
+        """Return the model directory or GGUF file that weights are read from; None if a checkpoint has all of them."""
         base = None if self.checkpoint is None else frozen_base_of(self.checkpoint)
         has_files = base is not None and base.kind in ("directory", "gguf")
         return self.path if self.checkpoint is None else Path(base.path) if base is not None and has_files else None
 
     def build(self, runtime: TaskRuntime, tiling: ModelTiling, dtype: str = "auto", *, read: bool = True) -> LanguageModel:
-        """The model on a runtime: weights of a checkpoint are loaded, those of a model directory, or beside adapters, read when they are first used.
+        """Build the model on a runtime.
+
+        Weights of a checkpoint are loaded. Those of a model directory, or of the base model of adapters, are read at their first use.
 
         Args:
-            dtype: auto, fp32 or bf16; auto is the run's own, and fp32 for a model directory.
-            read: False reads no weights, to see what the model needs.
+            dtype: auto, fp32 or bf16; auto is the run's own type, and fp32 for a model directory.
+            read: whether weights are read; False only shows the sizes that the model needs.
 
         Raises:
-            DataError: a tensor is missing, misshapen, or a file is broken.
+            DataError: a tensor is missing or misshapen, or a file is broken.
         """
         directory = self._directory()
         sizes = () if directory is None else block_sizes(directory)
@@ -277,7 +287,7 @@ class ModelSource:
 
 
 def _with_length(settings: TrainSettings, config: ModelConfig) -> TrainSettings:
-    """The settings with a length of sequences: the longest, where they have none and the model has one."""
+    """Return settings with a length of sequences: the model's longest if they have none, or `LARGEST_COUNT` if the model has no limit."""
     if settings.model.seq_len is not None:
         return settings
     return replace(settings, model=replace(settings.model, seq_len=config.longest or LARGEST_COUNT))

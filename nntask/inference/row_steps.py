@@ -1,4 +1,4 @@
-"""The steps of a running batch: how many rows they have, the cache that they share, and the tasks of one."""
+"""Steps of a running batch: their numbers of rows, their shared cache, and the tasks of a step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from ..models.interface import ModelConfig
 
 PROMPT_ROWS: Final = 64
-"""Tokens of a prompt that a step takes."""
+"""Number of tokens of a prompt that a step reads."""
 _MOST_PAGES: Final = 64
 _SHORTEST_PAGE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """How large a batch may become.
+    """Limits of a batch.
 
     Args:
-        slots: texts side by side.
-        context: most tokens that the model looks at.
-        page: positions of a page, a divisor or a multiple of `PROMPT_ROWS`.
-        num_pages: of all texts together.
+        slots: number of texts that run side by side.
+        context: largest number of tokens that the model attends to.
+        page: number of positions of a page, a divisor or a multiple of `PROMPT_ROWS`.
+        num_pages: number of pages of all texts together.
     """
 
     slots: int
@@ -44,7 +44,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, slots: int, context: int, num_pages: int | None = None) -> BatchShape:
-        """With pages of a length that follows from the context, as many as all slots may come to need unless given."""
+        """Return a shape whose page length follows from the context, by default with all pages that `slots` texts may need."""
         page = _SHORTEST_PAGE
         while page * _MOST_PAGES < context:
             page *= 2
@@ -52,12 +52,12 @@ class BatchShape:
 
     @property
     def most(self) -> int:
-        """Most pages of a text."""
+        """Largest number of pages of a text."""
         return -(-self.context // self.page)
 
     @property
     def longest(self) -> int:
-        """Most positions of a text: those of the context, or of all pages."""
+        """Largest number of positions of a text: the context, or all pages if they hold fewer."""
         return min(self.context, self.num_pages * self.page)
 
 
@@ -73,8 +73,10 @@ def check_joins(config: ModelConfig) -> None:
 
 
 def token_rows(slots: int, *, has_gpus: bool) -> tuple[int, ...]:
-    """Rows of the steps that take a token of each text, ascending: the smallest that holds all texts is run, and of more texts than the largest holds
-    several."""
+    """Return the numbers of rows of the steps that take a token of each text, in ascending order.
+
+    The smallest step that holds all texts is run. If the largest step holds fewer texts than there are, several steps are run.
+    """
     if has_gpus:
         return (slots,)
     most = min(slots, TOKEN_ROWS)
@@ -82,13 +84,13 @@ def token_rows(slots: int, *, has_gpus: bool) -> tuple[int, ...]:
 
 
 def pages_for(model: LanguageModel, runtime: TaskRuntime, shape: BatchShape) -> KVPages:
-    """The cache of a batch."""
+    """Build the cache of a batch."""
     sizes: Mapping[str, int] = {"num_pages": shape.num_pages, "length": shape.page, "most": shape.most, "longest": shape.longest}
     return KVPages(model.config, model.given_tiling, runtime, **sizes, dtype=model.lm_head.dtype)
 
 
 def emit_rows(model: LanguageModel, past: Past, inputs: RowInputs, *, scores: bool) -> TileTensor | None:
-    """Emit a step over rows: the scores (R, 1, V) of what follows each, or None."""
+    """Emit a step over rows. Return the scores (R, 1, V) of the next token of each row, or None if `scores` is false."""
     with no_grad():
         if scores:
             return model.continued_logits(inputs.tokens, past).data

@@ -1,17 +1,13 @@
-"""A batch of texts that run side by side, which join and leave between tokens (continuous batching: Yu et al., Orca, 2022).
+"""Texts that run side by side and join and leave between tokens (continuous batching: Yu et al., Orca, 2022).
 
 A text has a slot and pages of the cache (`nn.kv_pages`, `page_pool`). Recorded steps do all the work, and none is recorded anew when texts come or
-go: some take a token of each of 1, 2, 4, ... texts and score what follows; another takes a piece of one prompt, a row for each token. `step` runs the
-latter for the first text that still has a prompt to read, then the smallest of the former that holds all whose prompts are read, so a long prompt
-holds nobody up and the cost of a token follows the texts that run. Each is recorded when it is first needed.
+go. Some steps take a token of each of 1, 2, 4, ... texts and score the next one; another takes a piece of one prompt, a row for each token. `step`
+runs the latter for the first text with an unread prompt, then the smallest of the former that holds all texts whose prompts are read. So a long
+prompt delays no other text, and the cost of a token follows the number of running texts.
 
-The scores of a text follow from its request alone: rows share nothing but products with weights, whose loops give each row the bits that it has alone
-(`kernels.cpu.matmul.are_tokens`); a position of a prompt always has the same row of its step; and the order in which attention adds pages is that of
-the text. GPUs choose their products by the number of rows. There a step has a row for every slot, and last bits may depend on the slot.
-
-Pages of prompts that are full are known by what stands before their end, and a text whose prompt begins as another's did takes its pages over: those
-of texts that run, and of such that have ended while nobody needed their pages. Pages of what texts have said are not, since another step made
-them, which may have other last bits.
+The scores of a text depend on its request alone: rows share only products with weights, whose loops give each row the bits that it has alone
+(`kernels.cpu.matmul.are_tokens`). A position of a prompt always has the same row of its step, and attention adds pages in the order of the text.
+GPUs choose their products by the number of rows, so there a step has a row for every slot, and last bits may depend on the slot.
 """
 
 from __future__ import annotations
@@ -41,20 +37,23 @@ Scores = npt.NDArray[np.floating[Any]]
 Work = Literal["tokens", "prompt", "scored prompt"]
 
 BEST: Final = Sampling(temperature=0)
-"""The best token always."""
+"""Rule that always chooses the best token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """What a text begins with, and how it goes on.
+    """Request for a text: its beginning, and the rules by which it continues.
 
     Args:
-        prompt: at least one id.
-        limit: most new tokens.
-        number: of the text among those of one request, which decides its draws.
-        stop: ids that end it.
-        num_top: best tokens to tell with each chosen one; None for no probabilities at all.
-        scores_prompt: whether the same is told of the prompt's tokens; its beginning is computed even if another text has it.
+        prompt: ids that the text begins with, at least one.
+        limit: maximum number of new tokens.
+        how: rule by which tokens are chosen.
+        number: index of the text among those of one request, which decides its draws.
+        stop: ids that end the text.
+        penalties: penalties for repetition in prompt and output.
+        output_penalties: penalties for tokens of the output; None for none.
+        num_top: number of best tokens reported with each chosen one; None to report no probabilities at all.
+        scores_prompt: whether the prompt's tokens are reported as well; the prompt's beginning is then computed even if another text has it.
     """
 
     prompt: tuple[int, ...]
@@ -70,7 +69,7 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token with the logarithm of the probability that the model gives it, and the best tokens there, the best first, with theirs."""
+    """Log-probability of a token, and the best tokens at its position with theirs, best first."""
 
     token: int
     logprob: float
@@ -79,12 +78,12 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """What a step says of a text.
+    """Result of a step for a text.
 
     Args:
-        token: None where a token of `stop` has come.
-        end: why the text has ended with this; None where it goes on.
-        score: if it was asked for.
+        token: new token; None if the step chose a token of `stop`.
+        end: reason for which the text ends here; None if it continues.
+        score: log-probabilities of the token, if they were requested.
     """
 
     token: int | None
@@ -94,12 +93,12 @@ class NextToken:
 
 @dataclass(eq=False, slots=True)
 class RunningText:
-    """A text in the batch.
+    """Text in the batch.
 
     Attributes:
-        tokens: its ids, the prompt's first.
-        prompt_scores: of the prompt's tokens but the first, if they were asked for.
-        num_shared: tokens of the prompt that were there already.
+        tokens: ids of prompt and output.
+        prompt_scores: log-probabilities of the prompt's tokens except for the first, if they were requested.
+        num_shared: number of tokens of the prompt that were in the cache already.
     """
 
     request: TextRequest
@@ -114,29 +113,29 @@ class RunningText:
 
     @property
     def num_new(self) -> int:
-        """Tokens that it has said."""
+        """Number of tokens of the output."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
     def is_read(self) -> bool:
-        """Whether all of the prompt but its last token is in the cache."""
+        """Whether the cache has all of the prompt but its last token."""
         return self.num_cached >= len(self.request.prompt) - 1
 
 
 class RunningBatch:
-    """Texts that a model writes side by side.
+    """Batch of texts that a model writes side by side.
 
     Args:
-        model: one that continues texts; it is set to evaluation.
-        vocab_size: ids that may come; None for all.
+        model: model that continues texts; it is set to evaluation.
+        vocab_size: number of ids that may be chosen; None for all.
 
     Attributes:
-        pool: whose the pages are.
-        num_steps: steps so far by what they did.
-        num_shared: tokens of prompts that were there already.
+        pool: ownership of the pages.
+        num_steps: number of steps so far, by kind.
+        num_shared: number of tokens of prompts that were in the cache already.
 
     Raises:
-        UsageError: the model writes no texts, or reads them with an encoder.
+        UsageError: the model writes no texts, or reads prompts with an encoder.
     """
 
     def __init__(self, model: LanguageModel, runtime: Runtime, shape: BatchShape, *, vocab_size: int | None = None) -> None:
@@ -156,7 +155,7 @@ class RunningBatch:
 
     @property
     def texts(self) -> list[RunningText]:
-        """Those that run, by slot."""
+        """Running texts in the order of their slots."""
         return [text for text in self._slots if text is not None]
 
     def check(self, request: TextRequest) -> None:
@@ -177,10 +176,12 @@ class RunningBatch:
             )
 
     def join(self, request: TextRequest) -> RunningText | None:
-        """Let a text take part from the next step on; None where no slot is free, or not as many pages as it may come to need.
+        """Add a text to the batch from the next step on. Return None if no slot is free, or fewer pages than the text may need.
+
+        A prompt that begins like an earlier one shares its full pages: those of running texts, and those of ended texts until their pages are reused.
 
         Raises:
-            UsageError: see `check`.
+            UsageError: the request is refused by `check`.
         """
         self.check(request)
         if None not in self._slots:
@@ -200,7 +201,7 @@ class RunningBatch:
         return text
 
     def leave(self, text: RunningText) -> None:
-        """Let a text go, whether it has ended or not; its slot is free at once."""
+        """Remove a text, whether it has ended or not; its slot is free at once."""
         if self._slots[text.slot] is text:
             self._slots[text.slot] = None
             self.pool.end(text.pages, text.num_reserved)
@@ -208,11 +209,12 @@ class RunningBatch:
                 self._unread.remove(text)
 
     def step(self) -> list[tuple[RunningText, NextToken | Diverged]]:
-        """Read a piece of a prompt if one is unread, and take every text that is read on by a token. Texts that end, and such whose scores are not
-        finite, have left.
+        """Read a piece of a prompt if one is unread, and extend every text whose prompt is read by a token.
+
+        Texts that end, and texts whose scores are not finite, leave the batch.
 
         Raises:
-            Exception: what the runtime raises when a task or a memory fails; the batch is of no use afterwards.
+            Exception: any exception of the runtime when a task or a memory fails; the batch is unusable afterwards.
         """
         found: list[tuple[RunningText, NextToken | Diverged]] = []
         if self._unread and (error := self._read(text := self._unread[0])) is not None:
@@ -226,7 +228,7 @@ class RunningBatch:
         return found
 
     def _read(self, text: RunningText) -> Diverged | None:
-        """The next piece of a prompt; the row of a position is always the same. Returns what is wrong with its scores, if they are asked for."""
+        """Read the next piece of a prompt; the row of a position is always the same. Return the error if requested scores are not finite."""
         start, prompt = text.num_cached, text.request.prompt
         end = min((start // PROMPT_ROWS + 1) * PROMPT_ROWS, len(prompt) - 1)
         self._take_pages(text, end)
@@ -241,6 +243,7 @@ class RunningBatch:
             text.prompt_scores += [
                 _told(scores[row, : self.vocab_size], prompt[position + 1], text.request.num_top or 0) for row, position in zip(rows, at, strict=True)
             ]
+        # Only pages of prompts are shared. Pages of the output come from another step, which may have other last bits.
         for index in range(start // self.shape.page, end // self.shape.page):
             self.pool.know(text.pages[index], text.digests[index])
         text.num_cached = end
@@ -249,7 +252,7 @@ class RunningBatch:
         return None
 
     def _scores(self, texts: Sequence[RunningText]) -> Scores:
-        """Scores of what follows each text  # -> (len(texts), V)."""
+        """Return scores (len(texts), V) of the next token of each text."""
         for text in texts:
             self._take_pages(text, len(text.tokens))
         found = []
@@ -264,7 +267,7 @@ class RunningBatch:
         return np.concatenate(found)
 
     def _continued(self, text: RunningText, scores: Scores) -> NextToken | Diverged:
-        """The next token of a text from its scores (V,)."""
+        """Choose the next token of a text from its scores (V,)."""
         request, scores = text.request, scores[: self.vocab_size]
         try:
             check_finite(scores)
@@ -286,14 +289,14 @@ class RunningBatch:
             text.num_reserved -= 1
 
     def record_ahead(self) -> bool:
-        """Record a step that the next prompt needs, if it is not recorded yet; returns whether it was not. Called while nothing runs."""
+        """Record the step for the next prompt unless it is recorded; return whether it was not. Call this while nothing runs."""
         if ("prompt", PROMPT_ROWS) in self._recorded or not self._pages.num_grown:
             return False
         self._step("prompt", PROMPT_ROWS)
         return True
 
     def _step(self, work: Work, num_rows: int) -> tuple[Step, TileTensor | None]:
-        """A recorded step, and its scores if it has some."""
+        """Return a recorded step, and its scores if it has any."""
         if num_rows not in self._inputs:
             self._inputs[num_rows] = self._pages.inputs(num_rows)
         if (work, num_rows) not in self._recorded:
@@ -309,12 +312,12 @@ class RunningBatch:
         """Run a step.
 
         Args:
-            rows: (n,) of the step that are not idle.
-            given: their tokens and positions, (n,) each.
-            pages: of their texts.
+            rows: (n,) indices of the rows of the step that are not idle.
+            given: tokens and positions of these rows, (n,) each.
+            pages: pages of the text of each of these rows.
 
         Returns:
-            (num_rows, V), scores; None where the step has none.
+            Scores (num_rows, V); None if the step has none.
         """
         if self._pages.num_grown * self._pages.pages_per_tile < self.pool.num_highest:
             self._pages.grow(self.pool.num_highest)
@@ -337,7 +340,7 @@ class RunningBatch:
 
 
 def _told(scores: Scores, token: int, num_top: int) -> TokenScore:
-    """What is told of a token from the scores (V,) of all at its position."""
+    """Return the score of a token and of the best ones, from the scores (V,) of all tokens at its position."""
     wide = np.asarray(scores, np.float64)
     logarithms = wide - wide.max()
     logarithms -= np.log(np.exp(logarithms).sum())

@@ -1,4 +1,4 @@
-"""The text that a training ends with."""
+"""Sample text at the end of training."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from scheduler import Runtime
 
 HOW: Final = Sampling(temperature=0.8, top_k=40)
-"""How its tokens are chosen."""
+"""Rule by which the tokens of the sample are chosen."""
 
 
 def begins_as_rows(settings: TrainSettings, form: str | None) -> bool:
-    """Return whether texts of a run begin as the tokenizer's template begins them, and not behind the end of the text before.
+    """Return whether texts of a run begin as the tokenizer's template begins them, instead of after an end-of-text token.
 
     Args:
-        settings: the settings of the run.
-        form: the form of its data; None if it is not known.
+        settings: settings of the run.
+        form: form of its data; None if it is not known.
     """
     return bool(settings.checkpoints.init_from) or form == "chat"
 
 
 def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) -> tuple[list[int], int]:
-    """Return the ids that the sample begins with, and how many of them stand before the text.
+    """Return the ids that the sample begins with, and the number of them that precede the text.
 
     Args:
-        length: tokens of a sequence.
+        length: number of tokens of a sequence.
 
     Raises:
-        UsageError: they are more than a sequence has.
+        UsageError: the ids are longer than a sequence.
         DataError: the model has no row for one of them.
     """
     if tokenizer is None:
@@ -59,11 +59,11 @@ def sample_prompt(run: LanguageRun, tokenizer: Tokenizer | None, length: int) ->
 def sample_text(
     run: LanguageRun, model: LanguageModel, runtime: Runtime, tokenizer: Tokenizer | None, length: int, stopped: Callable[[], bool]
 ) -> str:
-    """Text (or ids, without a tokenizer) from a trained model.
+    """Return a text of a trained model, or its ids if there is no tokenizer.
 
     Args:
-        length: tokens of a sequence.
-        stopped: asked after each token.
+        length: number of tokens of a sequence.
+        stopped: function called after each token; it returns whether to stop.
     """
     prompt, num_before = sample_prompt(run, tokenizer, length)
     drawn = Generator(model, runtime, length).stream(

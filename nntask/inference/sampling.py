@@ -1,6 +1,7 @@
-"""Which token follows: a choice from scores.
+"""Choice of the next token from scores.
 
-Chance is a counter: token number i of text number n draws the same uniform number for a seed, on any machine and whatever else is written.
+Random numbers come from a counter: token number i of text number n draws the same uniform number for a seed, on any machine and next to any
+other texts.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .penalties import NO_PENALTIES, Penalties
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """Rule by which the next token is chosen.
 
     Args:
-        temperature: scores are divided by it; 0 takes the best token always.
-        top_k: only the k best tokens; 0 for all.
-        top_p: only the best tokens that together have this probability; 1 for all.
-        seed: of the draws.
+        temperature: divisor of the scores; 0 always takes the best token.
+        top_k: number of best tokens to choose from; 0 for all.
+        top_p: total probability of the best tokens to choose from; 1 for all.
+        seed: seed of the draws.
     """
 
     temperature: float = 1.0
@@ -34,17 +35,19 @@ class Sampling:
     seed: int = 0
 
     def draw(self, text: int, number: int) -> float:
-        """The uniform number in [0, 1) that chooses token `number` of text `text`, both from 0."""
+        """Return the uniform number in [0, 1) that chooses token `number` of text `text`, both counted from 0."""
         return float(np.random.Generator(np.random.PCG64([self.seed, number, text])).random())
 
 
 def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float, text: Sequence[int] = (), penalties: Penalties = NO_PENALTIES) -> int:
-    """The next token.
+    """Choose the next token.
 
     Args:
         logits: (V,) scores.
-        draw: uniform in [0, 1).
-        text: that it continues, which `penalties` look at.
+        how: rule of the choice.
+        draw: uniform number in [0, 1).
+        text: ids of the text so far, on which `penalties` depend.
+        penalties: penalties for repetition.
 
     Raises:
         Diverged: a score is not finite.
@@ -54,7 +57,7 @@ def choose(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float, te
 
 
 def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
-    """Check scores as a model gives them.
+    """Check that the scores of a model are finite.
 
     Raises:
         Diverged: one is not finite.
@@ -67,7 +70,7 @@ def check_finite(logits: npt.NDArray[np.floating[Any]]) -> None:
 
 
 def _drawn(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) -> int:
-    """The next token, where scores of minus infinity are of tokens that must not come; of none but those, the first."""
+    """Choose the next token. Tokens with a score of minus infinity are forbidden; if all are forbidden, the first one is chosen."""
     if how.temperature == 0:
         return int(np.argmax(logits))
     scores = np.asarray(logits, np.float64)
@@ -86,7 +89,7 @@ def _drawn(logits: npt.NDArray[np.floating[Any]], how: Sampling, draw: float) ->
 
 
 def best_ids(scores: npt.NDArray[np.floating[Any]], count: int) -> npt.NDArray[np.intp]:
-    """Ids of the `count` best scores (0: of all), ascending; of equal ones the lowest ids."""
+    """Return the ids of the `count` best scores, ascending; 0 for all. Among equal scores, the lowest ids are taken."""
     if not 0 < count < len(scores):
         return np.arange(len(scores))
     least = np.partition(scores, -count)[-count]

@@ -1,7 +1,7 @@
-"""How well a trained model foresees a text: every token but the first is scored once, in windows of whole sequences that do not overlap.
+"""Loss and perplexity of a trained model on a text.
 
-A token sees those before it in its window, as in training, so the first ones of a window are scored with little before them. A last window that is
-not full counts, too.
+Every token but the first is scored once, in windows of whole sequences that do not overlap. A token sees the tokens before it in its window, as in
+training, so the first tokens of a window have little context. A last window that is not full counts as well.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def perplexity(
     """Score a file of tokens.
 
     Args:
-        tokenizer: for bits per byte.
-        length: tokens that a window has, at most the model's longest sequence.
-        batch: windows at once.
-        select: only the first windows, -1 for all.
-        dtype: see `ModelSource.build`.
-        progress: called after each batch with the number of windows scored, and of all windows.
+        tokenizer: tokenizer whose token lengths give bits per byte; None for no such figure.
+        length: number of tokens of a window, at most the model's longest sequence.
+        batch: number of windows scored at once.
+        select: number of windows to score, from the first; -1 for all.
+        dtype: element type, as for `ModelSource.build`.
+        progress: function called after each batch with the number of windows scored so far, and the number of all windows.
 
     Raises:
         DataError: the file holds fewer than two tokens.
@@ -70,23 +70,23 @@ def perplexity(
 
 
 def num_windows(file: TokenFile, length: int, select: int = -1) -> int:
-    """How many windows of `length` a file has, or the first `select` of them."""
+    """Return the number of windows of `length` tokens in a file, at most `select` if that is positive."""
     total = -(-(file.num_tokens - 1) // length)
     return min(total, select) if select > 0 else total
 
 
 def _told(batches: Iterable[Batch], size: int, total: int, progress: Callable[[int, int], None]) -> Iterator[Batch]:
-    """The batches; `progress` hears of each when the next one is asked for."""
+    """Yield the batches, and report each to `progress` when the next one is requested."""
     for number, batch in enumerate(batches, 1):
         yield batch
         progress(min(number * size, total), total)
 
 
 def windows(file: TokenFile, length: int, batch: int, select: int = -1) -> Iterator[Batch]:
-    """Batches of `batch` windows of a file, in its order; what is missing from the last ones has targets -1.
+    """Yield batches of `batch` windows of a file, in order; positions that the last windows lack have targets -1.
 
     Args:
-        select: only the first windows, -1 for all.
+        select: number of windows, from the first; -1 for all.
     """
     total = num_windows(file, length, select)
     for first in range(0, total, batch):

@@ -1,4 +1,4 @@
-"""Tokens as characters while more tokens come: whole characters only, spelled as in the whole text; and the bytes that a token is by itself."""
+"""Streaming of tokens as text: whole characters only, spelled as in the whole text; and the bytes and offsets of single tokens."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
 
 HALF: Final = "\N{REPLACEMENT CHARACTER}"
-"""What bytes that make no character are decoded to."""
+"""Replacement for bytes that form no character."""
 _SPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece writes a space."""
+"""SentencePiece's sign for a space."""
 _BYTE: Final = re.compile("<0x([0-9A-F]{2})>")
 _NUM_BYTES: Final = 256
 
 
 class Spelling:
-    """One text.
+    """Spelling of one growing text.
 
     Args:
-        decode: ids -> text.
-        before: ids in front, which are not spelled, and decide how the first ones are.
+        decode: function from ids to text.
+        before: ids in front of the text, which are not spelled but decide how the first ids are spelled.
 
     Attributes:
-        ids: of the text so far, those in front included; whoever has more appends them.
+        ids: ids of the text so far, after those of `before`; the caller appends new ones.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode, self.ids = decode, list(before)
-        self._from, self._shown = 0, len(self.ids)  # ids before _shown are spelled; those from _from on are the context of the next
+        self._from, self._shown = 0, len(self.ids)  # ids before _shown are spelled; those from _from on are the context of the next id
 
     def news(self, *, is_last: bool = False) -> str:
-        """The characters of ids that are not spelled yet; an incomplete one waits for its remaining bytes, unless there are none to come."""
+        """Return the characters of ids that are not spelled yet. An incomplete character waits for its other bytes unless `is_last`."""
         text = self._decode(self.ids[self._from :])
         if text.endswith(HALF) and not is_last:
             return ""
         found = text[len(self._decode(self.ids[self._from : self._shown])) :]
-        if found:  # else the same context is still needed
+        if found:  # otherwise the same context is still needed
             self._from, self._shown = self._shown, len(self.ids)
         return found
 
     def counts(self, ids: Sequence[int], goes_on: Callable[[int], bool]) -> list[int]:
-        """The number of characters that are certain before each of `ids`, which follow.
+        """Return the number of certain characters before each of `ids`, which are appended to the text.
 
         Args:
-            goes_on: tells a token before which nothing is spelled, so that runs of such tokens are spelled as wholes.
+            goes_on: predicate of a token in whose front nothing is spelled, so that runs of such tokens are spelled as a whole.
         """
         found, count, was_inside = [], 0, False
         for token in ids:
@@ -63,11 +63,14 @@ class Spelling:
 
 
 class TokenBytes:
-    """The bytes that a token stands for, whatever its neighbours are. Those of all tokens of a text are the text in UTF-8, except for special tokens,
-    which texts leave out, and a first space that SentencePiece has put there.
+    """Bytes of single tokens, independent of their neighbours.
+
+    The bytes of all tokens of a text are the text in UTF-8, except for special tokens, which texts leave out, and a first space that SentencePiece
+    added.
 
     Args:
-        tokenizer: byte-level, of SentencePiece's kind (with ``<0xE2>`` for a byte), or plain bytes; of other kinds a token is what it decodes to.
+        tokenizer: byte-level tokenizer, one of SentencePiece's kind (with ``<0xE2>`` for a byte), or plain bytes. A token of any other kind has the
+            bytes to which it is decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -84,11 +87,11 @@ class TokenBytes:
             self._kinds = frozenset() if decoder is None else frozenset(_kind_of(each) for each in _flat(decoder))
 
     def is_left_out(self, token: int) -> bool:
-        """Whether texts leave a token out."""
+        """Return whether texts leave a token out."""
         return token in self._left_out
 
     def of(self, token: int) -> bytes:
-        """The bytes of a token; none of an id that is no token."""
+        """Return the bytes of a token; none for an id that is no token."""
         if self._inner is None:
             return bytes([token]) if token < _NUM_BYTES else b""
         if token in self._added:
@@ -105,7 +108,7 @@ class TokenBytes:
         return self._tokenizer.decode([token]).encode()
 
     def word(self, token: int) -> str:
-        """A token as text; bytes that are no text, as OpenAI spells them, so that no two of them look alike."""
+        """Return a token as text. Bytes that are no text are escaped in OpenAI's notation, so that different tokens look different."""
         found = self.of(token)
         try:
             return found.decode()
@@ -113,42 +116,42 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{each:02x}" for each in found)
 
     def byte(self, token: int) -> int | None:
-        """The byte of a token that SentencePiece has for one; None of other tokens."""
+        """Return the byte of a byte token of SentencePiece; None for other tokens."""
         if self._inner is None or "ByteFallback" not in self._kinds or token in self._added:
             return None
         found = _BYTE.fullmatch(self._inner.id_to_token(token) or "")
         return None if found is None else int(found[1], 16)
 
     def is_cut(self, run: bytes) -> bool:
-        """Whether the first byte of a text that begins with such bytes is a space that is left out."""
+        """Return whether a text that begins with the bytes `run` loses its first byte, a space, in decoding."""
         if self._inner is None or not run.startswith(b" ") or not _is_text(run):
             return False
         return self._tokenizer.decode([self._inner.token_to_id("<0x20>")]) == ""
 
     def goes_on(self, token: int) -> bool:
-        """Whether a run of such bytes does not end with a token: that is one, or texts leave it out."""
+        """Return whether a run of byte tokens continues with a token: a byte token, or one that texts leave out."""
         return self.byte(token) is not None or self.is_left_out(token) or not self.of(token)
 
 
 class TokenOffsets:
-    """Offsets of the tokens of a text: where its first character begins of each, or that in which its bytes lie.
+    """Offsets of the tokens of a text: the position of the first character that begins in a token, or of the one that contains its bytes.
 
-    A character that is replaced has one sign, but the bytes of SentencePiece are a sign each if a run of them is not all characters. So an offset in
-    such a run is unknown until its character is told or the run ends. Characters that were told stay as they are, and bytes behind them have the
-    places that they have in the run.
+    A replaced character has one sign, but each byte of SentencePiece has its own sign if a run of bytes contains anything else than whole
+    characters. So an offset in such a run is unknown until its character is shown or the run ends. Characters already shown do not change, and later
+    bytes have the positions that they have in the run.
 
     Args:
         words: bytes of tokens.
         before: ids in front of the text, with which `Spelling` began.
-        is_whole: whether runs are spelled as wholes, and not as their tokens come.
+        is_whole: whether runs are spelled as a whole instead of token by token.
     """
 
     def __init__(self, words: TokenBytes, before: Sequence[int] = (), *, is_whole: bool = False) -> None:
         self._words, self._is_whole = words, is_whole
         self._count, self._half, self._waits = 0, b"", False
-        self._told, self._run, self._certain = b"", b"", 0  # bytes of a run that are told, all of them, characters before the others
-        self._begins = True  # whether the told bytes begin what the others are spelled with, so that a first space is left out
-        self._waiting = list[int]()  # bytes of the run in front of each token without an offset
+        self._told, self._run, self._certain = b"", b"", 0  # bytes of a run that are shown; all its bytes; characters before the others
+        self._begins = True  # whether the shown bytes begin the text that is decoded, so that a first space is left out
+        self._waiting = list[int]()  # number of bytes of the run in front of each token without an offset
         for token in before:
             if (byte := words.byte(token)) is not None:
                 self._told += bytes([byte])
@@ -157,10 +160,10 @@ class TokenOffsets:
         self._run = self._told
 
     def add(self, token: int, certain: int) -> list[int]:
-        """The offsets that are known with one more token, of the first tokens that had none.
+        """Add a token and return the offsets that become known, of the first tokens that had none.
 
         Args:
-            certain: characters of all tokens before, without a last one that is not complete.
+            certain: number of characters of all tokens before, without an incomplete last one.
         """
         byte = self._words.byte(token)
         if byte is None and not (self._run and self._words.goes_on(token)):
@@ -178,20 +181,20 @@ class TokenOffsets:
         return found
 
     def end(self) -> list[int]:
-        """The offsets of all tokens that had none."""
+        """Return the offsets of all tokens that had none."""
         found = [self._offset_at(at) for at in self._waiting]
         self._waiting.clear()
         return found
 
     def _offset_at(self, at: int) -> int:
-        """Characters in front of the byte of the run, or of its end."""
+        """Return the number of characters in front of byte `at` of the run, or in front of the run's end."""
         if _is_text(self._run):
             return self._certain + max(0, len(codecs.getincrementaldecoder("utf-8")().decode(self._run[:at])) - _num_signs(self._told))
         is_cut = self._begins and self._words.is_cut(self._told)
         return self._certain + max(0, at - _num_signs(self._told) + is_cut)
 
     def _offset_of(self, token: int, certain: int) -> int:
-        """The offset of a token that is no byte of SentencePiece."""
+        """Return the offset of a token that is no byte token of SentencePiece."""
         self._certain = certain
         data = b"" if self._words.is_left_out(token) else self._words.of(token)
         if not (self._half or self._waits):
@@ -208,17 +211,17 @@ class TokenOffsets:
 
 
 def _is_text(data: bytes) -> bool:
-    """Whether bytes are whole characters."""
+    """Return whether bytes are whole characters."""
     return HALF not in data.decode(errors="replace")
 
 
 def _num_signs(run: bytes) -> int:
-    """Characters of a run of SentencePiece's bytes."""
+    """Return the number of characters that a run of SentencePiece's bytes is decoded to."""
     return len(run.decode()) if _is_text(run) else len(run)
 
 
 def _is_whole(data: bytes) -> bool:
-    """Whether bytes are characters, the last of which may be a beginning."""
+    """Return whether bytes are characters, of which the last may be incomplete."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data)
     except UnicodeDecodeError:
@@ -227,7 +230,7 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _flat(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A decoder, or those that it consists of."""
+    """Yield a decoder, or the parts of a sequence of decoders."""
     if decoder["type"] != "Sequence":
         yield decoder
         return
@@ -236,7 +239,7 @@ def _flat(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _kind_of(decoder: Mapping[str, Any]) -> str:
-    """The kind of a decoder; "spaces" if it turns the sign of SentencePiece into one."""
+    """Return the kind of a decoder; "spaces" if it turns SentencePiece's sign into a space."""
     is_spaces = decoder["type"] == "Metaspace" or (decoder["type"] == "Replace" and decoder.get("pattern") == {"String": _SPACE})
     return "spaces" if is_spaces else str(decoder["type"])
 
