@@ -1,9 +1,9 @@
-"""``--gpu-attention auto``: nntask's kernels or cuDNN's for attention, by time on the card, before a run begins.
+"""``--gpu-attention auto``: choice between nntask's and cuDNN's kernels for attention, by time on the card, before a run begins.
 
-Each shape of attention in a step is timed by both, forward and backward, on one device of each kind of card. cuDNN computes where it takes every
-shape, needs less than `GAIN` of the seconds, and leaves room for the whole step beside its workspace: what data that must move costs is not in those
-seconds. Otherwise, and where it cannot be used at all, nntask's kernels do. Results differ in their last bits, so the choice holds for all devices of
-the run and is written into its settings; a run that is continued keeps it.
+Each shape of attention in a step is timed with both, forward and backward, on one device of each kind of card. cuDNN is chosen if it supports every
+shape, takes less than `GAIN` of the seconds, and leaves room for the whole step next to its workspace; the seconds do not include the cost of moving
+data. Otherwise, and if cuDNN cannot be used, nntask's kernels are chosen. Results differ in their last bits, so the choice holds for all devices of
+the run and is written into its settings; a resumed run keeps it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..planning.memory_fit import capture, no_collections, order_on
 from .run_directory import PLAN
 
 GAIN: Final = 0.95
-"""cuDNN must take less than this fraction of the seconds of our kernels: where both are about as fast, what works without a library is better."""
+"""Ratio of cuDNN's seconds to those of our kernels below which cuDNN is chosen. At about equal speed, kernels that need no library are better."""
 _KEY: Final = "gpu_attention"
 ATTENTION: Final = "attention"
 FORWARD: Final = "whole_attention"
@@ -43,10 +43,11 @@ Measure = Callable[[GpuPlan, str, Mapping[WholeShape, tuple[int, int]]], Attenti
 
 
 class ChosenAttention(NamedTuple):
-    """A run of which it is settled who computes its attention.
+    """Run with its choice of attention.
 
     Attributes:
-        figures: what it was chosen by, for plan.json, of a run that goes on what that has there already; empty where there was nothing to choose.
+        run: run with the chosen attention in its settings.
+        figures: figures of the choice for plan.json; those already in plan.json if the run is resumed, and empty if there was no choice.
     """
 
     run: RunConfig
@@ -54,10 +55,12 @@ class ChosenAttention(NamedTuple):
 
 
 def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measure = time_attention) -> ChosenAttention:
-    """The run with attention by who is faster, where --gpu-attention leaves that open; says what was chosen, and why.
+    """Choose the faster attention for a run with ``--gpu-attention auto``, and print the choice with its reason.
 
     Args:
-        measure: see `time_attention`.
+        run: run whose attention may be open.
+        say: function that prints a line.
+        measure: timing function, such as `time_attention`.
 
     Raises:
         DoesNotFit, UsageError: a card cannot be opened.
@@ -76,15 +79,15 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
 
 
 def _recorded(directory: Path) -> dict[str, Any]:
-    """What plan.json of a run says of its choice."""
-    with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file is for people, and a run goes on without it
+    """Return the figures of the choice in plan.json of a run; empty if there are none."""
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # the file is for people; a run needs none
         figures = json.loads(read_text(directory / PLAN)).get(_KEY)
         return {_KEY: figures} if figures else {}
     return {}
 
 
 def told_attention(tasks: Sequence[RecordedTask]) -> str:
-    """What cuDNN has to do in a step of a run that lets it compute attention, and if that is nothing, why."""
+    """Return a sentence on cuDNN's tasks in a step of a run with cuDNN attention, or the reason for which there are none."""
     count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
     if not count:
         return f"attention: none of it is cuDNN's: {_why_none(tasks)}"
@@ -113,9 +116,9 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
 
 
 def _shortage(run: RunConfig) -> str:
-    """Why a step with cuDNN has not the room that it would have without; "" where nothing moves all the same."""
+    """Return why cuDNN's workspace would force a step to move data; "" if it would not."""
     if run.step.update_on == "auto":
-        run = run.updating_on("device")  # as it is where nothing moves
+        run = run.updating_on("device")  # the updater of a step that moves nothing
     target = this_machine(run.machine)
     with no_collections():
         plan = order_on(capture(run, frozen_base=run.start.frozen_base).plan, SUBMISSION, target, target.policy).plan
@@ -130,7 +133,7 @@ def _shortage(run: RunConfig) -> str:
 
 
 def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeShape, tuple[int, int]]:
-    """Forward and backward passes of a step, by shape, from the tasks of one minibatch."""
+    """Return the number of forward and backward passes of a step for each shape, from the tasks of one minibatch."""
     found: Counter[tuple[WholeShape, str]] = Counter()
     for task in tasks:
         if task.name in (FORWARD, BACKWARD):
@@ -140,14 +143,14 @@ def _shapes(tasks: Iterable[RecordedTask], num_minibatches: int) -> dict[WholeSh
 
 
 def _why_none(tasks: Iterable[RecordedTask]) -> str:
-    """Why no attention of a step is for cuDNN: of each kind of it the first rule that it breaks, with the value that does."""
+    """Return why cuDNN computes no attention of a step: for each kind of attention the first rule that it breaks, with the value."""
     pairs = ((task, cast(Pair, task.constants["at"])) for task in tasks if task.name == ATTENTION)
-    found = dict.fromkeys(_broken_rule(task, at) for task, at in pairs if at.q_start == at.k_start == 0)  # where tiles are whole
+    found = dict.fromkeys(_broken_rule(task, at) for task, at in pairs if at.q_start == at.k_start == 0)  # one task of each attention
     return "; ".join(found) or "the model has none"
 
 
 def _broken_rule(task: RecordedTask, at: Pair) -> str:
-    """Of what cuDNN takes (`tiles.ops.attention`), the first rule that a task of our attention breaks."""
+    """Return the first rule of cuDNN attention (`tiles.ops.attention`) that a task of our attention breaks."""
     (q, _), (k, _), how = task.accesses[0], task.accesses[1], at.pattern
     buckets = how.buckets.count if how.buckets else 0
     rules = [
@@ -164,7 +167,7 @@ def _broken_rule(task: RecordedTask, at: Pair) -> str:
 
 
 def _computed_by(run: RunConfig, who: str) -> RunConfig:
-    """The run with attention of its model by "own" or "cudnn"."""
+    """Return the run with attention computed by `who`, "own" or "cudnn"."""
     is_cudnn = who == "cudnn"
     settings = replace(run.settings, model=replace(run.settings.model, gpu_attention=cast(Any, who)))
     machine = with_cudnn(run.machine) if is_cudnn else run.machine

@@ -1,14 +1,14 @@
-"""``--auto-tile measured``: tile sizes by trial, before a run begins.
+"""``--auto-tile measured``: search for tile sizes by trial, before a run begins.
 
 The search climbs from the table's limits (tokens, features, vocabulary rows per tile; `tiling.Limits`): along one axis after the other it halves or
-doubles the limit, as long as that is faster. The three fastest tilings are then tried twice more, in turn, and the medians decide, so that a lull of
-the machine does not. Sizes given by flags stay as they are. A trial runs real steps on random tokens within the budgets of
-the run. Where the whole step fits into memory, the trial's model has two layers and its batch two minibatches for each memory at most, and
+doubles the limit as long as that is faster. The three fastest tilings are tried twice more, in turn, and the medians decide, so that a lull of the
+machine does not. Sizes given by flags are kept, and a resumed run keeps all its sizes. A trial runs real steps on random tokens within the budgets
+of the run. If the whole step fits into memory, the trial's model has two layers, and its batch at most two minibatches for each memory:
 
-    seconds of a step = seconds of the trial's step x kernel seconds of the whole step / kernel seconds of the trial's,
+    seconds of a step = seconds of the trial's step x kernel seconds of the whole step / kernel seconds of the trial's
 
-in which every task of the whole step is taken to last as long as the trial's tasks of its kind. Where memory is short, the whole step runs, because
-what moves does not shrink with the model in proportion. Nothing is searched for a run that is resumed: its sizes are given.
+This assumes that a task of the whole step lasts as long as the trial's tasks of its kind. If memory is short, the whole step runs, because its
+traffic does not shrink in proportion to the model.
 """
 
 from __future__ import annotations
@@ -42,56 +42,56 @@ from ..tiling.tile_table import FLAG, add_row, read_table, shape_of
 from .signals import Interrupts
 
 LAYERS: Final = 2
-"""Layers of a trial's model: tasks of all kinds occur, and twice."""
+"""Layers of a trial's model: with two, tasks of all kinds occur, each at least twice."""
 LEAST_STEPS, MOST_STEPS, LEAST_SECONDS = 2, 10, 1.0
-"""Steps of a trial after the first, which does not count: at least two, more until a second is over; the fastest counts."""
+"""Limits of a trial: at least two steps after the first, which does not count, and more until a second has passed. The fastest step counts."""
 FINALISTS, FINALS = 3, 2
-"""Tilings that are tried again, and how often."""
+"""Number of tilings that are tried again, and number of further trials of each."""
 SMALLEST: Final = Limits(tokens=64, features=64, vocab=256)
-"""Where halving ends."""
+"""Limits at which halving ends."""
 LARGEST: Final = 1 << 20
-"""Where doubling ends; no dimension is larger."""
+"""Limit at which doubling ends; no dimension is larger."""
 
 Say = Callable[[str], None]
 Stopped = Callable[[], bool]
 
 
 class _MeasuringStopped(Exception):
-    """A signal came."""
+    """Raised when a signal ends the measurement."""
 
 
 class _Stopwatch(Trace):
-    """Seconds in the kernel of each task of the step under way, instead of a trace."""
+    """Recorder of the kernel seconds of each task of the current step, in place of a trace."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds: dict[int, float] = {}
 
     def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, accesses: Accesses) -> None:
-        """A kernel ran."""
+        """Record the seconds of a kernel."""
         self.seconds[task] = (end_ns - start_ns) * 1e-9
 
     def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
-        """Copies are part of the step's seconds."""
+        """Ignore copies; the step's seconds include them."""
 
     def add_counters(self, at_ns: int, used: list[int], num_ready: int) -> None:
-        """Counters are not needed here."""
+        """Ignore counters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lap:
-    """One step of a trial: its seconds, and those of its tasks in planned order."""
+    """Step of a trial: its seconds, and those of its tasks in planned order."""
 
     seconds: float
     tasks: Sequence[float]
 
 
 def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
-    """The run in the tiles that a search finds fastest; the exit code instead when a signal ended the search.
+    """Return the run in the fastest tiles that a search finds, or the exit code if a signal ended the search.
 
     Raises:
         UsageError, DataError: the table of tiles or the data cannot be used.
-        DoesNotFit: a budget is not to be had.
+        DoesNotFit: a budget is larger than the machine allows.
         StorageError: the disk tier failed, or the tile table could not be written.
         Diverged: --check-finite found NaN.
     """
@@ -103,7 +103,7 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
         check_writable(Path(table), FLAG)
         if Path(table).exists():
             read_table(table)
-    open_dataset(run.data, say)  # what is wrong with the data is better heard before the search than after it
+    open_dataset(run.data, say)  # report broken data before the search rather than after it
     check_budgets(run.machine)
     with Interrupts() as interrupts:
         try:
@@ -119,7 +119,7 @@ def in_best_tiles(run: RunConfig, say: Say) -> RunConfig | int:
 
 
 def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelTiling:
-    """The fastest tiling found; the table's, with the sizes that were given, if none fits."""
+    """Return the fastest tiling found. If none fits, return the table's, with the sizes that were given."""
     config, minibatch, length = run.model.config, run.step.minibatch, run.model.seq_len
 
     def tiling_within(limits: Limits) -> ModelTiling:
@@ -167,7 +167,7 @@ def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelT
 
 
 def _smaller(limits: Limits, axis: str) -> Iterator[Limits]:
-    """`limits` with one of them halved, again and again."""
+    """Yield `limits` with the limit of `axis` halved once, twice, and so on."""
     value, least = getattr(limits, axis), getattr(SMALLEST, axis)
     while value > least:
         value = max(value // 2, least)
@@ -175,7 +175,7 @@ def _smaller(limits: Limits, axis: str) -> Iterator[Limits]:
 
 
 def _larger(limits: Limits, axis: str) -> Iterator[Limits]:
-    """`limits` with one of them doubled, again and again."""
+    """Yield `limits` with the limit of `axis` doubled once, twice, and so on."""
     value = getattr(limits, axis)
     while value < LARGEST:
         value *= 2
@@ -187,7 +187,7 @@ def _words(tiling: ModelTiling) -> str:
 
 
 def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: False) -> tuple[float, str]:
-    """Seconds of an optimizer step in these tiles and what was left out in measuring; infinity and the reason if the step does not fit.
+    """Return the seconds of an optimizer step in these tiles, and a note on layers left out of the trial; infinity and the reason if it does not fit.
 
     Raises:
         StorageError: the disk tier failed.
@@ -216,10 +216,10 @@ def measure(run: RunConfig, tiling: ModelTiling, stopped: Stopped = lambda: Fals
 
 
 def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
-    """The fastest step of a trial."""
+    """Run a trial and return its plan and its fastest step."""
     watch = _Stopwatch()
     batch = random_batch(run.data.objective, run.step.batch, run.model.config.vocab_size, run.model.seed)
-    machine = replace(run.machine, scheduling=replace(run.machine.scheduling, graphs=False))  # on GPUs, so that each task has a time
+    machine = replace(run.machine, scheduling=replace(run.machine.scheduling, graphs=False))  # graphs on GPUs would hide the times of tasks
     runtime = runtime_for(run.on(machine), watch)
     try:
         with runtime:
@@ -232,7 +232,7 @@ def _run(run: RunConfig, stopped: Stopped) -> tuple[StepPlan, _Lap]:
 
 
 def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Batch, stopped: Stopped) -> list[_Lap]:
-    """Steps of a trial without the first."""
+    """Run the steps of a trial, and return all but the first."""
     laps: list[_Lap] = []
     total = 0.0
     for number in range(1, MOST_STEPS + 2):
@@ -241,7 +241,7 @@ def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Ba
         watch.seconds.clear()
         begin = perf_counter()
         engine.start(number, 0.0, batch).result()
-        runtime.wait()  # on a GPU kernels, and then their times, come later than the loss
+        runtime.wait()  # on a GPU, kernels and their times finish after the loss
         seconds = perf_counter() - begin
         if number > 1:
             laps.append(_Lap(seconds, [watch.seconds[task] for task in sorted(watch.seconds)]))  # ids rise in planned order
@@ -252,15 +252,15 @@ def _laps(engine: RecordedEngine, runtime: Runtime, watch: _Stopwatch, batch: Ba
 
 
 def _kernel_seconds(whole: StepPlan, trial: StepPlan, seconds: Sequence[float]) -> float:
-    """Sum over the tasks of a step if each lasts as long as the trial's tasks of its kind do on average."""
+    """Return the kernel seconds of a step if each task lasts as long as the trial's tasks of its kind do on average."""
     kinds: dict[object, list[float]] = {}
     for task, lasted in zip(trial.tasks, seconds, strict=True):
         kinds.setdefault(_kind(task), []).append(lasted)
-        kinds.setdefault(task.name, []).append(lasted)  # for kinds that only deeper layers have
+        kinds.setdefault(task.name, []).append(lasted)  # for kinds that only deeper layers contain
     means = {kind: fmean(each) for kind, each in kinds.items()}
     return sum(means.get(_kind(task)) or means[task.name] for task in whole.tasks)
 
 
 def _kind(task: RecordedTask) -> tuple[str, int]:
-    """What tasks of equal cost share."""
+    """Return a key that is equal for tasks of equal cost."""
     return key_of(cast(Task, task))

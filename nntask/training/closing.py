@@ -1,4 +1,4 @@
-"""What a training does with its model besides steps: validation, files asked for, the sample, closing lines and summary.json."""
+"""Work of a training besides its steps: validation, requested files, the sample, closing lines and summary.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .session import Session
 
 
 def validate(session: Session, step: int) -> Evaluation | None:
-    """Score the validation data and print the result; None if a signal stopped it, or if there is nothing to score."""
+    """Score the validation data and print the result. Return None if a signal stopped it, or if there is nothing to score."""
     run = session.run
     validation = session.dataset.scored_examples(run.model.seed)
     if validation is None:
@@ -36,7 +36,7 @@ def validate(session: Session, step: int) -> Evaluation | None:
 
 
 def close(session: Session, journal: Journal) -> None:
-    """Write the files asked for, a sample and the closing lines; a signal leaves out the sample."""
+    """Write the requested files, a sample and the closing lines; the sample is skipped after a signal."""
     settings, printer = session.run.settings, session.printer
     files = settings.checkpoints
     if files.save_checkpoint:
@@ -61,7 +61,7 @@ def close(session: Session, journal: Journal) -> None:
 
 
 def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: StorageDtype) -> None:
-    """Write a file that was asked for beside the checkpoints."""
+    """Write a file that was requested in addition to the checkpoints."""
     try:
         save_tensors(path, tensors, dtype=STORAGE[dtype], finite=True)
     except Diverged as error:
@@ -71,7 +71,7 @@ def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: S
 
 
 def summarise(session: Session, journal: Journal) -> None:
-    """Write summary.json, whichever way the training ended."""
+    """Write summary.json, however the training ended."""
     write_summary(
         session.run.directory,
         summary_of(journal.whole, journal.own, session.runtime.stats(), session.engine.num_tasks, session.fallbacks, session.dataset.findings),

@@ -1,9 +1,9 @@
-"""Two kinds of workers side by side: the same training steps on each, task by task, until the first task whose results differ.
+"""Comparison of two kinds of workers: both run the same training steps, task by task, until the first task whose results differ.
 
-Each side is a runtime with one worker of its kind, driven by a thread of its own; both submit the same tasks in the same order, so a task is known by
-its number. The side that comes first to a task keeps a copy of what the task wrote, the other compares its own with that and forgets the copy. A side
-that is far ahead waits. Of all tasks that differ the first in submission order is reported: what it read was equal within the tolerance, so it is the
-one that went wrong.
+Each side is a runtime with one worker of its kind, driven by its own thread. Both submit the same tasks in the same order, so a task is identified by
+its number. The first side to finish a task keeps a copy of the results; the other compares its own with the copy and drops it. A side that is far
+ahead waits. Of all tasks that differ, the first in submission order is reported: its inputs were equal within the tolerance, so the error is in that
+task.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from scheduler import FinishedTask, OnTask, R, Runtime, W
 Array = npt.NDArray[Any]
 
 AHEAD: Final = 64 << 20
-"""Bytes of results a side may keep for the other to compare before it waits, unless the other is waiting already: one must go on."""
+"""Number of bytes of results that a side may keep for the other before it waits. It does not wait while the other does, so one always goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TileDifference:
-    """A result that differs.
+    """Tile of results that differs between the sides.
 
     Attributes:
-        name: of the tile.
-        shape, dtype: of the tile.
-        largest: difference between two of its elements; infinite where one is NaN or infinite and the other is not.
-        index: of that element in the tile.
-        a, b: its values on each side.
-        num_beyond: elements that differ beyond the tolerance.
-        num_elements: all of them.
+        name: name of the tile.
+        shape, dtype: shape and type of the tile.
+        largest: largest difference of two elements; infinite if only one of them is NaN or infinite.
+        index: index of that element in the tile.
+        a, b: values of that element on each side.
+        num_beyond: number of elements that differ beyond the tolerance.
+        num_elements: number of all elements.
     """
 
     name: str
@@ -51,14 +51,14 @@ class TileDifference:
 
 @dataclass(frozen=True, slots=True)
 class TaskDifference:
-    """A task whose results differ.
+    """Task whose results differ between the sides.
 
     Attributes:
-        name: of its codelet.
-        number: its place in the order of all tasks.
-        replay: of the training step, from 0; None for a task before the first one.
-        reads: names of the tiles it read.
-        tiles: those of its results that differ.
+        name: name of its codelet.
+        number: position in the order of all tasks.
+        replay: index of the training step, from 0; None for a task before the first one.
+        reads: names of the tiles that the task read.
+        tiles: differing tiles among its results.
     """
 
     name: str
@@ -69,15 +69,15 @@ class TaskDifference:
 
 
 class Comparison:
-    """What two sides have written, as far as both have.
+    """Comparison of the results of two sides, for the tasks that both have run.
 
     Args:
-        rtol, atol: elements differ when |a - b| > atol + rtol |b|; with 0 and 0, when they are not equal. NaN equals NaN.
+        rtol, atol: tolerances: elements differ if |a - b| > atol + rtol |b|, so with 0 and 0 if they are unequal. NaN equals NaN.
 
     Attributes:
-        num_tasks, num_tiles: compared so far.
-        largest: difference between two elements so far, whether beyond the tolerance or not.
-        first: the first task beyond it.
+        num_tasks, num_tiles: number of tasks and tiles compared so far.
+        largest: largest difference of two elements so far, within or beyond the tolerance.
+        first: first task beyond the tolerance; None if there is none.
     """
 
     def __init__(self, rtol: float, atol: float) -> None:
@@ -93,18 +93,18 @@ class Comparison:
         self._changed = threading.Condition()
 
     def side(self, which: int) -> OnTask:
-        """What a runtime's `on_task` takes for side 0 or 1."""
+        """Return the callback for `on_task` of the runtime of side 0 or 1."""
         return lambda task: self._see(which, task)
 
     def end(self, which: int, *, failed: bool) -> None:
-        """A side runs no more tasks; the other need not wait for it, nor go on if this one has failed."""
+        """Report that a side runs no more tasks: the other does not wait for it, and stops if this one failed."""
         with self._changed:
             self._is_over[which] = True
             self._has_failed = self._has_failed or failed
             self._changed.notify_all()
 
     def num_alone(self) -> int:
-        """Tasks that one side has run and the other has not."""
+        """Return the number of tasks that only one side has run."""
         return sum(map(len, self._kept))
 
     def _see(self, which: int, task: FinishedTask) -> None:
@@ -137,7 +137,7 @@ class Comparison:
                 self.first = TaskDifference(task.name, task.number, task.replay, reads, tuple(found))
 
     def _keep(self, which: int, task: FinishedTask, arrays: list[Array]) -> None:
-        """Keep results for the other side, and wait while it is far behind; only one side waits at a time, so one always goes on."""
+        """Keep results for the other side, and wait while it is far back. Only one side waits at a time, so one always goes on."""
         self._kept[which][task.number] = task, arrays
         self._nbytes[which] += sum(array.nbytes for array in arrays)
         if self._is_waiting:
@@ -148,18 +148,18 @@ class Comparison:
 
 
 class _OtherSideFailed(Exception):
-    """Stops a side whose result is not needed any more."""
+    """Raised to stop a side whose results are no longer needed."""
 
 
 def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[float, TileDifference | None]:
-    """The largest difference between two arrays of equal shape and type, and what is to be reported if any is beyond the tolerance."""
+    """Return the largest difference of two arrays of equal shape and type, and a report if an element is beyond the tolerance."""
     if a.tobytes() == b.tobytes():
         return 0.0, None
     x, y = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore"):
         gap = np.abs(x - y)
         gap[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
-        gap[np.isnan(gap)] = np.inf  # NaN on one side alone
+        gap[np.isnan(gap)] = np.inf  # NaN on one side only
         beyond = gap > atol + rtol * np.abs(np.where(np.isfinite(y), y, 0))
     largest = float(gap.max(initial=0.0))
     if not beyond.any():
@@ -173,14 +173,14 @@ def compare(name: str, a: Array, b: Array, rtol: float, atol: float) -> tuple[fl
 
 
 def run_side_by_side(comparison: Comparison, sides: tuple[Callable[[], Runtime], Callable[[], Runtime]], program: Callable[[Runtime], None]) -> None:
-    """Run `program` on a runtime of each side at once, and compare.
+    """Run `program` on the runtimes of both sides at once, and compare them.
 
     Args:
-        sides: make the runtimes, one worker each.
-        program: submits the same tasks in the same order on any runtime.
+        sides: functions that make the runtimes, each with one worker.
+        program: function that submits the same tasks in the same order on any runtime.
 
     Raises:
-        Exception: what one of the sides has raised.
+        Exception: the exception that a side raised.
     """
     errors: list[BaseException] = []
 
@@ -192,7 +192,7 @@ def run_side_by_side(comparison: Comparison, sides: tuple[Callable[[], Runtime],
                 program(runtime)
                 runtime.wait()
             failed = False
-        except BaseException as error:  # raised by the thread that asked
+        except BaseException as error:  # raised again by the calling thread
             errors.append(error)
         finally:
             comparison.end(which, failed=failed)

@@ -1,4 +1,4 @@
-"""What a run that has ended leaves behind, and the command that continues it, in words."""
+"""Sentences about an ended run: its newest checkpoint, and the command that continues it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from ..config.settings import TrainSettings
 
 
 def interrupted(run: LanguageRun, step: int | None) -> str:
-    """What a signal before the last step has left behind; None for a step that was not saved."""
+    """Describe a run that a signal ended before its last step.
+
+    Args:
+        step: step of the newest checkpoint; None to leave it out.
+    """
     if not step_directories(run.directory):
         return "interrupted before the first checkpoint; nothing was saved yet, so there is nothing to continue"
     return f"interrupted{'' if step is None else f' after step {step}'}; continue with: {_command(run)}"
 
 
 def all_there(run: LanguageRun, step: int, steps: int) -> str:
-    """What a run has left behind that had nothing more to save when it was stopped."""
+    """Describe a run that was stopped when it had nothing left to save."""
     return f"all {steps} steps were done" if step == steps else interrupted(run, step)
 
 
 def until_restored(run: LanguageRun) -> str:
-    """What a run whose data can no longer be read has left behind."""
+    """Describe a run whose data can no longer be read."""
     steps = step_directories(run.directory)
     if not steps:
         return "nothing was saved, so there is nothing to continue"
@@ -33,7 +37,7 @@ def until_restored(run: LanguageRun) -> str:
 
 
 def left_behind(run: Path) -> str:
-    """What a run that ended too soon has left behind."""
+    """Describe a run that ended too soon."""
     steps = step_directories(run)
     if not steps:
         return "nothing was saved, so there is nothing to continue"
@@ -41,7 +45,7 @@ def left_behind(run: Path) -> str:
 
 
 def _command(run: LanguageRun) -> str:
-    """What continues a run."""
+    """Return the command that continues a run."""
     return f"nntask train --resume {shlex.quote(str(run.directory))}{_besides(run.settings)}"
 
 

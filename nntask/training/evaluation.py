@@ -1,4 +1,4 @@
-"""Validation: loss per token, perplexity, and bits per byte, which compares models whose tokenizers differ; of labels the loss alone.
+"""Validation: loss per token, perplexity, and bits per byte, which compares models with different tokenizers; for labels, only the loss.
 
 A step of validation sums losses and keeps no scores, so there is no accuracy.
 """
@@ -22,10 +22,10 @@ class Evaluation:
     """Result of a validation.
 
     Args:
-        loss: nats per token.
+        loss: mean loss in nats per token.
         perplexity: exp(loss).
-        bits_per_byte: bits per byte of text; None where the tokenizer is not known, or a token does not say its bytes.
-        tokens: how many targets were scored.
+        bits_per_byte: loss in bits per byte of text; None if the tokenizer, or the bytes of a token, are unknown.
+        tokens: number of targets that were scored.
     """
 
     loss: float
@@ -38,11 +38,11 @@ class Evaluation:
         return {"validation_loss": self.loss, "validation_bits_per_byte": self.bits_per_byte, "validation_tokens": self.tokens}
 
     def line_of_labels(self) -> str:
-        """For stdout, of a model that predicts labels."""
+        """Return the line for stdout of a model that predicts labels."""
         return f"loss {self.loss:.4f} | {self.tokens} labels"
 
     def line(self) -> str:
-        """For stdout."""
+        """Return the line for stdout."""
         bits = "" if self.bits_per_byte is None else f" | {self.bits_per_byte:.3f} bits/byte"
         return f"loss {self.loss:.4f} | perplexity {self.perplexity:.2f}{bits} | {self.tokens} tokens"
 
@@ -53,11 +53,11 @@ def evaluate(
     """Score `batches`.
 
     Args:
-        byte_lengths: (V,) bytes that each id stands for.
-        stopped: asked before each batch.
+        byte_lengths: (V,) number of bytes of each id; None if it is unknown.
+        stopped: function called before each batch; it returns whether to stop.
 
     Returns:
-        The result, or None when it was stopped before the last batch.
+        The result, or None if it was stopped before the last batch.
     """
     total, tokens, nbytes = 0.0, 0, 0
     for batch in batches:

@@ -1,6 +1,6 @@
-"""Weights that a run begins with, and that a checkpoint stands for: compared with the model before anything is computed.
+"""Weights that a run starts from, and the weights of checkpoints. Both are checked against the model before any computation.
 
-Weights of a model directory, and those that adapters stand beside, are read tile by tile when they are first used; others before the first step.
+Weights of a model directory, and frozen weights of a model with adapters, are read tile by tile at their first use; others before the first step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 def check_weights(run: RunConfig, captured: CapturedStep) -> None:
-    """Compare every file of weights that will be read with the model, and with its checksum, before anything is computed or written.
+    """Check every file of weights that will be read against the model and its checksum, before anything is computed or written.
 
     Raises:
-        DataError: one is missing or broken, or holds weights of another model.
+        DataError: a file is missing or broken, or holds weights of another model.
     """
     start = run.start
     check_files(start, captured)
@@ -45,7 +45,7 @@ def check_weights(run: RunConfig, captured: CapturedStep) -> None:
 
 
 def new_weights(run: RunConfig, captured: CapturedStep) -> list[str]:
-    """Names in files of the weights of a head that the directory of a new run lacks, and which the seed makes."""
+    """Return the names in files of the weights that the directory of a new run lacks, those of a new head; the seed initialises them."""
     begin = run.settings.checkpoints.init_from
     if not begin or run.start.is_continued or run.start.resumed is not None:
         return []
@@ -53,12 +53,12 @@ def new_weights(run: RunConfig, captured: CapturedStep) -> list[str]:
 
 
 def _base(captured: CapturedStep) -> dict[str, TileTensor]:
-    """The tensors of a model but for its adapters."""
+    """Return the tensors of a model without its adapters."""
     return {name: tensor for name, tensor in {**captured.frozen, **captured.trained}.items() if not is_factor(name)}
 
 
 def check_files(start: Start, captured: CapturedStep) -> None:
-    """`check_weights` of a checkpoint and of single files; those of a model directory and of frozen weights are looked at where they are attached."""
+    """Check the weights of a checkpoint and of single files. Those of a model directory, and frozen weights, are checked when they are attached."""
     if start.resumed is not None:
         start.resumed.verify(MODEL, OPTIMIZER)
     for path, tensors, exact in _files(start, captured.trained, captured.optimizer):
@@ -71,11 +71,11 @@ def load_weights(start: Start, engine: Trained) -> None:
     for path, tensors, exact in _files(start, engine.model_tensors(), engine.optimizer_tensors()):
         load_tensors(path, tensors, exact=exact)
     if start.resumed is None and start.weights is not None and start.optimizer is None:
-        engine.reset_optimizer()  # masters are copies of the weights
+        engine.reset_optimizer()  # its master copies must follow the weights
 
 
 def _files(start: Start, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor]) -> list[tuple[Path, Mapping[str, TileTensor], bool]]:
-    """Files to load: path, tensors they fill, and whether element types must be equal."""
+    """Return the files to load: path, tensors to fill, and whether element types must be equal."""
     if start.resumed is not None:
         return [(start.resumed.path / MODEL, model, True), (start.resumed.path / OPTIMIZER, optimizer, True)]
     files: list[tuple[Path, Mapping[str, TileTensor], bool]] = []
@@ -87,7 +87,7 @@ def _files(start: Start, model: Mapping[str, TileTensor], optimizer: Mapping[str
 
 
 def model_to_start_from(run: RunConfig, runtime: TaskRuntime) -> LanguageModel | None:
-    """The model whose weights are in files, each tile to be read when it is first used; None where a new model begins with none."""
+    """Return the model of a run that starts from files, with each tile read at its first use; None if a new run starts from no files."""
     start = run.start
     if start.frozen_base is not None:
         return _beside(start.frozen_base, run.model, runtime)
@@ -101,15 +101,15 @@ def model_to_start_from(run: RunConfig, runtime: TaskRuntime) -> LanguageModel |
 
 
 def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *, read: bool = True) -> LanguageModel:
-    """The model of a checkpoint as it was saved, adapters and what they stand beside included: what scores text.
+    """Return the model of a checkpoint, with its adapters and their frozen weights, for inference.
 
     Args:
-        spec: of its run, but for the element type.
-        read: False leaves the checkpoint's own weights unread.
+        spec: specification of its run's model, whose element type may be another.
+        read: whether the checkpoint's own weights are read.
 
     Raises:
-        DataError: the checkpoint is broken, or the weights that its adapters stand beside are not there or are others.
-        UsageError: `spec` asks for a finer element type than that in which adapters met the weights beside them.
+        DataError: the checkpoint is broken, or the frozen weights of its adapters are missing or changed.
+        UsageError: `spec` has a finer element type than the one in which the adapters were trained.
     """
     frozen_base, stored = frozen_base_of(checkpoint), from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
     trained, asked = DTYPES[dtype_of(stored.model.dtype)], DTYPES[spec.dtype]
@@ -129,7 +129,7 @@ def load_model(checkpoint: Checkpoint, spec: ModelSpec, runtime: TaskRuntime, *,
 
 
 def _beside(frozen_base: FrozenBase, spec: ModelSpec, runtime: TaskRuntime) -> LanguageModel:
-    """A model with adapters in their first state, beside the weights of `frozen_base`."""
+    """Return a model with untrained adapters and the frozen weights of `frozen_base`."""
     model = build_model(spec, runtime, fill=frozen_base.kind == "seed")
     model.fill(frozen_base.attach(model), spec.seed)
     return model

@@ -1,8 +1,10 @@
-"""The training loop: at most two steps in flight, the loss of a step read while the next one runs.
+"""The training loop: at most two steps in flight; the loss of a step is read while the next one runs.
 
-Guarantees: a checkpoint holds exactly the state after its step, with the place in the data; a loss, gradient norm or weight that is not finite is
-never saved and ends the run; a first Ctrl-C or SIGTERM lets what is in flight finish and saves, if a step was done at all; so do data that this
-process can no longer read.
+Guarantees:
+
+- A checkpoint holds exactly the state after its step, with the position in the data.
+- A loss, gradient norm or weight that is not finite is never saved and ends the run.
+- After a first Ctrl-C or SIGTERM, or when data can no longer be read, the steps in flight finish and are saved, if any step was done.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from .signals import Interrupts
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """What the loop is to do.
+    """Settings of the loop.
 
     Args:
-        steps: the last step.
-        first: steps done already, by the run that is continued.
-        lr: learning rate of a step (from 1).
-        saving: when checkpoints are written.
-        eval_every: validation period, 0 for never.
-        sum_loss: print the sum over a step's tokens instead of their mean.
+        steps: number of the last step.
+        first: number of steps that a continued run has done already.
+        lr: function from a step (from 1) to its learning rate.
+        saving: rules for writing checkpoints.
+        eval_every: validation period in steps, 0 for never.
+        sum_loss: whether the printed loss is the sum over a step's tokens instead of their mean.
         flops: model flops of a step.
         peak_flops: flop/s that the workers reach in matrix products.
     """
@@ -54,14 +56,15 @@ class LoopPlan:
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """Writes checkpoints of an engine.
+    """Writer of an engine's checkpoints.
 
     Args:
-        directory: of the run.
-        state: what every state.json holds besides step and cursor.
-        keep: checkpoints kept.
-        tokenizer: kept with them; None for none.
-        config: content of a config.json that is kept with them; None for none.
+        directory: directory of the run.
+        engine: engine whose tensors are written.
+        state: entries of every state.json besides step and cursor.
+        keep: number of checkpoints to keep.
+        tokenizer: tokenizer stored in each checkpoint; None for none.
+        config: content of a config.json stored in each checkpoint; None for none.
     """
 
     directory: Path
@@ -80,14 +83,14 @@ class Saver:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What happens between and around steps besides; nothing unless given.
+    """Callbacks between and around steps; each does nothing by default.
 
     Args:
         on_step: called before each step starts, with its number, and with None when no step is in flight and something else follows (tracing).
-        starts_alone: whether a step may start only when the one before it is over.
-        validate: scores the validation data after a step, when `LoopPlan.eval_every` says so and after the last step; None for no result.
-        on_saved: called after each checkpoint behind which training goes on.
-        at_end: called when the training is over, whichever way it ended.
+        starts_alone: returns whether a step may start only after the one before it has finished.
+        validate: scores the validation data after a step, by `LoopPlan.eval_every` and after the last step; returns None for no result.
+        on_saved: called after each checkpoint that is followed by further training.
+        at_end: called when the training has ended, for any reason.
     """
 
     on_step: Callable[[int | None], None] = lambda step: None
@@ -99,7 +102,7 @@ class Hooks:
 
 @dataclass(slots=True)
 class _Flight:
-    """A step that has been started."""
+    """Step in flight."""
 
     step: int
     lr: float
@@ -108,7 +111,7 @@ class _Flight:
 
 
 class Loop:
-    """Runs a `LoopPlan`."""
+    """Training loop that executes a `LoopPlan`."""
 
     def __init__(
         self,
@@ -134,13 +137,13 @@ class Loop:
         self._last_end = perf_counter()
 
     def train(self) -> None:
-        """Run the steps that are left.
+        """Run the remaining steps.
 
         Raises:
-            Diverged: a loss, a gradient norm, or a weight that was to be saved is not finite.
+            Diverged: a loss, a gradient norm, or a weight to be saved is not finite.
             DataError: training or validation data cannot be read any more; the steps done are saved.
             StorageError: a checkpoint or a line of metrics.jsonl could not be written.
-            RunStopped: a callback of `Runtime.on_task` has stopped the run; the checkpoints so far are whole.
+            RunStopped: a callback of `Runtime.on_task` stopped the run; the checkpoints so far are whole.
         """
         plan = self.plan
         flying: _Flight | None = None
@@ -169,7 +172,7 @@ class Loop:
             self._validate(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint of the last finished step, unless that is there."""
+        """Write a checkpoint of the last finished step unless it is saved already."""
         if self.step == self._saved:
             return
         self.journal.sync()
@@ -178,13 +181,13 @@ class Loop:
         self.printer.say(f"saved {path}")
 
     def _finish(self) -> None:
-        """End the training, with nothing in flight, after the last step or before it."""
+        """End the training after the last step or before it, with no step in flight."""
         self.hooks.on_step(None)
         if self.step < self.plan.steps or self.plan.saving.at_end:
             self.save()
 
     def _next_batch(self, flying: _Flight | None) -> Batch:
-        """The data of the next step; where they cannot be read, what is in flight finishes and is saved first."""
+        """Return the batch of the next step. If it cannot be read, finish and save the steps in flight first."""
         try:
             return self.stream.next()
         except DataError:
@@ -194,7 +197,7 @@ class Loop:
             raise
 
     def _pause(self, step: int) -> None:
-        """What happens between steps with nothing in flight; its time and its traffic belong to no step."""
+        """Save and validate between steps, with no step in flight; the time and traffic of this belong to no step."""
         begin = perf_counter()
         self.hooks.on_step(None)
         if _is_multiple(step, self.plan.saving.every):

@@ -1,4 +1,4 @@
-"""Whether a run may start: directories and files that cannot be used are refused here, before any file is written."""
+"""Checks before a run starts: unusable directories and files are refused here, before any file is written."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _IN_MEMORY: Final = ("tmpfs", "ramfs")
 
 
 def check_start(run: LanguageRun) -> None:
-    """Check the schedule, and the places that a run reads and writes; reads files, writes none.
+    """Check the schedule, and the files and directories that a run reads and writes; files are read, none is written.
 
     Raises:
-        UsageError: a place cannot be written, or belongs to another run; or the schedule ends above where it begins.
+        UsageError: a place cannot be written, or belongs to another run; or the schedule ends above its start.
         DataError: data or a file of weights is missing or broken.
     """
     data, schedule, begin = run.data, run.schedule, run.start.directory
@@ -46,10 +46,10 @@ def check_start(run: LanguageRun) -> None:
 
 
 def with_known_base(run: RunConfig) -> RunConfig:
-    """The run with the present state of the frozen weights that its adapters stand beside; of a run that is continued, as they were.
+    """Return a new run with fingerprints of the frozen weights of its adapters; check the weights of a continued run against its own.
 
     Raises:
-        DataError: they are missing or broken, or not those that the adapters were trained with.
+        DataError: the weights are missing or broken, or not those that the adapters were trained with.
     """
     base, resumed = run.start.frozen_base, run.start.resumed
     if base is None:
@@ -61,10 +61,10 @@ def with_known_base(run: RunConfig) -> RunConfig:
 
 
 def check_directory(run: LanguageRun) -> None:
-    """Check that a run may begin or go on in its directory, creating nothing.
+    """Check that a run may begin or continue in its directory, without creating anything.
 
     Raises:
-        UsageError: another run is there, it has gone beyond the checkpoint, or it cannot be written.
+        UsageError: another run is in the directory, the run is past the checkpoint already, or the directory cannot be written.
     """
     resumed = run.start.resumed
     if resumed is None:
@@ -91,7 +91,7 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
 
 
 def _check_files(run: LanguageRun) -> None:
-    """Check files that are read or written beside the run directory."""
+    """Check the files that are read or written outside the run directory."""
     settings = run.settings
     files = settings.checkpoints
     for flag, path in (("--load-checkpoint", files.load_checkpoint), ("--load-optimizer", files.load_optimizer)):
@@ -99,7 +99,7 @@ def _check_files(run: LanguageRun) -> None:
             if run.start.is_continued:
                 raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
             TensorFile(path).close()
-    if run.cluster is None or run.cluster.is_local:  # else it is a place on the nodes
+    if run.cluster is None or run.cluster.is_local:  # otherwise the directory is on the nodes
         check_disk(run.machine.disk)
     for flag, path in (
         ("--save-checkpoint", files.save_checkpoint),
@@ -115,17 +115,17 @@ def _check_files(run: LanguageRun) -> None:
 
 
 def check_disk(disk: DiskSpec | None) -> None:
-    """Check the directory of --disk, creating nothing; it is made when the runtime opens, but not what it lies in, which may be mistyped.
+    """Check the directory of --disk without creating it. The runtime creates it, but not its parent, whose name may be mistyped.
 
     Raises:
-        UsageError: it is no directory that can be made or written.
+        UsageError: the directory cannot be created or written.
     """
     if disk is not None:
         check_tier_directory(disk.directory)
 
 
 def check_tier_directory(directory: Path) -> None:
-    """As `check_disk`."""
+    """Check the directory of a disk tier, like `check_disk`."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--disk {directory} is a file; give a directory")
     if not directory.absolute().parent.is_dir():
@@ -134,13 +134,13 @@ def check_tier_directory(directory: Path) -> None:
 
 
 def warn_of_disk(disk: DiskSpec | None) -> None:
-    """Say so where the disk tier is memory: what is moved there takes RAM beside --ram."""
+    """Warn if the disk tier is in memory: its data then takes RAM in addition to --ram."""
     if disk is not None and (kind := file_system_of(disk.directory)) in _IN_MEMORY:
         print(f"nntask: --disk {disk.directory} is on {kind}, which is RAM: what moves there takes memory beside --ram", file=sys.stderr)
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system where a path lies, or would lie; "" where the system does not say."""
+    """Return the type of the file system of an existing or future path; "" if the system does not report it."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
@@ -155,10 +155,10 @@ def file_system_of(path: Path) -> str:
 
 
 def _check_own(path: Path, flag: str) -> None:
-    """Check that what would be overwritten is a safetensors file, such as an earlier result.
+    """Check that the file to be overwritten is a safetensors file, such as an earlier result.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is another kind of file.
     """
     try:
         TensorFile(path).close()

@@ -48,8 +48,15 @@ from .signals import Interrupts
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """What is known of the step before anything runs: its order with its figures, the names of tasks to explain, tasks that fall back to the CPU, and
-    the seconds that the updater was chosen by."""
+    """Results of the preparation of a step, before anything runs.
+
+    Attributes:
+        order: order of the step.
+        planned: figures of the order.
+        explained: names of the tasks to explain.
+        fallbacks: number of tasks that fall back to the CPU, by name.
+        by_update: forecast seconds by which the updater was chosen.
+    """
 
     order: PlannedOrder
     planned: Mapping[str, Any]
@@ -59,20 +66,20 @@ class _Foreseen:
 
 
 def train(run: RunConfig, cluster: Cluster | None = None) -> int:
-    """Run a training; returns 0, or 130 or 143 when it was interrupted.
+    """Run a training. Return 0, or 130 or 143 if it was interrupted.
 
     Args:
-        cluster: the machines that train, for a run that `check_start` has let pass before there were any; None for this machine.
+        cluster: machines that train, for a run that `check_start` accepted before they were opened; None for this machine.
 
     Raises:
-        NntaskError: see `nntask.errors` for kinds and exit codes.
+        NntaskError: any kind of `nntask.errors`, which also lists the exit codes.
     """
     with _directory_of(run) as directory:
         return _train(run if directory == run.directory else replace(run, directory=directory), cluster)
 
 
 def _train(run: RunConfig, cluster: Cluster | None) -> int:
-    """As `train`, in a directory of its own."""
+    """Run a training in its final directory, like `train`."""
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
         check_installed()
@@ -97,15 +104,15 @@ def _train(run: RunConfig, cluster: Cluster | None) -> int:
         figures = {**order_figures(order, run, this_machine(run.machine)), **attention}
         foreseen = _Foreseen(order, figures, explained, fallbacks, chosen.seconds)
     else:
-        step = capture(run, frozen_base=run.start.frozen_base)  # each node checks what it has
+        step = capture(run, frozen_base=run.start.frozen_base)  # each node checks its own memory
     check_weights(run, step)
     if new := new_weights(run, step):
         printer.say(f"{run.settings.checkpoints.init_from} is of a model with another head; new, from the seed: {', '.join(new)}")
     if cluster is not None:
         return _begun(run, printer, lambda lock, interrupts: _on_cluster(run, cluster, lock, printer, interrupts))
-    assert foreseen is not None  # there is no cluster
+    assert foreseen is not None  # set above, without a cluster
     known = foreseen
-    lower = None if run.start.resumed is None else ""  # which has model and tiling of its checkpoint
+    lower = None if run.start.resumed is None else ""  # a resumed run keeps the model and tiling of its checkpoint
 
     @contextmanager
     def open_on(runtime: Runtime) -> Iterator[Opened]:
@@ -118,13 +125,13 @@ def _train(run: RunConfig, cluster: Cluster | None) -> int:
 
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
-    """As `train`, of a model that is not made of tiles, on this machine."""
+    """Train a model that is not made of tiles on this machine, like `train`."""
     with _directory_of(run) as directory:
         return _train_untiled(run if directory == run.directory else replace(run, directory=directory), model)
 
 
 def _directory_of(run: LanguageRun) -> AbstractContextManager[Path]:
-    """The directory of a run; one of its own for a new run that names none and is carried out."""
+    """Return the directory of a run. A new run without a given directory gets its own, except for a dry run."""
     if run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run:
         return nullcontext(run.directory)
     return own_directory(run.directory, run.name)
@@ -151,7 +158,7 @@ def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
 
 
 def _begun(run: LanguageRun, printer: StepPrinter, go_on: Callable[[RunLock, Interrupts], int]) -> int:
-    """Let a run that has passed all checks go on, with its directory locked; or say what it would do, if that is all that is asked for."""
+    """Continue a run that has passed all checks, with its directory locked; a dry run only prints its settings."""
     if run.settings.run.dry_run:
         stream_of(run, open_dataset(run.data, printer.say))
         printer.say(to_toml(run.settings))
@@ -174,11 +181,11 @@ def _here(
     """Train on this machine.
 
     Args:
-        lower: see `as_user_error`.
+        lower: flag to lower if memory does not suffice, as for `as_user_error`.
     """
     runtime = runtime_for(run)
     try:
-        with runtime, open_on(runtime) as opened:  # in the try: a runtime waits at its end for tasks that may have failed
+        with runtime, open_on(runtime) as opened:  # inside the try: on exit, a runtime waits for tasks that may have failed
             engine, dataset = opened.engine, open_dataset(run.data, printer.say)
             stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
             session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
@@ -197,17 +204,17 @@ def _here(
 
 
 def _byte_lengths(dataset: Dataset) -> npt.NDArray[np.int64] | None:
-    """Bytes of text that each id stands for, where validation scores text itself."""
+    """Return the number of bytes of text of each id; None if validation does not score text itself."""
     return dataset.tokenizer.byte_lengths() if dataset.tokenizer and dataset.spec.objective.kind == "causal" else None
 
 
 def _on_cluster(run: RunConfig, cluster: Cluster, lock: RunLock, printer: StepPrinter, interrupts: Interrupts) -> int:
-    """Train on a cluster; when its nodes change, go on from the last checkpoint with those that there are."""
+    """Train on a cluster. When its nodes change, continue from the last checkpoint with the remaining ones."""
     dataset = open_dataset(run.data, printer.say)
     while True:
         try:
             with cluster.open(run, dataset, printer.say) as (counters, engine):
-                stream = stream_of(run, dataset, rows=())  # nodes read what they need
+                stream = stream_of(run, dataset, rows=())  # nodes read their own rows
                 counts, lengths = counts_of(run, engine), _byte_lengths(dataset)
                 session = Session(run, dataset, stream, counters, engine, counts, printer, interrupts, {}, lengths)
                 begin(session, lock, partial(about_tiled, run, engine, counters.gpus), None)

@@ -1,6 +1,6 @@
-"""The files of a run: its directory, config.toml, summary.json and the checkpoints' state.
+"""Files of a run: its directory, config.toml, summary.json and the checkpoints' state.
 
-Nothing that is there already is overwritten: a new run wants a directory of its own, a resumed one continues in its old one.
+Existing runs are never overwritten: a new run needs a directory of its own, and a resumed one continues in its old one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ METRICS: Final = "metrics.jsonl"
 SUMMARY: Final = "summary.json"
 MACHINE: Final = "machine.json"
 PLAN: Final = "plan.json"
-"""Of each machine: `nntask.planning.order_figures`."""
+"""File of the figures of the plan of each machine, from `nntask.planning.order_figures`."""
 _OF_TORCH: Final = ("torch", "transformers")
 _OF_CUDNN: Final = ("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NODES: Final = "nodes"
-"""Of a run on a cluster: a directory for each node, with its own metrics.jsonl and machine.json."""
+"""Directory of a run on a cluster that has a directory for each node, with the node's metrics.jsonl and machine.json."""
 TRACE: Final = "trace.json.gz"
-"""Where the steps of --trace-steps go unless --trace names another file."""
+"""Default file for the steps of --trace-steps; --trace names another one."""
 
 
 def check_new_run(path: Path) -> None:
-    """Make sure that a run can be written to `path`, creating nothing.
+    """Check that a run can be written to `path`, without creating anything.
 
     Raises:
-        UsageError: another run is there, or it cannot be created or written.
+        UsageError: another run is there, or the directory cannot be created or written.
     """
     if path.exists() and not path.is_dir():
         raise UsageError(f"--run-dir {path} is a file; give a directory")
@@ -58,7 +58,7 @@ def check_new_run(path: Path) -> None:
 
 
 def check_no_links(path: Path) -> None:
-    """Make sure that the directories inside a run are no links, since what is written into them would land elsewhere.
+    """Check that the directories inside a run are no links; files written into a link would land elsewhere.
 
     Raises:
         UsageError: one of them is a link.
@@ -72,7 +72,7 @@ def check_no_links(path: Path) -> None:
 
 
 def _never_began(path: Path) -> bool:
-    """Whether a run directory is left over from a run that ended before its first step."""
+    """Return whether a run directory is left over from a run that ended before its first step."""
     metrics = path / METRICS
     names = {entry.name for entry in path.iterdir()} - {LOCK}
     return not names or (
@@ -82,11 +82,11 @@ def _never_began(path: Path) -> bool:
 
 @contextmanager
 def own_directory(directory: Path, model: str) -> Iterator[Path]:
-    """Make a directory that no other run has, even one that begins in the same second; removed if it stays empty.
+    """Create a directory of its own for a run, even if others begin in the same second. It is removed if it stays empty.
 
     Args:
         directory: the directory that was free when the run was resolved.
-        model: the name that the directory has behind the time.
+        model: name of the model, which follows the time in the directory's name.
     """
     had_runs = RUNS.is_dir()
     while True:
@@ -96,28 +96,28 @@ def own_directory(directory: Path, model: str) -> Iterator[Path]:
             fsync(directory.parent)
             break
         except FileExistsError:
-            if not os.path.lexists(directory):  # what is there is its parent, and no directory
+            if not os.path.lexists(directory):  # its parent is a file
                 break
             directory = default_run_dir(model)
-        except OSError:  # which the check of the directory reports
+        except OSError:  # the check of the directory reports it
             break
     try:
         yield directory
     finally:
-        with suppress(OSError):  # it holds a run
+        with suppress(OSError):  # it is not empty: it contains a run
             directory.rmdir()
             if not had_runs:
                 RUNS.rmdir()
 
 
 def newest_run() -> Path:
-    """The run in runs/ that saved a checkpoint last.
+    """Return the run in runs/ that saved a checkpoint last.
 
-    Steps of different runs do not compare, and a time written into state.json would come from the same clock as the times of the links, which are
-    therefore compared: a clock that was set back between two saves names the older run. The header of a run says which one it continues.
+    The times of the runs' `latest` links are compared, since steps of different runs do not compare, and a time in state.json would come from the
+    same clock. If the clock was set back between two saves, the older run is returned. The header of a run names the run that it continues.
 
     Raises:
-        DataError: no run there has one.
+        DataError: no run there has a checkpoint.
     """
     saved = [(link.lstat().st_mtime, link.parent) for link in RUNS.glob("*/latest")]
     if not saved:
@@ -126,7 +126,7 @@ def newest_run() -> Path:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Replace a small file of the run at once.
+    """Replace a small file of the run atomically.
 
     Raises:
         StorageError: the disk is full or failed.
@@ -138,13 +138,13 @@ def write_file(path: Path, text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
+    """Return the versions of the software that decides the numbers."""
     found = {"python": platform.python_version(), "machine": platform.machine()}
     return found | _installed("nntask", "ml_dtypes", "tokenizers") | computing_versions()
 
 
 def computing_versions() -> dict[str, str]:
-    """Versions of what computes: the kernels, and PyTorch and cuDNN in a process that has loaded them."""
+    """Return the versions of the software that computes: the kernels, and PyTorch and cuDNN if the process has loaded them."""
     loaded = [name for name in _OF_TORCH if name in sys.modules] + list(_OF_CUDNN if "cudnn" in sys.modules else ())
     return kernel_versions() | _installed(*loaded)
 
@@ -162,15 +162,15 @@ def _installed(*packages: str) -> dict[str, str]:
 def summary_of(
     whole: Totals, own: Totals, stats: Mapping[str, Any], tasks_per_step: int, fallbacks: Mapping[str, int], findings: Sequence[Finding] = ()
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """Return the content of summary.json.
 
     Args:
         whole: sums over metrics.jsonl, resumed steps included.
-        own: over the steps of this process.
+        own: sums over the steps of this process.
         stats: counters of the runtime of this process.
-        tasks_per_step: each counted, also those that run as one.
-        fallbacks: tasks of a step that ran on the CPU because they have no CUDA kernel, by name.
-        findings: what the data left out, cut or replaced.
+        tasks_per_step: number of tasks of a step; tasks that run as one count separately.
+        fallbacks: number of tasks of a step that ran on the CPU for lack of a CUDA kernel, by name.
+        findings: records that the data left out, cut or replaced.
     """
     outside, tasks = around(own, stats), tasks_per_step * own.steps
     return {
@@ -201,7 +201,7 @@ def summary_of(
 
 
 def _validations(whole: Totals) -> dict[str, float | int | None]:
-    """The validation losses of summary.json; none for a run that validated nothing."""
+    """Return the validation losses of summary.json; none for a run without validation."""
     if whole.validation_last is None:
         return {}
     return {
@@ -213,12 +213,12 @@ def _validations(whole: Totals) -> dict[str, float | int | None]:
 
 
 def machine_of(stats: Mapping[str, Any], peak_flops: float, num_tasks: int) -> dict[str, Any]:
-    """The content of machine.json: what a process has to train with, known before its first step.
+    """Return the content of machine.json: the resources of a process for training, known before its first step.
 
     Args:
         stats: counters of its runtime.
-        peak_flops: flop/s of matrix products that its workers reach, measured.
-        num_tasks: of a step.
+        peak_flops: measured flop/s that its workers reach in matrix products.
+        num_tasks: number of tasks of a step.
     """
     return {
         "workers": list(stats["busy_seconds"]),
@@ -241,5 +241,5 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
 
 
 def write_plan(run: Path, figures: Mapping[str, Any]) -> None:
-    """Write plan.json: what was decided about the step before it ran."""
+    """Write plan.json: the decisions about the step before it ran."""
     write_file(run / PLAN, to_json(figures, indent=1) + "\n")

@@ -1,9 +1,8 @@
-"""One run at a time in a run directory: the training process holds a lock on a file in it for as long as it lives.
+"""Lock of a run directory, which allows one run at a time: the training process holds a lock on a file in it for its lifetime.
 
-The kernel lets go of the lock when the process ends, however it ends, so a run that was killed can be continued at once; the file stays and means
-nothing by itself. Processes that the run starts do not keep the lock: the file is closed when they execute their program, and a run that ends lets go
-of the lock itself, for those that have not come that far. Where the file system has no such locks, as some network file systems, runs go
-on without.
+The kernel releases the lock when the process ends for any reason, so a killed run can be resumed at once. The file remains and means nothing by
+itself. Child processes do not keep the lock: the file is closed when they execute their program, and a run that ends unlocks it explicitly for
+children that have not executed yet. On file systems without such locks, such as some network file systems, runs continue without one.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ from ..errors import StorageError, UsageError
 from ..io.atomic_write import make_directories
 
 LOCK: Final = ".lock"
-"""The file; it names the process and the machine that hold it, or held it last."""
+"""Lock file; it names the process and the machine that hold it, or held it last."""
 
 
 class RunLock:
-    """The lock of a run on its directory; let go of at the end of the block.
+    """Lock of a run on its directory, released at the end of the block.
 
     Args:
-        flag: that named the directory.
-        check: called under the lock, since another run may have come and gone since the directory was looked at.
+        run: directory of the run.
+        flag: flag that named the directory.
+        check: check repeated under the lock, since another run may have used the directory since the first check.
     """
 
     def __init__(self, run: Path, flag: str, check: Callable[[], None]) -> None:
@@ -39,10 +39,10 @@ class RunLock:
         self._fd: int | None = None
 
     def take(self) -> None:
-        """Make the directory if need be and hold it. Idempotent.
+        """Create the directory if it is missing, and lock it. Idempotent.
 
         Raises:
-            UsageError: another process holds it.
+            UsageError: another process holds the lock.
             StorageError: the disk is full or failed.
         """
         if self._fd is not None:
@@ -50,11 +50,11 @@ class RunLock:
         path = self._run / LOCK
         try:
             make_directories(self._run)
-            self._fd = _opened(path, os.O_RDWR | os.O_CREAT)  # writable, or NFS gives no lock; not inherited by what the process starts
+            self._fd = _opened(path, os.O_RDWR | os.O_CREAT)  # writable, since NFS needs it for a lock; not inherited by child processes
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}; make room or choose another --run-dir") from error
         _lock(self._fd, fcntl.LOCK_EX, self._run, self._flag)
-        with contextlib.suppress(OSError):  # a full disk: the message to another run will then not name this one
+        with contextlib.suppress(OSError):  # on a full disk, the message to another run cannot name this one
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         self._check()
@@ -65,18 +65,18 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         if self._fd is not None:
             with contextlib.suppress(OSError):  # no locks on this file system
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing would leave it to a process that has just been forked and has its copy still
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing alone would leave the lock to a forked child with its own copy of the file
             os.close(self._fd)
             self._fd = None
 
 
 def check_unlocked(run: Path, flag: str) -> None:
-    """Check that no process trains in a directory, creating nothing.
+    """Check that no process trains in a directory, without creating anything.
 
     Raises:
         UsageError: another process does.
     """
-    with contextlib.suppress(OSError):  # no such file, or none of ours
+    with contextlib.suppress(OSError):  # no such file, or no permission to read it
         fd = _opened(run / LOCK, os.O_RDONLY)
         try:
             _lock(fd, fcntl.LOCK_SH, run, flag)
@@ -85,7 +85,7 @@ def check_unlocked(run: Path, flag: str) -> None:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a lock file, which may come from somebody else: a link would lead elsewhere, and a pipe would never answer.
+    """Open a lock file, which may be foreign: links are refused, since they lead elsewhere, and pipes, since they may block.
 
     Raises:
         UsageError: the path is a link, or no regular file.

@@ -1,4 +1,4 @@
-"""The loop of a training whose parts are all there, and the files and lines around it: from the amount of data to closing lines."""
+"""Training loop of a prepared session, with the files and lines around it: from the amount of data to the closing lines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .session import Session, print_totals
 
 
 def run_loop(session: Session, hooks: Hooks) -> int:
-    """Train, and say and write what comes of it; returns the exit code.
+    """Train, print and write the results, and return the exit code.
 
     Raises:
-        NntaskError: see `Loop`; what can still be written is written.
+        NntaskError: any error of `Loop.train`; the remaining files are written where possible.
     """
     run, printer, interrupts = session.run, session.printer, session.interrupts
     steps, warmup = run.length.on(session.stream.batches_per_epoch)
@@ -34,7 +34,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
     print_totals(session.stream, printer)
     events = EventFile(run.directory, run.start.step) if run.settings.observe.report_to == "tensorboard" else None
     journal = Journal(run.directory / METRICS, run.start.step, timed_after=max(run.start.step, warmup), events=events)
-    session.runtime.wait()  # initialisation ends first: the peak below is that of idle workers
+    session.runtime.wait()  # initialisation ends first, so that the peak below is that of idle workers
     peak_flops = session.engine.peak_flops()
     write_machine(run.directory, machine_of(session.runtime.stats(), peak_flops, session.engine.num_tasks))
     loop = _loop(session, journal, hooks, steps, peak_flops)
@@ -43,7 +43,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
         loop.train()
     except BaseException as error:
         for ending in endings:
-            with contextlib.suppress(Exception):  # what ended the training is what the user must hear
+            with contextlib.suppress(Exception):  # the user must see the error that ended the training
                 ending()
         if isinstance(error, DataError):
             raise DataError(f"{error}; {until_restored(run)}") from error
@@ -59,7 +59,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
 
 
 def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flops: float) -> Loop:
-    """The loop of so many steps, ready to begin."""
+    """Build the loop of `steps` steps."""
     run, dataset, engine = session.run, session.dataset, session.engine
     plan = LoopPlan(
         steps=steps,
@@ -85,7 +85,7 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flo
 
 
 def _state_of(run: LanguageRun, dataset: Dataset) -> dict[str, Any]:
-    """What state.json holds besides step and cursor."""
+    """Return the entries of state.json besides step and cursor."""
     return {
         "seed": run.model.seed,
         "model": run.model.config.to_dict(),

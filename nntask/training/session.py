@@ -1,4 +1,4 @@
-"""A training whose parts are all there: its data from where it begins, and what it says and writes before its first step."""
+"""Prepared training session: its data from the right position, and its output and files before the first step."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from ..checkpoints.store import Checkpoint
 
 MOST_NAMES: Final = 8
-"""Workers that are named one by one."""
+"""Largest number of workers whose names are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run with its data, its engine, and the user it talks to.
+    """Run with its data, its engine, and its output.
 
     Args:
         runtime: counters of the workers.
         counts: floating-point operations of one sequence.
-        fallbacks: tasks of a step that run on the CPU because they have no CUDA kernel, by name.
-        byte_lengths: (V,) bytes of text that each id stands for, where validation says bits per byte.
-        config: see `Opened`.
+        fallbacks: number of tasks of a step that run on the CPU for lack of a CUDA kernel, by name.
+        byte_lengths: (V,) number of bytes of text of each id, if validation reports bits per byte.
+        config: content of a config.json of each checkpoint, as in `Opened`.
     """
 
     run: LanguageRun
@@ -74,19 +74,20 @@ class Session:
 
 
 TimedLoops = Callable[[StepPrinter, Callable[[], bool]], None]
-"""Runs the loops that are timed before the training of a new run, and prints their lines, until the second argument says yes."""
+"""Function that runs the timed loops before the training of a new run, and prints their lines, until its second argument returns True."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The parts of a training that depend on what the model is made of.
+    """Parts of a training that depend on the kind of model.
 
     Args:
+        engine: engine that runs the steps.
         counts: floating-point operations of one sequence.
-        about: makes the lines about the model; the step may be recorded for them.
-        says_bits: whether the loss is that of all of a text, so that validation may say bits per byte.
-        config: content of a config.json beside the weights of each checkpoint, which makes it a model directory; None for none.
-        timed_loops: see `TimedLoops`.
+        about: function that returns the lines about the model; it may record the step for them.
+        says_bits: whether the loss covers all of a text, so that validation may report bits per byte.
+        config: content of a config.json stored with each checkpoint, which makes it a model directory; None for none.
+        timed_loops: function that runs the timed loops.
     """
 
     engine: StepEngine
@@ -98,42 +99,42 @@ class Opened:
 
 
 class UntiledModel(Protocol):
-    """The model of a run that is not made of tiles: another package captures its step, and makes its engine."""
+    """Model that is not made of tiles: another package captures its step and makes its engine."""
 
     def check(self, run: LanguageRun) -> None:
-        """Refuse data that the model cannot learn from.
+        """Refuse data that the model cannot be trained on.
 
         Raises:
-            UsageError: says what it lacks.
+            UsageError: the data lacks something that the model needs.
         """
 
     def capture(self, run: LanguageRun) -> CapturedStep:
-        """The run's step, from shapes; weights that begin in files are attached, and their names and shapes checked.
+        """Capture the run's step from shapes. Weights that start from files are attached, and their names and shapes checked.
 
         Raises:
-            DataError: a file of weights is missing or broken, or holds another model.
+            DataError: a file of weights is missing or broken, or has the weights of another model.
         """
 
     def changes(self, run: LanguageRun, target: MachineModel, needs: Needs, full: str = "") -> Sequence[str]:
-        """Changes of flags of which each would make the step fit.
+        """Return changes of flags, each of which would make the step fit.
 
         Args:
-            full: the memory that was too small all the same, where the machine has what the step needs at least.
+            full: memory that was too small although the machine has the least that the step needs; "" for none.
         """
 
     def open(self, run: LanguageRun, runtime: Runtime) -> AbstractContextManager[Opened]:
-        """The engine on the runtime of the run, and what is said of it; closed before the runtime is."""
+        """Open the engine on the runtime of the run, with the lines about it; it is closed before the runtime."""
 
 
 def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = None) -> BatchStream:
-    """Batches from where the run begins.
+    """Return the stream of batches from the position at which the run begins.
 
     Args:
-        rows: see `BatchStream`.
+        rows: rows of each batch to read, as for `BatchStream`.
 
     Raises:
-        UsageError: --eval-every asks for validation data and there is none, or --trace-steps names steps that the run does not do.
-        DataError: there is too little data, or the run that is continued learnt from other data.
+        UsageError: --eval-every asks for validation data and there is none, or --trace-steps names steps outside the run.
+        DataError: there is too little data, or the continued run was trained on other data.
     """
     settings, resumed = run.settings, run.start.resumed
     if settings.run.eval_every and dataset.validation is None:
@@ -172,7 +173,7 @@ def _check_tokenizer(resumed: Checkpoint, dataset: Dataset) -> None:
 
 
 def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
-    """Floating-point operations of one sequence."""
+    """Return the floating-point operations of one sequence."""
     model = run.model
     num_adapter_weights = 0 if model.adapters is None else engine.num_trained
     target_len = run.data.objective.target_length
@@ -182,16 +183,16 @@ def counts_of(run: RunConfig, engine: Trained) -> FlopCounts:
 def begin(
     session: Session, lock: RunLock, about: Callable[[], Sequence[str]], order: PlannedOrder | None, planned: Mapping[str, Any] | None = None
 ) -> None:
-    """Take the directory, say what is trained, write down how, and load the weights that it begins with.
+    """Lock the directory, print the header, write settings and plan, and load the initial weights.
 
     Args:
-        about: see `Opened`.
-        order: in which a step executes; None where it is not known here.
-        planned: its figures, as of `order_figures`.
+        about: function that returns the lines about the model.
+        order: order in which a step executes; None if it is not known here.
+        planned: figures of the order, from `order_figures`.
     """
     run = session.run
     if run.settings.run.sample_tokens:
-        sample_prompt(run, session.dataset.tokenizer, session.stream.length)  # refused now rather than after the training
+        sample_prompt(run, session.dataset.tokenizer, session.stream.length)  # refuse a bad prompt now rather than after the training
     lock.take()
     print_header(session, about, order)
     write_file(run.directory / CONFIG, to_toml(run.settings))
@@ -201,10 +202,10 @@ def begin(
 
 
 def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update: Mapping[Updater, float | None] | None = None) -> Sequence[str]:
-    """What is trained: a model of tiles.
+    """Return the lines about a model of tiles.
 
     Args:
-        by_update: seconds of a step under each updater, see `ChosenUpdater`.
+        by_update: forecast seconds of a step under each updater, as in `ChosenUpdater`.
     """
     config, cut, settings = run.model.config, run.model.tiling, run.settings
     lines = [
@@ -229,7 +230,7 @@ def about_tiled(run: RunConfig, engine: Trained, gpus: Sequence[Any], by_update:
 
 
 def print_header(session: Session, about: Callable[[], Sequence[str]], order: PlannedOrder | None) -> None:
-    """What is trained, on what, where."""
+    """Print the header: the model, the machine, and the directory."""
     run, stats, say = session.run, session.runtime.stats(), session.printer.say
     for line in about():
         say(line)
@@ -264,10 +265,10 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
 
 
 def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:
-    """Say that the schedule of a continued run would have given its last step another rate; "" if the run goes on with the rates that it began with.
+    """Return a sentence if the schedule of a continued run gives another rate to its last step; "" if the rates are those with which the run began.
 
     Args:
-        run: the run.
+        run: continued or new run.
         batches_per_epoch: batches of a pass over the data.
     """
     resumed = run.start.resumed
@@ -288,7 +289,7 @@ def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:
 
 
 def in_ranges(names: Sequence[str]) -> Sequence[str]:
-    """Names of workers; where there are many, neighbours of one kind as a range, such as ``cpu:0..199``."""
+    """Return names of workers; if there are many, neighbours of one kind become a range, such as ``cpu:0..199``."""
     if len(names) <= MOST_NAMES:
         return names
     kinds = [list(found) for _, found in groupby(names, key=lambda name: name.partition(":")[0])]
@@ -296,7 +297,7 @@ def in_ranges(names: Sequence[str]) -> Sequence[str]:
 
 
 def print_totals(stream: BatchStream, printer: StepPrinter) -> None:
-    """How much data there is."""
+    """Print the amount of data."""
     batches = stream.batches_per_epoch
     printer.say(f"Total train batches: {batches}")
     printer.say(f"Total train sequences: {batches * stream.batch}")

@@ -1,13 +1,13 @@
-"""Ctrl-C and SIGTERM while training: the first asks for an orderly end, the second ends the process at once.
+"""Ctrl-C and SIGTERM while training: the first signal requests an orderly end, the second ends the process at once.
 
-The first only sets a flag; the training loop looks at it between steps, lets what is in flight finish and saves. If the process is ended before that,
-a message names what is left.
+The first signal only sets a flag. The training loop checks it between steps, lets the steps in flight finish, and saves. If the process ends before
+that, a message names the newest checkpoint.
 
-Python runs handlers on the main thread, once that thread runs Python. The system may give a signal to any thread, and the main one may sleep
-without limit: a second signal would then never be heard. So a thread of its own reads, from a pipe, the number of every signal that arrives.
+Python runs handlers on the main thread, once that thread runs Python. The system may deliver a signal to any thread, and the main thread may sleep
+indefinitely, so a second signal might never be handled. A thread of its own therefore reads the number of every signal from a pipe.
 
-One wish may arrive as two signals: `timeout` signals its child and then the child's whole group. So a repetition right after the first counts as
-the first; a person's second Ctrl-C comes later.
+One request may arrive as two signals: `timeout` signals its child and then the child's whole group. A repeat right after the first signal is
+therefore ignored; a person's second Ctrl-C comes later.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 REPETITION_SECONDS: Final = 0.5
-"""The same signal again within this time of the first is the first."""
+"""Repeats of the first signal within this many seconds are ignored."""
 
 
 class Interrupts:
-    """While entered, catches SIGINT and SIGTERM. Does nothing off the main thread, where Python allows no handlers.
+    """Context manager that catches SIGINT and SIGTERM. It does nothing off the main thread, where Python allows no handlers.
 
     Attributes:
-        signal: the first that came.
-        say_what_is_left: says, when a second signal ends the process, what can be continued.
+        signal: first signal that arrived; None for none.
+        say_what_is_left: function that describes, when a second signal ends the process, how to continue.
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM, 0 for neither."""
+        """Exit code: 130 after SIGINT, 143 after SIGTERM, 0 without a signal."""
         return 128 + self.signal if self.signal is not None else 0
 
     def pending(self) -> bool:
-        """Whether a signal has come."""
+        """Return whether a signal has arrived."""
         return self.signal is not None
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             arrivals, written = os.pipe()
-            os.set_blocking(written, False)  # or signal.set_wakeup_fd refuses it
+            os.set_blocking(written, False)  # required by signal.set_wakeup_fd
             threading.Thread(target=self._listen, args=(arrivals,), name="nntask signals", daemon=True).start()
-            self._undo.callback(os.close, written)  # the thread reads the end, and ends
+            self._undo.callback(os.close, written)  # the thread then reads the end of the pipe, and ends
             self._undo.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(written, warn_on_full_buffer=False))
             for number in _SIGNALS:
                 self._undo.callback(signal.signal, number, signal.signal(number, self._on_signal))
@@ -68,10 +68,10 @@ class Interrupts:
             self.signal = number
 
     def is_second(self, number: int, now: float) -> bool:
-        """Count a signal that has arrived; whether it is a wish to stop at once.
+        """Count a signal that has arrived, and return whether it requests an immediate stop.
 
         Args:
-            now: seconds on any clock that never goes back.
+            now: seconds of a monotonic clock.
         """
         if self._first is None:
             self._first = (number, now)
@@ -81,7 +81,7 @@ class Interrupts:
 
     def _listen(self, arrivals: int) -> None:
         with open(arrivals, "rb", buffering=0) as pipe:
-            while came := pipe.read(64):  # all that are there, so that what arrives together has one time
+            while came := pipe.read(64):  # read all pending signals, so that those that arrive together have one time
                 now = time.monotonic()
                 for number in came:
                     if number in _SIGNALS:
@@ -90,6 +90,6 @@ class Interrupts:
                         self._on_signal(number, None)
 
     def _stop(self, number: int) -> None:
-        with contextlib.suppress(Exception):  # nothing keeps the process from ending
+        with contextlib.suppress(Exception):  # no error may keep the process from ending
             os.write(2, f"nntask: stopped at once; {self.say_what_is_left()}\n".encode())
         os._exit(128 + number)
