@@ -1,6 +1,6 @@
 """Neural networks on tile tensors.
 
-Names are imported when they are first asked for: the command line lives on this package's errors and settings long before it needs the rest.
+Names are imported at their first use: the command line needs this package's errors and settings long before the rest.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""Errors a user can meet, and the exit code each one ends the command with.
+"""Errors that a user can see, and the exit code that each one gives the command.
 
 ::
 
@@ -11,7 +11,7 @@
     ├── ProcessUnavailable       6   a confined process was ended by others, does not answer, or does not start
     └── ClusterError             6   a cluster cannot be used, or failed; the newest checkpoint is whole
 
-Each message is one plain sentence: the rule, the values received, what to do.
+Each message is one plain sentence: the rule, the values received, the remedy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Scaling of rotary positions as the metadata of GGUF files, in both directions.
+"""Conversion of rotary scaling to and from the metadata of GGUF files.
 
-llama.cpp takes a factor without a type for linear scaling, and has an older key for it. Llama 3's scaling is a tensor with the factor of every
-frequency, and LongRoPE's are two: of contexts beyond the original length, and of others. Files of a Phi 3 have them without a type. YaRN's numbers of
-turns are constants of llama.cpp's code for the architectures here, and its factor of cosines and sines is told as a multiple of the one that YaRN's
-paper has.
+llama.cpp reads a factor without a type as linear scaling, and has an older key for it. Llama 3's scaling is a tensor with the factor of every
+frequency. LongRoPE's is two tensors: for contexts beyond the original length, and for others; files of a Phi 3 have them without a type. YaRN's
+numbers of turns are constants of llama.cpp's code for the architectures here. Its factor of cosines and sines is stored as a multiple of the one in
+YaRN's paper.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from .architectures import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
 from .metadata_keys import Keys, Values, shortest
 
 _LLAMA_3: Final = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of all models of Meta; a file has only the factors that follow from them."""
+"""Values of all models of Meta; a file has only the factors that follow from them."""
 _TYPE, _FACTOR, _OLD_FACTOR = "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"
 _LENGTH: Final = "original_max_position_embeddings"
 _ORIGINAL, _ATTENTION = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
 _LONG: Final = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
-"""Key of a config -> tensor."""
+"""Key of a config -> name of the tensor in a file."""
 _WITH_LONG: Final = ("llama", "phi3")
-"""Architectures for which llama.cpp reads these tensors; of the first one only if the type is "longrope"."""
+"""Architectures for which llama.cpp reads LongRoPE's tensors; for "llama" only if the type is "longrope"."""
 _TURNS: Final = {"beta_fast": ("rope.scaling.yarn_beta_fast", 32.0), "beta_slow": ("rope.scaling.yarn_beta_slow", 1.0)}
 """Key of a config -> key of a file, and llama.cpp's constant."""
 
 
 def scaling_from(keys: Keys, values: Values, size: int, factors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any] | None:
-    """The scaling of rotary frequencies as a config has it; None for none.
+    """Return the scaling of rotary frequencies as a config has it; None for none.
 
     Args:
-        keys: of the architecture.
-        values: the config so far.
-        size: features of a head that turn.
-        factors: name -> values of `architectures.ALL_FACTORS`, those in the file.
+        keys: metadata keys of the architecture.
+        values: config values read so far.
+        size: number of rotated features of a head.
+        factors: name -> values of the tensors of `architectures.ALL_FACTORS` in the file.
 
     Raises:
-        DataError: it is a scaling that is not known.
+        DataError: the scaling is not known.
     """
     old_factor = keys.number(_OLD_FACTOR, 0)
     factor = keys.number(_FACTOR, old_factor)
@@ -56,7 +56,7 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: Mapping[str, np
         return _longrope(keys, values, keys.text(_TYPE), attention, factors)
     if kind != "yarn":
         keys.equal(_ATTENTION, 1, "as cosines and sines are scaled by YaRN and LongRoPE only")
-        keys.text(_ORIGINAL)  # which says nothing without YaRN
+        keys.text(_ORIGINAL)  # marks the key as read; it has no meaning without YaRN
     if ROTARY_FACTORS in factors:
         if kind == "yarn" or factor not in (0, 1):
             raise keys.refusal(_FACTOR, factor, f"absent beside rope_freqs.weight, which scales positions by itself (type {kind})")
@@ -68,7 +68,11 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: Mapping[str, np
 
 
 def _longrope(keys: Keys, values: Values, kind: str, attention: float, factors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """LongRoPE; `kind` is its type in the file, "" if that has none."""
+    """Return LongRoPE's scaling.
+
+    Args:
+        kind: type in the file, "" if it has none.
+    """
     missing = [name for name in _LONG.values() if name not in factors]
     if keys.name not in _WITH_LONG or missing or ROTARY_FACTORS in factors or kind not in ("longrope", *([""] if keys.name == "phi3" else [])):
         there = f"{kind or 'none'} beside {', '.join(factors) or 'no tensor of factors'}"
@@ -81,7 +85,7 @@ def _longrope(keys: Keys, values: Values, kind: str, attention: float, factors: 
 
 
 def _usual_of_longrope(longest: int, original: int) -> float:
-    """LongRoPE's factor of cosines and sines (Ding et al., 2024, section 3.3)."""
+    """Return LongRoPE's factor of cosines and sines (Ding et al., 2024, section 3.3)."""
     return sqrt(1 + log(longest / original) / log(original)) if longest > original > 1 else 1.0
 
 
@@ -96,14 +100,14 @@ def _yarn(keys: Keys, values: Values, factor: float, attention: float) -> dict[s
 
 
 def _attention_factor(multiple: float, factor: float) -> float:
-    """The factor of cosines and sines with the fewest decimals whose multiple of YaRN's own one is the given number in fp32."""
+    """Return the factor of cosines and sines with the fewest decimals that is `multiple` times YaRN's own factor in fp32."""
     usual = _usual(factor)
     decimals = (float(f"{multiple * usual:.{digits}g}") for digits in range(1, 17))
     return next((each for each in decimals if np.float32(each / usual) == np.float32(multiple)), multiple * usual)
 
 
 def _usual(factor: float) -> float:
-    """YaRN's factor of cosines and sines (Peng et al., 2023, equation 22)."""
+    """Return YaRN's factor of cosines and sines (Peng et al., 2023, equation 22)."""
     return 0.1 * log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -117,14 +121,14 @@ def _llama_3(values: Values, size: int, found: np.ndarray[Any, Any]) -> dict[str
 
 
 def factors_of(scaling: Values, theta: float, size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Name -> values (size / 2,) fp32 of the tensors of factors that a scaling has in a file."""
+    """Return name -> values (size / 2,) in fp32 of the tensors of factors that a scaling has in a file."""
     if scaling["rope_type"] == "longrope":
         return {name: np.array(scaling[key], np.float32) for key, name in _LONG.items()}
     return {ROTARY_FACTORS: rotary_factors(scaling, theta, size)} if scaling["rope_type"] == "llama3" else {}
 
 
 def rotary_factors(scaling: Values, theta: float, size: int) -> np.ndarray[Any, Any]:
-    """(size / 2,) fp32: what each rotary frequency is divided by, as Llama 3 scales them; see `nntask.models.rotary`."""
+    """Return the divisors (size / 2,) in fp32 of the rotary frequencies in Llama 3's scaling, as in `nntask.models.rotary`."""
     plain = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = np.clip((scaling["original_max_position_embeddings"] * plain / (2 * pi) - low) / (high - low), 0, 1)
@@ -133,7 +137,7 @@ def rotary_factors(scaling: Values, theta: float, size: int) -> np.ndarray[Any, 
 
 
 def scaling_keys(scaling: Values | None) -> dict[str, Any]:
-    """Key -> value of a scaling, as far as a file can say it; the other direction of `scaling_from`."""
+    """Return key -> value of a scaling in a file's metadata; the inverse of `scaling_from`."""
     kind = None if scaling is None else scaling["rope_type"]
     if scaling is not None and kind == "longrope":
         return {_TYPE: kind, _ORIGINAL: scaling[_LENGTH], _ATTENTION: RopeScaling(**scaling).angle_factor}

@@ -1,9 +1,9 @@
-"""Tokenizers from the metadata of GGUF files, as the files that `AutoTokenizer` loads.
+"""Conversion of tokenizers in the metadata of GGUF files to the files that `AutoTokenizer` loads.
 
 A file has tokens, merges or scores, and the name of a rule that cuts texts into words. Two kinds are translated: byte-level BPE ("gpt2") with the
-rules of `pre_tokenizers`, and SentencePiece's BPE ("llama"), whose merges follow from its scores. A file may have the tokenizer.json besides, under a
-key that the format has for it; it is believed if its tokens are those of the list. Any other tokenizer is refused with its reason, which is reported
-when a tokenizer is asked for.
+rules of `pre_tokenizers`, and SentencePiece's BPE ("llama"), whose merges follow from its scores. A file may also contain a tokenizer.json, under a
+key of the format; it is used if its tokens are those of the list. Any other tokenizer is refused with a reason, which is reported when a tokenizer
+is requested.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ _ROLES: Final = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_
 NAME: Final = "general.name"
 STRIPPING: Final = ("phi-3", "phi3")
 KEEPING: Final = ("<unk>", "<s>", "<|endoftext|>")
-"""A model with such a name takes in the spaces behind its special tokens but these, for llama.cpp and in its own tokenizer.json."""
+"""Special tokens that keep the spaces after them. All others strip these spaces if the model's name contains a word of `STRIPPING`, in llama.cpp and
+in the model's own tokenizer.json.
+"""
 _MOST_IDS: Final = 1 << 22
-"""Of a tokenizer.json beside the tokens, which may have more of them than the model has rows."""
+"""Limit of the ids in a tokenizer.json, which may have more tokens than the model has rows."""
 _LONGEST_CUT: Final = 256
-"""Letters of a token of SentencePiece's that merges are looked for; no longer one is made of words."""
+"""Limit of the letters of a token of SentencePiece for which merges are looked up; tokens made of words are shorter."""
 _MERGES_PER_TOKEN: Final = 4
 _MERGES_BESIDES: Final = 1 << 12
-"""Cuts of tokens into two others: published vocabularies have about two for each token."""
+"""Largest number of cuts of tokens into two others, in addition to those for each token; published vocabularies have about two for each token."""
 
 
 class UntranslatedError(Exception):
-    """A tokenizer that is there and cannot be translated; the text completes "its tokenizer ..."."""
+    """Tokenizer that exists but cannot be translated; the text completes "its tokenizer ..."."""
 
 
 def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
-    """The tokenizer.json of a file; None if the file has no tokenizer.
+    """Return the tokenizer.json of a file; None if the file has no tokenizer.
 
     Args:
-        metadata: of the file.
+        metadata: metadata of the file.
         vocab_size: V of the model.
 
     Raises:
-        UntranslatedError: there is one, broken or of another kind.
+        UntranslatedError: the tokenizer is broken or of another kind.
     """
     kind = metadata.get(f"{PREFIX}model")
     tokens = words_of(metadata)
@@ -70,15 +72,15 @@ def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
 
 
 def files_from(metadata: Mapping[str, Any], longest: int, vocab_size: int) -> dict[str, str]:
-    """File name -> content: tokenizer.json, and its tokenizer_config.json; nothing if the file has no tokenizer.
+    """Return file name -> content of tokenizer.json and tokenizer_config.json; nothing if the file has no tokenizer.
 
     Args:
-        metadata: of the file.
+        metadata: metadata of the file.
         longest: context length of the model, in tokens.
         vocab_size: V of the model.
 
     Raises:
-        UntranslatedError: see `tokenizer_from`.
+        UntranslatedError: the tokenizer is broken or of another kind.
     """
     text = tokenizer_from(metadata, vocab_size)
     if text is None:
@@ -100,7 +102,7 @@ def _shown(value: Any) -> str:
 
 
 def _whole(metadata: Mapping[str, Any], tokens: Sequence[str], vocab_size: int) -> str | None:
-    """The tokenizer.json that a file has besides; None if it has none, or one of other tokens."""
+    """Return the tokenizer.json stored in a file; None if there is none, or one of other tokens."""
     text = metadata.get(WHOLE)
     if not isinstance(text, str):
         return None
@@ -116,14 +118,14 @@ def _whole(metadata: Mapping[str, Any], tokens: Sequence[str], vocab_size: int) 
 
 
 def ids_of(content: Any) -> dict[str, int]:
-    """Token -> id, of a tokenizer.json."""
+    """Return token -> id of a tokenizer.json."""
     vocab = content["model"]["vocab"]
     listed = {each[0]: index for index, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
     return listed | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
 
 
 def _kinds(metadata: Mapping[str, Any], count: int) -> list[int]:
-    """The type of every token."""
+    """Return the type of every token."""
     given = metadata.get(f"{PREFIX}token_type")
     if given is None:
         return [NORMAL] * count
@@ -134,7 +136,7 @@ def _kinds(metadata: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _translated(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
-    """A tokenizer.json from tokens and merges or scores."""
+    """Return a tokenizer.json built from tokens and merges or scores."""
     kinds, is_pieces = _kinds(metadata, len(tokens)), metadata.get(f"{PREFIX}model") == "llama"
     known = dict(zip(tokens, range(len(tokens)), strict=True))
     if num_unused := kinds.count(UNUSED):
@@ -157,7 +159,7 @@ def _translated(metadata: Mapping[str, Any], tokens: Sequence[str]) -> str:
 
 
 def _around(metadata: Mapping[str, Any], tokens: Sequence[str], *, is_pieces: bool) -> dict[str, Any] | None:
-    """The template that puts tokens before and behind a text; None if there are none."""
+    """Return the template that puts tokens before and after a text; None if it puts none."""
     rule = BY_NAME.get(str(metadata.get(f"{PREFIX}pre")))
     adds_bos = metadata.get(f"{PREFIX}add_bos_token", is_pieces or (rule is not None and rule.adds_bos))
     wanted = {"bos_token_id": adds_bos is True, "eos_token_id": metadata.get(f"{PREFIX}add_eos_token") is True}
@@ -192,7 +194,7 @@ def _byte_level(metadata: Mapping[str, Any], known: Mapping[str, int], added: se
 
 
 def _pairs(metadata: Mapping[str, Any], known: Mapping[str, int], added: set[str]) -> list[list[str]]:
-    """The merges of a byte-level BPE, unchecked: see `wrong_merge`."""
+    """Return the merges of a byte-level BPE without a check; `wrong_merge` finds a wrong one."""
     merges = metadata.get(f"{PREFIX}merges", [])
     if not isinstance(merges, list):
         raise UntranslatedError("has a tokenizer.ggml.merges that is no list of texts")
@@ -202,7 +204,10 @@ def _pairs(metadata: Mapping[str, Any], known: Mapping[str, int], added: set[str
 
 
 def wrong_merge(metadata: Mapping[str, Any]) -> str:
-    """A merge that the tokenizers package refuses, completing "the tokenizer ..."; "" if there is none. Only asked for when it has refused one."""
+    """Return a phrase on a merge that the tokenizers package refuses, completing "the tokenizer ..."; "" if there is none.
+
+    It is called only after the package has refused a merge.
+    """
     tokens, merges = words_of(metadata), metadata.get(f"{PREFIX}merges", [])
     known = {token for token, kind in zip(tokens, _kinds(metadata, len(tokens)), strict=False) if kind != UNUSED}
     for text in merges if isinstance(merges, list) else []:
@@ -232,7 +237,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str], known: M
 
 
 def _scores(metadata: Mapping[str, Any], count: int) -> np.ndarray[Any, Any]:
-    """(V,) the score of every token."""
+    """Return the scores (V,) of all tokens."""
     given = metadata.get(f"{PREFIX}scores")
     is_number = isinstance(given, np.ndarray) and given.dtype.kind in "if" and given.dtype.itemsize >= 4
     if not isinstance(given, np.ndarray) or not is_number or len(given) < count or not np.isfinite(given).all():
@@ -242,7 +247,7 @@ def _scores(metadata: Mapping[str, Any], count: int) -> np.ndarray[Any, Any]:
 
 
 def merges_of(tokens: Sequence[str], scores: np.ndarray[Any, Any], known: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """The merges of SentencePiece's BPE, best first: every cut of a token into two, as the score of a token ranks all merges that make it."""
+    """Yield the merges of SentencePiece's BPE, best first: every cut of a token into two. The score of a token ranks all merges that make it."""
     for index in np.argsort(-scores.astype(np.float64), kind="stable"):
         token = tokens[index]
         splits = range(1, len(token)) if len(token) < _LONGEST_CUT and known.get(token) == index else ()

@@ -1,7 +1,7 @@
 """Phi 3 to 4 (Abdin et al., 2024), with the semantics of transformers' ``Phi3ForCausalLM``: a LLaMA with dropout after its layers.
 
-Of each head a part may turn, at frequencies that LongRoPE scales. Files have q, k and v as rows of one matrix, and gate and up as rows of another
-one.
+A part of each head may be rotated, at frequencies scaled by LongRoPE. Files store q, k and v as rows of one matrix, and gate and up as rows of
+another.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .rotary_config import PartialRotaryConfig
 
 _JOINED: Final = ("q", "k", "v", "gate", "up")
 _ORIGINAL, _ORIGINAL_LENGTH = "original_max_position_embeddings", 4096
-"""A key, and transformers' value of it for files that lack it."""
+"""Key of the original length, and transformers' default."""
 _OLD_TYPES: Final = ("su", "yarn")
 """Names of "longrope" in older files of the family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(GatedConfig, PartialRotaryConfig):
-    """Shape and hyperparameters of a Phi 3; field names and meaning as in ``transformers.Phi3Config``, see the classes that it is based on.
+    """Shape and hyperparameters of a Phi 3; field names and meaning as in ``transformers.Phi3Config``, further fields in the base classes.
 
     Args:
-        partial_rotary_factor: part of each head that turns.
+        partial_rotary_factor: rotated part of each head.
         resid_pdrop: dropout probability after each layer.
-        sliding_window: tokens that a token sees, itself included; None for all.
-        pad_token_id: id of padding, which transformers takes for 32000 where a file does not say it.
+        sliding_window: number of tokens that a token attends to, itself included; None for all.
+        pad_token_id: id of padding; transformers assumes 32000 for files without the key.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -65,7 +65,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Older names of "longrope" are read, and the original length where transformers looks for it: beside the scaling alone."""
+        """Read values, also with older names of "longrope". The original length must be next to the scaling, as transformers reads it only there."""
         taken = dict(values)
         for key in ("rope_parameters", "rope_scaling"):
             if not isinstance(scaling := taken.get(key), Mapping):
@@ -85,13 +85,16 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
 
     @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:
-        """LongRoPE is the only scaling of a Phi 3."""
+        """Check that a scaling is LongRoPE, the only one of a Phi 3."""
         super()._check(values, source)
         if (scaling := values.get("rope_scaling")) is not None and scaling.rope_type != "longrope":
             raise UsageError(f'rope_type of a Phi 3 in {source} must be "default" or "longrope", got "{scaling.rope_type}"; use one of them')
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as Hugging Face's JSON object; of LongRoPE with no more keys than transformers 4 accepts, unless others follow from them."""
+        """Return the config as Hugging Face's JSON object.
+
+        LongRoPE has only the keys that transformers 4 accepts, plus `factor` if it does not follow from the lengths.
+        """
         values, scaling = super().to_dict(), self.rope_scaling
         if scaling is None or (original := scaling.original_max_position_embeddings) is None:
             return values
@@ -102,15 +105,15 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         return {**values, _ORIGINAL: original, "rope_scaling": found, "rope_parameters": {**found, **others}}
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a token sees in a block."""
+        """Return the number of tokens that a token attends to in a block; None for all."""
         return self.sliding_window
 
     def attention(self, layer: int) -> AttentionShape:
-        """The attention of one block, layer from 0."""
+        """Return the attention of one block, layer from 0."""
         return replace(super().attention(layer), rotary=self.rotary)
 
     def block(self, layer: int) -> BlockShape:
-        """The parts of one block, layer from 0."""
+        """Return the parts of one block, layer from 0."""
         return replace(super().block(layer), dropout=self.resid_pdrop)
 
 

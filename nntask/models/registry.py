@@ -1,4 +1,4 @@
-"""The registry of model families: class of configs, class of models, and configs of usual sizes."""
+"""Registry of model families: class of configs, class of models, and configs of usual sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models, which differ only in the numbers of their configs.
+    """Family of models that differ only in the numbers of their configs.
 
     Args:
         config: class of the configs, a `ModelConfig` with ``from_dict``.
@@ -63,20 +63,20 @@ PRESETS: Final[dict[str, ModelConfig]] = {name: config for family in FAMILIES.va
 """Name -> config of usual sizes, of every family."""
 
 _HEADS: Final = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
-"""End of the name of a class of transformers, behind that of its family."""
+"""Suffix of a class name of transformers, after the name of its family."""
 _OF_GPT2: Final = frozenset({"n_embd", "n_layer", "n_head", "n_positions"})
 """Keys of a GPT-2 that no other family here has."""
 
 
 def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
-    """The model_type of a config: what it says, else that of its architectures, else a GPT-2's if its keys are, as in NNTile's files.
+    """Return the model_type of a config: its own, else that of its architectures, else GPT-2 if it has the keys of a GPT-2, like NNTile's files.
 
     Args:
-        values: the decoded JSON, an object.
+        values: decoded JSON object.
         source: name of the file or object that holds the values, for error messages.
 
     Raises:
-        UsageError: the values leave it open, or the family is unknown.
+        UsageError: the family cannot be derived from the values, or it is unknown.
     """
     names = ", ".join(FAMILIES)
     if "model_type" in values:
@@ -100,10 +100,10 @@ def type_of(values: Mapping[str, Any], source: str = "the config") -> str:
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> ModelConfig:
-    """A config from decoded JSON, of the family that `type_of` finds.
+    """Return a config from decoded JSON, of the family that `type_of` finds.
 
     Args:
-        values: the decoded JSON.
+        values: decoded JSON.
         source: name of the file or object that holds the values, for error messages.
 
     Raises:
@@ -115,10 +115,10 @@ def config_from_dict(values: Mapping[str, Any], source: str = "the config") -> M
 
 
 def config_notes(values: Mapping[str, Any], source: str) -> list[str]:
-    """Sentences about a config that `config_from_dict` takes, for the caller to print: a family that it does not say, keys that no model reads.
+    """Return sentences for the caller to print about an accepted config: a family that was derived, and keys that no model reads.
 
     Args:
-        values: the decoded JSON.
+        values: decoded JSON.
         source: name of the file or object that holds the values.
     """
     if values.get("model_type", GPT2Config.model_type) not in FAMILIES:
@@ -134,13 +134,13 @@ def config_notes(values: Mapping[str, Any], source: str) -> list[str]:
 
 
 def untiled_type(values: Mapping[str, Any]) -> str:
-    """The model_type of a config whose family is not here; "" for one of a family that is, and for what is no model_type."""
+    """Return the model_type of a config if its family is not registered here; "" if it is registered or no model_type."""
     kind = values.get("model_type") if isinstance(values, Mapping) else None
     return kind if isinstance(kind, str) and kind not in FAMILIES else ""
 
 
 def config_from_json(path: str | os.PathLike[str], advice: str = "check --config-path") -> ModelConfig:
-    """A config from a file in Hugging Face's format.
+    """Return a config from a file in Hugging Face's format.
 
     Args:
         path: the file, or the directory of a ``config.json``.
@@ -154,7 +154,7 @@ def config_from_json(path: str | os.PathLike[str], advice: str = "check --config
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of one of our configs."""
+    """Return the family of a config."""
     return FAMILIES[config.model_type]
 
 
@@ -171,12 +171,12 @@ def build(
     """Build the model that a config describes.
 
     Args:
-        config: the model's shape and hyperparameters.
+        config: shape and hyperparameters of the model.
         tiling: tile sizes.
-        runtime: the runtime that executes the tasks.
+        runtime: runtime that executes the tasks.
         dtype: element type of parameters and activations.
         seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
         flash: whether attention avoids the full matrix of scores.
-        library: whether cuDNN may compute it on GPUs.
+        library: whether cuDNN may compute attention on GPUs.
     """
     return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, flash=flash, library=library)

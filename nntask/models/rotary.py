@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al., RoFormer, 2021): which features turn, how fast, and how configs say so.
+"""Rotary positions (Su et al., RoFormer, 2021): the rotated features, their frequencies, and their keys in configs.
 
-Scaling is read from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (transformers 5). Where a file has both formats,
+Scaling is read from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (transformers 5). If a file has both formats,
 their values must agree. Files of other formats are translated to these keys and read by `scaling_of`; `RopeScaling.to_dict` returns them.
 """
 
@@ -34,7 +34,7 @@ _OPTIONAL: Final[dict[str, tuple[str, ...]]] = {
 _LISTS: Final = ("short_factor", "long_factor")
 _TURNS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
 ROPE_TYPES: Final = tuple(_NEEDED)
-"""The kinds of rotary scaling that are implemented."""
+"""Implemented kinds of rotary scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +42,22 @@ class RopeScaling:
     """Scaling of rotary frequencies for longer sequences; field names as in ``rope_scaling``.
 
     Args:
-        rope_type: "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides only frequencies with
-            long wavelengths (Llama 3.1). "yarn" divides those that turn less than `beta_slow` times in the original length, keeps those that turn
-            more than `beta_fast` times, and multiplies cosines and sines by an attention factor (Peng et al., YaRN, 2023). "dynamic" has no effect
-            up to max_position_embeddings tokens, the longest sequence that is accepted here. "longrope" divides each frequency by a factor of its
-            own, from one of two lists, and multiplies cosines and sines by an attention factor (Ding et al., LongRoPE, 2024); see `Rotary.is_long`.
-        factor: the divisor, at least 1; of "longrope" only the attention factor follows from it.
-        low_freq_factor, high_freq_factor: for "llama3": frequencies with a wavelength above original / low are divided, frequencies with a
+        rope_type: kind of scaling. "linear" divides every frequency by `factor` (Chen et al., Position Interpolation, 2023). "llama3" divides only
+            frequencies with long wavelengths (Llama 3.1). "yarn" divides those with fewer than `beta_slow` turns in the original length, keeps those
+            with more than `beta_fast` turns, and multiplies cosines and sines by an attention factor (Peng et al., YaRN, 2023). "dynamic" has no
+            effect up to max_position_embeddings tokens, the longest sequence that is accepted here. "longrope" divides each frequency by a factor of
+            its own, from one of two lists that `Rotary.is_long` selects, and multiplies cosines and sines by an attention factor (Ding et al.,
+            LongRoPE, 2024).
+        factor: divisor of frequencies, at least 1; for "longrope", it only determines the attention factor.
+        low_freq_factor, high_freq_factor: limits for "llama3": frequencies with a wavelength above original / low are divided, frequencies with a
             wavelength below original / high are kept, and the frequencies between are blended.
-        original_max_position_embeddings: for "llama3", "yarn" and "longrope": the longest sequence of the original training, in tokens.
-        attention_factor: for "yarn" and "longrope": factor of cosines and sines; None for the one that follows from `factor`, and of "yarn" from
-            `mscale` and `mscale_all_dim`, too.
-        beta_fast, beta_slow: for "yarn": numbers of turns; None for 32 and 1.
-        mscale, mscale_all_dim: for "yarn": weights of log(factor) in numerator and denominator of the attention factor; None for none.
-        truncate: for "yarn": whether the range that is blended is widened to whole features; None for true.
-        short_factor, long_factor: for "longrope": divisors of the frequencies, one for each pair of features that turns.
+        original_max_position_embeddings: longest sequence of the original training in tokens, for "llama3", "yarn" and "longrope".
+        attention_factor: factor of cosines and sines for "yarn" and "longrope"; None to derive it from `factor`, and for "yarn" also from
+            `mscale` and `mscale_all_dim`.
+        beta_fast, beta_slow: numbers of turns for "yarn"; None for 32 and 1.
+        mscale, mscale_all_dim: weights of log(factor) in numerator and denominator of the attention factor of "yarn"; None for none.
+        truncate: whether "yarn" widens the blended range to whole features; None for true.
+        short_factor, long_factor: divisors of the frequencies for "longrope", one for each rotated pair of features.
     """
 
     rope_type: str
@@ -75,8 +76,11 @@ class RopeScaling:
 
     @property
     def angle_factor(self) -> float:
-        """Factor of cosines and sines: `attention_factor` if given, else 0.1 log(factor) + 1 of "yarn" (Peng et al., equation 22) without further
-        keys, sqrt(1 + log(factor) / log(original length)) of "longrope" (Ding et al., section 3.3), and 1 of others."""
+        """Factor of cosines and sines: `attention_factor` if given.
+
+        Otherwise it is 0.1 log(factor) + 1 for "yarn" without further keys (Peng et al., equation 22), and 1 for kinds other than "yarn" and
+        "longrope". For "longrope" it is sqrt(1 + log(factor) / log(original length)) (Ding et al., section 3.3).
+        """
         if self.rope_type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -89,19 +93,19 @@ class RopeScaling:
         return _weighted(self.factor, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The scaling as a JSON object, without the keys that its kind does not use."""
+        """Return the scaling as a JSON object, without the keys that its kind does not use."""
         found = {key: value for key, value in asdict(self).items() if value is not None}
         return found | {key: list(found[key]) for key in _LISTS if key in found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How queries and keys turn with their positions.
+    """Rotation of queries and keys by their positions.
 
     Args:
-        size: features of a head that turn, the first ones; even.
+        size: number of rotated features of a head, the first ones; even.
         theta: base of the frequencies.
-        scaling: for longer sequences; None for none.
+        scaling: scaling for longer sequences; None for none.
     """
 
     size: int
@@ -110,23 +114,23 @@ class Rotary:
 
     @property
     def has_two_tables(self) -> bool:
-        """Whether long sequences turn at frequencies of their own."""
+        """Whether long sequences have frequencies of their own."""
         return self.scaling is not None and self.scaling.rope_type == "longrope"
 
     def is_long(self, length: int) -> bool:
-        """Whether sequences of at most `length` tokens turn by the long factors: those of a "longrope" that may exceed the original length.
+        """Return whether sequences of at most `length` tokens use the long factors: those of a "longrope" that may exceed the original length.
 
         The limit decides, not the number of tokens so far: keys in a cache cannot change their frequencies.
         """
         return self.has_two_tables and self.scaling is not None and length > (self.scaling.original_max_position_embeddings or 0)
 
     def frequencies(self, *, is_long: bool = False) -> npt.NDArray[np.float32]:
-        """(size / 2,) fp32: radians per position of feature pair i, theta^(-2i / size), scaled.
-
-        Args:
-            is_long: which factors of "longrope" divide; see `is_long`.
+        """Return the scaled frequencies (size / 2,) in fp32: theta^(-2i / size) radians per position for feature pair i before scaling.
 
         All arithmetic is in fp32, as in transformers: at position 100,000 the last digit of a frequency is a visible angle.
+
+        Args:
+            is_long: whether the long factors of "longrope" divide, instead of the short ones.
         """
         size, scaling = self.size, self.scaling
         plain = (1 / np.float32(self.theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))).astype(np.float32)
@@ -151,7 +155,7 @@ def _llama3(plain: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray
 
 
 def _yarn(size: int, theta: float, scaling: RopeScaling) -> npt.NDArray[np.float32]:
-    """YaRN's frequencies, "NTK by parts" (Peng et al., 2023, section 3.2), by the operations of transformers."""
+    """Return YaRN's frequencies, "NTK by parts" (Peng et al., 2023, section 3.2), with the same operations as transformers."""
     original = scaling.original_max_position_embeddings
     assert original is not None  # as the config has checked
     turns = (scaling.beta_fast or _TURNS["beta_fast"], scaling.beta_slow or _TURNS["beta_slow"])
@@ -185,7 +189,7 @@ _EXAMPLES: Final[dict[str, Any]] = {
 
 
 def rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` from either format, as far as they are present.
+    """Return the present keys of ``rope_theta`` and ``rope_scaling`` from either format.
 
     A number that is present under two keys must be equal under both; transformers 5 silently takes one of them.
 
@@ -219,7 +223,7 @@ def rope_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _agreed(what: str, by_key: Mapping[str, Any], source: str) -> Any:
-    """The one value under all keys of `by_key`; None where `by_key` is empty.
+    """Return the common value of all keys of `by_key`; None if `by_key` is empty.
 
     Raises:
         UsageError: two keys have different values.
@@ -234,10 +238,10 @@ def _agreed(what: str, by_key: Mapping[str, Any], source: str) -> Any:
 
 
 def scaling_of(values: object, longest: int, source: str) -> RopeScaling | None:
-    """Checked rotary scaling from decoded JSON; None without scaling.
+    """Return the checked rotary scaling of decoded JSON; None without scaling.
 
     Args:
-        values: the value of "rope_scaling".
+        values: value of "rope_scaling".
         longest: max_position_embeddings, the default of original_max_position_embeddings.
         source: name of the config, for error messages.
 
@@ -260,7 +264,7 @@ def scaling_of(values: object, longest: int, source: str) -> RopeScaling | None:
 
 
 def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> RopeScaling:
-    """The scaling of a kind with its defaults, after a check of its values."""
+    """Return the scaling of a kind with its defaults, after a check of its values."""
     needed = _NEEDED[kind]
     if missing := [key for key in needed if key not in values]:
         raise UsageError(f"{where} lacks {', '.join(missing)}; rope_type {kind} needs {', '.join(needed)}")
@@ -290,10 +294,10 @@ def _checked(kind: str, values: Mapping[str, Any], longest: int, where: str) -> 
 
 
 def _divisors(key: str, values: object, where: str) -> tuple[float, ...]:
-    """A list of positive numbers.
+    """Return a list of positive numbers as a tuple.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: `values` is something else.
     """
     if not isinstance(values, list | tuple):
         raise UsageError(f"{key} in {where} must be a list of numbers, got {shown(values)}; copy it from the config of the model")
@@ -303,7 +307,7 @@ def _divisors(key: str, values: object, where: str) -> tuple[float, ...]:
 
 
 def check_divisors(scaling: RopeScaling | None, size: int, source: str) -> None:
-    """Check that a "longrope" has a divisor for each pair of the `size` features of a head that turn.
+    """Check that a "longrope" has a divisor for each pair of the `size` rotated features of a head.
 
     Raises:
         UsageError: a list is longer or shorter, or no attention factor follows from its original length.
@@ -321,7 +325,10 @@ def check_divisors(scaling: RopeScaling | None, size: int, source: str) -> None:
 
 
 def unread_of_rope(values: Mapping[str, Any]) -> list[str]:
-    """Keys of the rotary scaling of a config.json, or of one for each kind of block, that its kind does not have, here and in transformers."""
+    """Return the keys of the rotary scalings of a config.json that their kind does not have, here and in transformers.
+
+    A config may have one scaling, or one for each kind of block.
+    """
     scalings = {key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), Mapping)}
     for key, scaling in list(scalings.items()):
         if by_kind := {name: each for name, each in scaling.items() if isinstance(each, Mapping)}:

@@ -1,4 +1,4 @@
-"""What a training step needs of a machine and costs on it, from shapes alone."""
+"""Memory needs and costs of a training step on a machine, from shapes alone."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
-"""Whether a machine has what a training step needs, and if not, what would make it fit: ``nntask train`` refuses what cannot before memory is taken.
+"""Memory check of a training step, with advice if it does not fit: ``nntask train`` refuses a run before it takes memory.
 
-A change that is advised has been looked at, where that is quick: the step is captured with it (`memory_fit.capture`), and fits.
+Advice is verified if that is quick: the step is captured with the change (`memory_fit.capture`), and fits.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from .memory_fit import (
 from .needs import Needs
 
 MOST_TRIED: Final = 100_000
-"""Changes that make more tasks of a minibatch are not tried: capturing them takes many seconds."""
+"""Largest number of tasks of a minibatch with a change that is tried; capturing more takes many seconds."""
 MOST_WHOLE: Final = 10_000
-"""Changes that make more tasks of a step are judged by three of its minibatches: the others need about as much each."""
+"""Largest number of tasks of a step that is judged as a whole. A longer step is judged by three of its minibatches, as each further one adds the same
+needs.
+"""
 MOST_HALVED: Final = 8
-"""Tile sizes that are halved in turn to make a task small enough, each of which leaves it a quarter of its bytes at least."""
+"""Largest number of halvings of tile sizes to make a task small enough; each leaves at least a quarter of the task's bytes."""
 MOST_ENLARGED: Final = 8
-"""Larger devices that are tried, where tiles follow their memory."""
+"""Largest number of larger devices that are tried if tiles follow their memory."""
 _TILES: Final = {
     "head": ("vocab_tile", "embd_tile"),
     "embedding": ("vocab_tile", "embd_tile"),
@@ -44,18 +46,18 @@ _TILES: Final = {
     "adam": ("vocab_tile", "inner_tile", "embd_tile"),
     "sgd": ("vocab_tile", "inner_tile", "embd_tile"),
 }
-"""Word in a task's name -> tile flags that make it smaller, the first one first."""
+"""Word in a task's name -> tile flags that make the task smaller, the first one first."""
 _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
 
 
 def check_fit(run: RunConfig) -> tuple[CapturedStep, PlannedOrder]:
-    """Refuse a run whose step cannot run on its machine within the budgets, and choose the order of one that can.
+    """Refuse a run whose step cannot run on its machine within the budgets, and otherwise choose its order.
 
-    Takes no memory, and a second for 20,000 tasks; more where budgets are short, to compare orders.
+    The check takes no memory, and a second for 20,000 tasks; it takes longer to compare orders if budgets are short.
 
     Raises:
-        DoesNotFit: a budget is not to be had, or too small; says by how much, and what would fit.
-        UsageError: the step has too many tasks, or no order of the name that was asked for.
+        DoesNotFit: a budget is too small or not available; the message has the shortage and changes that would make the step fit.
+        UsageError: the step has too many tasks, or no order of the requested name.
     """
     with no_collections():
         found = capture(run, frozen_base=run.start.frozen_base)
@@ -70,11 +72,11 @@ def advice(
     full: str = "",
     anew: Callable[[MachineModel], RunConfig] | None = None,
 ) -> list[str]:
-    """Changes of which each would make the step fit, checked where that is quick; of a resumed run, of what is not its checkpoint's.
+    """Return changes, each of which would make the step fit, verified if that is quick. Settings of a resumed run's checkpoint are kept.
 
     Args:
-        full: the memory that was too small all the same, where the machine has what the step needs at least.
-        anew: the run on a machine with larger devices, if its tiles follow them.
+        full: memory that was too small although the machine has the least that the step needs; "" for none.
+        anew: function that returns the run on a machine with larger devices, if its tiles follow them.
     """
     found = more_memory(target, needs, full=full, anew=anew)
     if run.start.is_continued:
@@ -90,7 +92,7 @@ def advice(
 
 
 def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Callable[[MachineModel], RunConfig] | None = None) -> list[str]:
-    """Budgets of which each would make a step fit; arguments as of `advice`."""
+    """Return budgets, each of which would make a step fit. The arguments are those of `advice`."""
     is_given_room = not (short := needs.short(target))
     if is_given_room:
         at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
@@ -104,13 +106,13 @@ def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Cal
 
 
 def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: bool = False) -> str:
-    """Flags that give some nodes of a machine so many bytes.
+    """Return the flags that give the nodes of `short` their number of bytes.
 
     Args:
         is_new: whether the machine has no disk tier yet.
     """
     flags = []
-    devices = max((nbytes for at, nbytes in short if at not in (0, target.last)), default=0)  # one size for all of them
+    devices = max((nbytes for at, nbytes in short if at not in (0, target.last)), default=0)  # all devices have one size
     for at, nbytes in short:
         name, size = target.nodes[at][0], flag_size(nbytes)
         if name == RAM:
@@ -126,7 +128,7 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: b
 
 
 def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[MachineModel], RunConfig] | None) -> list[tuple[int, int]]:
-    """What to raise nodes to, as messages round it, so that the step fits in the tiles that it then has."""
+    """Return the budgets of nodes, rounded as in messages, with which the step fits in the tiles that follow from them."""
     for _ in range(MOST_ENLARGED):
         rounded = {at: rounded_up(nbytes) for at, nbytes in short}
         larger = target.enlarged(rounded)
@@ -139,7 +141,10 @@ def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[
 
 
 def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
-    """Nodes that a step leaves short, see `Needs.short`; of a long step three minibatches are looked at: each more needs as much as the third."""
+    """Return the nodes that are too small for a step, as `Needs.short` does.
+
+    A long step is estimated from three minibatches: each further one needs as much more as the third.
+    """
     count = run.step.num_minibatches
     looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
 
@@ -158,7 +163,7 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
             passive=needs.passive + (count - 3) * (needs.passive - two.passive),
         )
 
-    if looked_at < count and run.step.order == AUTO:  # both in submission order, which takes no time, or both in what needs least
+    if looked_at < count and run.step.order == AUTO:  # the plain order first, since that is quick; both estimates need the same order
         needs = estimated(run.in_order(SUBMISSION))
         if needs.fits_last(target):
             return needs.short(target)
@@ -167,12 +172,12 @@ def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
 
 
 def with_free_order(run: RunConfig) -> RunConfig:
-    """The run with a step other than the one that --order was given for: in one of its orders, unless nothing is to be reordered."""
+    """Return the run for a changed step, which need not have the order given by --order: its order is free unless it is the submission order."""
     return run.in_order(SUBMISSION if run.step.order == SUBMISSION else AUTO)
 
 
 def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
-    """--minibatch of one tile, or of one sequence and tiles of one, if that makes the machine large enough; "" if it does not."""
+    """Return --minibatch of one tile, or of one sequence with tiles of one, if the step then fits; "" if it does not."""
     tile = run.model.tiling.minibatch_tile
     for size in sorted({size for size in (tile, 1) if size < run.step.minibatch}, reverse=True):
         changed = with_free_order(run.cut(minibatch=size, minibatch_tile=size))
@@ -182,7 +187,7 @@ def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
 
 
 def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
-    """Tile flags halved, one after another, until the hungriest task fits, and what must be raised besides; "" if that does not help."""
+    """Return tile flags, halved one after another until the largest task fits, and the budgets to raise as well; "" if that does not help."""
     name, config = needs.hungriest.name, run.model.config
     changed, flags = run, dict[str, int]()
     if needs.task > target.largest_node_nbytes << 2 * MOST_HALVED:
@@ -213,5 +218,5 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
 
 
 def _is_long(run: RunConfig) -> bool:
-    """Whether a step would have too many tasks, or one of its minibatches more than are looked at for advice."""
+    """Return whether a step would have too many tasks, or too many in one of its minibatches to be tried for advice."""
     return TASKS_PER_WORK * work_of(run) > MOST_TRIED or has_too_many_tasks(run)

@@ -1,7 +1,7 @@
-"""What a training step needs, from shapes alone, and the order in which a machine that has it will run it.
+"""Memory needs of a training step, from shapes alone, and the order in which a machine will run it.
 
-The step is captured (`scheduler.api.capturing_runtime`); what each memory must hold at least is `StepPlan.minimum_bytes`, in the order that a run
-would choose.
+The step is captured (`scheduler.api.capturing_runtime`). `StepPlan.minimum_bytes` gives the least size of each memory, in the order that a run would
+choose.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from .needs import Needs, shortage
 from .virtual_replay import replay_seconds
 
 MOST_TASKS: Final = 1_000_000
-"""Steps of more tasks are refused: recording one takes minutes and gigabytes."""
+"""Largest number of tasks of a step; recording a longer one takes minutes and gigabytes."""
 TASKS_PER_WORK: Final = 6
-"""Tasks per product of a weight tile and a tile of activations (`work_of`), at least: forward, two backward, and what lies between them."""
+"""Least number of tasks per product of a weight tile and a tile of activations (`work_of`): forward, two backward, and those between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A model without memory, and its training step.
+    """Model without memory, and its training step.
 
     Attributes:
-        plan: the step in submission order, with what --recompute says made again.
-        trained, frozen: the model's tensors by name, those that are learnt and those that are not; they have shapes and types, and no data.
-        optimizer: likewise, of its state.
-        reading: bytes of host memory for the readers of the files that the weights begin in.
-        recorded: the step that makes nothing again; None where that is the plan.
+        plan: step in submission order, with the recomputation of --recompute.
+        trained, frozen: trained and frozen tensors of the model by name; they have shapes and types, and no data.
+        optimizer: tensors of the optimizer's state by name, without data as well.
+        reading: bytes of host memory for the readers of the files that the weights start from.
+        recorded: step without recomputation; None if that is the plan.
     """
 
     plan: StepPlan
@@ -67,10 +67,10 @@ class CapturedStep:
     recorded: StepPlan | None = None
 
     def recomputing(self, recompute: str) -> CapturedStep:
-        """The step with what --recompute says made again; unless that is left to the planner, who looks at budgets.
+        """Return the step with the recomputation of --recompute. A recomputation left to the planner is not applied, since it depends on budgets.
 
         Raises:
-            UsageError: nothing that an operation makes here could be made again.
+            UsageError: no output of an operation in this step can be recomputed.
         """
         try:
             again = as_asked(self.plan, recompute)
@@ -80,13 +80,13 @@ class CapturedStep:
 
 
 def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[MachineModel, Needs], Sequence[str]]) -> PlannedOrder:
-    """The order in which a captured step will run within the budgets of its machine.
+    """Return the order in which a captured step will run within the budgets of its machine.
 
     Args:
-        changes: of a machine and what the step needs: what would make it fit.
+        changes: function from a machine and the needs of the step to changes that would make it fit.
 
     Raises:
-        DoesNotFit, UsageError: as of `fit_advice.check_fit`.
+        DoesNotFit, UsageError: the step does not fit or has no such order, as for `fit_advice.check_fit`.
     """
     check_budgets(run.machine)
     target = this_machine(run.machine)
@@ -97,11 +97,11 @@ def fitting_order(found: CapturedStep, run: LanguageRun, changes: Callable[[Mach
 
 
 def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: FrozenBase | None = None) -> CapturedStep:
-    """Model and step of a run, from shapes.
+    """Capture the model and the step of a run, from shapes.
 
     Args:
-        num_minibatches: per step; as many as the run has unless given.
-        frozen_base: the frozen weights of a run with adapters.
+        num_minibatches: number of minibatches of a step; that of the run by default.
+        frozen_base: frozen weights of a run with adapters.
 
     Raises:
         UsageError: the step has more than `MOST_TASKS` tasks.
@@ -138,13 +138,13 @@ def capture(run: RunConfig, num_minibatches: int | None = None, frozen_base: Fro
 
 
 def untouched(plan: StepPlan, tensors: Iterable[TileTensor]) -> int:
-    """Bytes of tiles that no task of a step touches, those in files apart: rows of positions that no sequence reaches, beside adapters."""
+    """Return the bytes of tiles that no task of a step touches, such as rows of positions that no sequence reaches. Tiles in files do not count."""
     records = {handle.record for tensor in tensors for handle in tensor.handles}
     return sum(record.size for record in records if record not in plan.uses and FILE not in record.replicas)
 
 
 def _start(run: RunConfig) -> ModelDirectory | None:
-    """The directory that a new run begins with; None where there is none, or the model is another one, as in trials of tiles."""
+    """Return the model directory that a new run starts from; None if there is none, or if the model is another one, as in trials of tiles."""
     if run.start.directory is None:
         return None
     start = ModelDirectory.open(run.start.directory, run.model.config)
@@ -154,10 +154,10 @@ def _start(run: RunConfig) -> ModelDirectory | None:
 
 
 def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Needs:
-    """What a step needs in the order of the plan.
+    """Return the needs of a step in the order of the plan.
 
     Args:
-        thrifty: in the order that needs least instead (`scheduler.planning.least_last_bytes`).
+        thrifty: whether to use the order with the least needs instead (`scheduler.planning.least_last_bytes`).
         reading: bytes of host memory for file readers.
     """
     tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
@@ -172,12 +172,13 @@ def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Need
 def least_needs(
     plan: StepPlan, run: LanguageRun, target: MachineModel, order: PlannedOrder | None = None, *, quick: bool = False, reading: int = 0
 ) -> Needs:
-    """What the step needs in the order that a run would choose; with less memory, it may choose the submission order or one that needs less, and
-    make again what it can.
+    """Return the needs of the step in the order that a run would choose.
+
+    With little memory, that may be the submission order or one with smaller needs, with recomputation.
 
     Args:
-        order: that of the run, if it is known.
-        quick: whether to look no further once the last tier holds a step.
+        order: order of the run, if it is known.
+        quick: whether to stop as soon as the last tier holds a step.
         reading: bytes of host memory for file readers.
     """
     name = run.step.order
@@ -191,10 +192,10 @@ def least_needs(
 
 
 def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, quick: bool = False, reading: int = 0) -> Needs:
-    """What the step needs in the order that needs least, with as much made again as a planner would if it is free to choose.
+    """Return the needs of the step in the order with the least needs, with the largest recomputation if the planner may choose it.
 
     Args:
-        quick: whether to look no further once the last tier holds it without.
+        quick: whether to skip recomputation if the last tier holds the step without.
     """
     found = needs_of(plan, thrifty=True, reading=reading)
     if recompute != AUTO or (quick and found.fits_last(target)):
@@ -208,7 +209,7 @@ def _touched(task: RecordedTask) -> int:
 
 
 def _computes(task: RecordedTask) -> bool:
-    """Whether a task has flops; copies and fills have none, and a device that does nothing else is of no use."""
+    """Return whether a task has flops. Copies and fills have none, and a device that does nothing else is of no use."""
     codelet = task.codelet
     if not isinstance(codelet, Codelet) or codelet.cost is None:
         return False
@@ -216,7 +217,7 @@ def _computes(task: RecordedTask) -> bool:
 
 
 def work_of(run: RunConfig) -> int:
-    """Roughly proportional to the tasks of a minibatch: products of a weight tile and a tile of activations."""
+    """Return a number roughly proportional to the tasks of a minibatch: products of a weight tile and a tile of activations."""
     config, cut = run.model.config, run.model.tiling
     width, inner = -(-config.n_embd // cut.embd_tile), -(-config.inner_size // cut.inner_tile)
     heads, vocab = -(-config.n_head // cut.head_tile), -(-config.vocab_size // cut.vocab_tile)
@@ -225,7 +226,7 @@ def work_of(run: RunConfig) -> int:
 
 
 def _tiles_of_positions(run: RunConfig) -> int:
-    """Tiles of the table of learned positions, whose length need not be that of sequences."""
+    """Return the number of tiles of the table of learned positions, whose length may differ from that of sequences."""
     config, cut = run.model.config, run.model.tiling
     description = getattr(config, "description", None)
     rows = 0 if description is None else description.stack.num_positions or 0
@@ -233,10 +234,10 @@ def _tiles_of_positions(run: RunConfig) -> int:
 
 
 def choose_order(step: CapturedStep, run: LanguageRun, target: MachineModel) -> PlannedOrder:
-    """As `Runtime.plan_step`, of a step that has been given what --recompute says, with what else it could make again.
+    """Choose the order of a step with its --recompute applied, like `Runtime.plan_step`, and add the costs of other recomputations.
 
     Raises:
-        UsageError: the step has no order of the name that was asked for.
+        UsageError: the step has no order of the requested name.
     """
     found, recompute = _ordered(step.plan, run, target), run.step.recompute
     if recompute == AUTO or not found.forecasts:
@@ -245,7 +246,7 @@ def choose_order(step: CapturedStep, run: LanguageRun, target: MachineModel) -> 
 
 
 def _ordered(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedOrder:
-    """`choose_order` without what else the step could make again."""
+    """Choose the order of a step without the costs of other recomputations."""
     try:
         judge = partial(replay_seconds, target=target, how=run.machine.scheduling)
         return order_on(plan, run.step.order, target, target.policy, AUTO if run.step.recompute == AUTO else NONE, judge)
@@ -256,11 +257,11 @@ def _ordered(plan: StepPlan, run: LanguageRun, target: MachineModel) -> PlannedO
 
 
 def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -> tuple[PlannedOrder, Needs | None]:
-    """The order that a run would choose; where none fits, the submission order, without a search, and what the step needs at least."""
+    """Return the order that a run would choose. If none fits, return the submission order, without a search, and the least needs of the step."""
     if run.step.order in (AUTO, SUBMISSION):
         needs = least_needs(step.plan, run, target, quick=True, reading=step.reading)
         if not needs.fit(target):
-            if needs.fits_last(target):  # and what the last tier needs at least is told, too
+            if needs.fits_last(target):  # a quick result has no least needs of the last tier
                 needs = least_needs(step.plan, run, target, reading=step.reading)
             return PlannedOrder(SUBMISSION, step.plan, {}, num_tasks=len(step.plan.tasks)), needs
         return choose_order(step, run, target.without(step.reading)), None
@@ -270,10 +271,10 @@ def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -
 
 
 def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE, judge: Judge | None = None) -> PlannedOrder:
-    """As `Runtime.plan_step`, on a machine that need not exist, under a scheduling policy.
+    """Plan a step on a machine that may be imaginary, under a scheduling policy, like `Runtime.plan_step`.
 
     Args:
-        judge: as of `choose_plan`.
+        judge: function that judges plans, as for `choose_plan`; None for none.
 
     Raises:
         ValueError: the step has no order of that name.
@@ -293,18 +294,18 @@ def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, reco
 
 
 def has_too_many_tasks(run: RunConfig) -> bool:
-    """Whether a step would be refused for its number of tasks."""
+    """Return whether a step would be refused for its number of tasks."""
     return TASKS_PER_WORK * run.step.num_minibatches * work_of(run) > MOST_TASKS
 
 
 def most_tiles(run: RunConfig) -> int:
-    """As many minibatches as these may be one, or one after another, in a step that is not refused for its number of tasks."""
+    """Return the largest number of such minibatches in a step, or in one larger minibatch, that is not refused for its number of tasks."""
     return MOST_TASKS // (TASKS_PER_WORK * work_of(run))
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Captured steps are large and have no garbage cycles worth a third of the time."""
+    """Pause garbage collection: captured steps are large, and collections would take a third of the time to find no garbage cycles of note."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

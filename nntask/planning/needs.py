@@ -1,5 +1,7 @@
-"""What a step needs at least of each memory of a machine, and which of them are too small. `memory_fit` measures it; what to do is said in
-`fit_advice`, and for texts in `inference.memory_check`."""
+"""Least budget of each memory of a machine for a step, and the budgets that are too small.
+
+`memory_fit` measures the needs; `fit_advice`, and for texts `inference.memory_check`, give advice.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from ..hardware.machine_model import MachineModel
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes without which a step cannot run.
+    """Memory needs of a step, in bytes.
 
     Attributes:
-        task: that the hungriest task touches.
-        tile: of the largest piece of data.
-        total: of the last tier, if tasks run there.
-        passive: of the last tier, if none do.
-        persistent: of what outlives the step and does not stay in files.
-        hungriest: that task.
-        least: that the task touches which touches least of those that have flops; a device without as much would stay idle, but for copies.
-        reading: bytes of host memory besides, for file readers.
-        aside: that the hungriest task touches of those that CPU workers run beside devices.
+        task: largest working set of a task; tasks that CPU workers run for devices are left out.
+        tile: size of the largest piece of data.
+        total: needs of the last tier if tasks run there.
+        passive: needs of the last tier if no tasks run there.
+        persistent: size of all data that outlives the step and is not kept in files.
+        hungriest: task with the largest working set.
+        least: smallest working set of a task with flops; a device with less memory could only copy.
+        reading: additional host memory for file readers.
+        aside: largest working set of a task that CPU workers run for devices.
     """
 
     task: int
@@ -37,13 +39,13 @@ class Needs:
     aside: int = 0
 
     def last(self, target: MachineModel) -> int:
-        """Least budget of the last tier of a machine."""
+        """Return the least budget of the last tier of a machine."""
         return self.total if target.last in target.compute_nodes else self.passive
 
     def minimum(self, target: MachineModel) -> dict[str, int]:
-        """Least budget of each node of a machine, as flags give it: of host memory with what file readers and copies to GPUs take of it.
+        """Return the least budget of each node of a machine, as flags give it. File readers and copies to GPUs count for host memory.
 
-        Where workers of host memory can run the hungriest task, devices need bytes for the smallest one that has flops.
+        If workers of host memory can run the task with the largest working set, devices only need room for the smallest task with flops.
         """
         found = {}
         of_device = self.least if self._fits_task_at(target, 0) else self.task
@@ -54,9 +56,10 @@ class Needs:
         return found
 
     def short(self, target: MachineModel) -> list[tuple[int, int]]:
-        """Nodes of a machine whose budgets must be raised, all of them, each with the least that would do.
+        """Return all nodes of a machine whose budgets must be raised, each with its least sufficient budget.
 
-        A task runs where it fits, so of the memories where tasks run the largest counts; one into which no task with flops fits is a mistake.
+        A task runs on any node that it fits, so the largest memory with workers must hold the largest task. A device that holds no task with flops is
+        treated as a mistake.
         """
         minimum, budgets = self.minimum(target), target.budgets
         devices = dict.fromkeys(self.idle(target), self.least)
@@ -71,28 +74,28 @@ class Needs:
         return sorted({**devices, **others}.items())
 
     def idle(self, target: MachineModel) -> list[int]:
-        """Devices of a machine whose memory holds no task that has flops."""
+        """Return the devices of a machine whose memory holds no task with flops."""
         return [at for at in target.compute_nodes if at and target.nodes[at][1] < self.least]
 
     def fit(self, target: MachineModel) -> bool:
-        """Whether a machine has as much."""
+        """Return whether a machine satisfies the needs."""
         return not self.short(target)
 
     def fits_last(self, target: MachineModel) -> bool:
-        """Whether the last tier has as much, which is all that depends on the order of a step and on what it makes again."""
+        """Return whether the last tier is large enough. Only its needs depend on the order of a step and on its recomputation."""
         return all(at != target.last for at, _ in self.short(target))
 
     def fits_task(self, target: MachineModel) -> bool:
-        """Whether some memory holds the hungriest task."""
+        """Return whether some memory with workers holds the task with the largest working set."""
         return any(self._fits_task_at(target, at) for at in target.compute_nodes)
 
     def _fits_task_at(self, target: MachineModel, at: int) -> bool:
-        """Whether tasks run on a node, and it holds the hungriest."""
+        """Return whether tasks run on a node that holds the largest working set."""
         return at in target.compute_nodes and target.nodes[at][1] - (0 if at else self.reading) >= self.task
 
 
 def shortage(target: MachineModel, needs: Needs) -> str:
-    """Which budget is too small; of several, the last tier's."""
+    """Return a sentence on the budget that is too small; if there are several, on the last tier's."""
     if not needs.fits_task(target):
         data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
         return (

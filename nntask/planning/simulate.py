@@ -1,7 +1,7 @@
-"""``nntask plan``: what a training step needs and costs on a machine, from shapes alone: no data, no kernels, nothing written.
+"""``nntask plan``: needs and costs of a training step on a machine, from shapes alone: without data and kernels, and without writing files.
 
-What it needs is in `memory_fit`. What it costs: the captured step is replayed in virtual time, in the order that a run would
-choose (`virtual_replay`).
+`memory_fit` determines the needs. For the costs, the captured step is replayed in virtual time, in the order that a run would choose
+(`virtual_replay`).
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from .value_figures import order_figures
 from .virtual_replay import replay
 
 IN_FLIGHT: Final = 2
-"""Steps that training has under way."""
+"""Number of steps in flight in training."""
 LEAST_BYTES_A_WEIGHT: Final = 4
-"""Of the last tier for a weight that is learnt, in any type and with any optimizer: models that need more so are not captured."""
+"""Least bytes of the last tier for a trained weight, of any type and with any optimizer. Models that need more than the tier has are not captured."""
 MANY_TASKS: Final = 40_000
-"""Other models and minibatches are not looked at when capturing one would take more tasks."""
+"""Largest number of tasks for which other models and minibatches are captured."""
 
 
 def plan_run(
     settings: TrainSettings, config: ModelConfig, target: MachineModel | None = None, *, machine: MachineSpec | None = None, reach: bool = True
 ) -> dict[str, Any]:
-    """The figures of ``nntask plan --json``.
+    """Return the figures of ``nntask plan --json``.
 
     Args:
-        target: an imaginary machine, for which tiles are large unless flags say otherwise; None for this one with the budgets of the settings.
-        machine: devices and budgets of this machine where they are known; None to take them from the settings.
-        reach: whether to look for the largest model and minibatch that fit.
+        target: imaginary machine, for which tiles are large by default; None for this machine with the budgets of the settings.
+        machine: devices and budgets of this machine, if they are known; None to take them from the settings.
+        reach: whether to search for the largest model and minibatch that fit.
 
     Raises:
-        UsageError: a rule is broken, or the step has no such order, or no task that is to be explained.
-        DoesNotFit: a budget is not to be had; or imaginary devices are so small that a step in their tiles cannot be looked at.
+        UsageError: a rule is broken, or the step has no such order, or no task of a name to be explained.
+        DoesNotFit: a budget is not available; or imaginary devices are too small to capture a step in their tiles.
     """
     if target is not None:
         machine = devices_of(settings.resources, settings.model.dtype, checks=False)
@@ -101,15 +101,16 @@ def plan_step(
     order: PlannedOrder | None = None,
     needs: Needs | None = None,
 ) -> dict[str, Any]:
-    """The figures of a captured step on a machine.
+    """Return the figures of a captured step on a machine.
 
     Args:
-        changes: of what the step needs, and the memory that was too small all the same ("" for none): what would make it fit.
-        order: its planned order, if that is known.
-        needs: what it needs, if that is known with its order.
+        changes: function that returns the changes that would make the step fit. Its arguments are the needs of the step, and the memory that was too
+            small although the machine has the least needs ("" for none).
+        order: planned order of the step, if it is known.
+        needs: needs of the step, if they are known with its order.
 
     Raises:
-        UsageError: the step has no order of the name that was asked for, or no task that is to be explained.
+        UsageError: the step has no order of the requested name, or no task of a name to be explained.
     """
     plan = found.plan
     matching(run.settings.observe.explain, {task.name for task in plan.tasks})
@@ -123,7 +124,7 @@ def plan_step(
     figures["submission_needed_bytes"] = plan.needed_bytes()
     if simulation is not None:
         figures.update(_costs(simulation, run, target))
-    else:  # nothing is moved, and nothing takes any time
+    else:  # a step that does not run has no traffic and no times
         figures.update(forecast_bytes=None, forecast_seconds=None, seconds_without_recompute=None, values=[])
     figures["feasible"] = simulation is not None
     figures["refusal"] = refusal
@@ -132,13 +133,13 @@ def plan_step(
 
 
 def with_few_tasks(run: RunConfig, target: MachineModel, flag: str = "--devices") -> RunConfig:
-    """Coarse tiles for the memory of imaginary devices, larger ones where a step of these would be refused for its number of tasks.
+    """Return the run in coarse tiles for the memory of imaginary devices, in larger ones if its step would be refused for its number of tasks.
 
     Args:
-        flag: that gives the devices.
+        flag: flag that gives the devices.
 
     Raises:
-        DoesNotFit: of tiles that such devices can have there are too many; says which devices have fewer.
+        DoesNotFit: the step has too many tasks even in the largest tiles for such devices; the message names devices for which it has fewer.
     """
     factor = 1
     while factor * LARGEST_SHARE <= COARSE_SHARE:
@@ -160,12 +161,12 @@ def with_few_tasks(run: RunConfig, target: MachineModel, flag: str = "--devices"
 
 
 def _in_coarse_tiles(run: RunConfig, target: MachineModel, factor: int = 1) -> RunConfig:
-    """The run in large tiles, where no flag gives others."""
+    """Return the run in coarse tiles, except for the sizes that flags give."""
     return retiled(run, coarse_tiling(run.model.config, run.step.minibatch, run.model.seq_len, target, factor))
 
 
 def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs: Needs) -> tuple[Simulation | None, str, str]:
-    """What the step costs, the memory of file readers beside it; or why it cannot run, and the node without free bytes if it has the least."""
+    """Return the costs of the step, with the memory of file readers, or why it cannot run, and the node without free bytes if the needs are met."""
     if not needs.fit(target):
         return None, shortage(target, needs), ""
     target = target.without(needs.reading)
@@ -177,16 +178,16 @@ def _simulate(order: PlannedOrder, run: LanguageRun, target: MachineModel, needs
     for at, (node, budget) in enumerate(target.memories):
         if at and not found.peak_bytes[node]:  # no task was sent there
             continue
-        workers = sum(node == at or at == 0 for _, node, _ in target.workers)  # what devices make comes to host memory, too
+        workers = sum(node == at or at == 0 for _, node, _ in target.workers)  # host memory also receives the outputs of devices
         _raise_peak(found, node, data_class, min(IN_FLIGHT * workers * nbytes, budget - found.peak_bytes[node]))
     _raise_peak(found, target.nodes[0][0], "scratch", needs.reading)
     return found, "", ""
 
 
 def _largest_output(plan: StepPlan) -> tuple[int, DataClass]:
-    """Bytes and class of the largest tile that a task makes and a later one needs no longer.
+    """Return the bytes and class of the largest temporary tile: written by a task, and dropped after its last reader.
 
-    The peak of a run depends on which of two workers is first: by so much for each worker, in each of the steps in flight.
+    The peak of a run depends on which of two workers is first: it may grow by these bytes for each worker, in each of the steps in flight.
     """
     made = (handle for task in plan.tasks for handle, mode in task.accesses if mode == W and plan.owned.get(handle) is False)
     largest = max(made, key=lambda handle: handle.size, default=None)
@@ -200,7 +201,7 @@ def _raise_peak(found: Simulation, node: str, data_class: str, nbytes: int) -> N
 
 
 def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs: Needs, num_trained: int) -> dict[str, Any]:
-    """Everything that is known before virtual time."""
+    """Return the figures that are known before virtual time."""
     last = target.nodes[target.last][0]
     names = Counter(task.name for task in order.plan.tasks)
     return {
@@ -236,7 +237,7 @@ def _figures(run: LanguageRun, target: MachineModel, order: PlannedOrder, needs:
 
 
 def _by_class(plan: StepPlan) -> dict[str, int]:
-    """Most bytes of each class that live at once, in the planned order with one task at a time."""
+    """Return the largest number of bytes of each class that live at once, in the planned order with one task at a time."""
     changes: dict[str, Counter[int]] = {}
     for handle, use in plan.uses.items():
         change = changes.setdefault(handle.data_class, Counter())
@@ -259,7 +260,7 @@ def _by_class(plan: StepPlan) -> dict[str, int]:
 
 
 def _costs(found: Simulation, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
-    """What virtual time says; CPU workers that only relieve devices are not counted as idle."""
+    """Return the figures from virtual time. CPU workers that only relieve devices do not count as idle."""
     busy = [seconds for seconds, (kind, _, _) in zip(found.busy_seconds, target.workers, strict=True) if not (target.aside and kind == "cpu")]
     tokens = run.step.batch * run.model.seq_len
     return {
@@ -274,7 +275,7 @@ def _costs(found: Simulation, run: LanguageRun, target: MachineModel) -> dict[st
 
 
 def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, Any]:
-    """The largest preset of the family and the largest minibatch that fit this machine with these flags; None where finding out would take long."""
+    """Return the largest preset of the family and the largest minibatch that fit this machine with these flags; None if the search is long."""
     per_minibatch = num_tasks / run.step.num_minibatches
     run = with_free_order(run)  # other steps have other orders
     largest, is_of_tasks = (None, False) if 4 * per_minibatch > MANY_TASKS else _largest_minibatch(run, target)
@@ -286,12 +287,15 @@ def _reach(run: RunConfig, target: MachineModel, num_tasks: int) -> dict[str, An
 
 
 def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) -> str | None:
-    """The largest preset of the family that fits; tile sizes come from the table anew, in two minibatches at most, since more need no more memory."""
+    """Return the largest preset of the family that fits.
+
+    Tile sizes come from the table for each preset. Two minibatches at most are captured, since more need no more memory.
+    """
     adapters, minibatch = run.model.adapters, run.step.minibatch
     for name, preset in sorted(family_of(run.model.config).presets.items(), key=lambda item: -item[1].num_parameters):
         if adapters is not None and adapters.rank > largest_rank(preset):
             continue
-        if image_shape(preset) != image_shape(run.model.config):  # it takes other images than the run has
+        if image_shape(preset) != image_shape(run.model.config):  # its images have another shape than those of the run
             continue
         if adapters is None and LEAST_BYTES_A_WEIGHT * preset.num_parameters > target.nodes[target.last][1]:
             continue
@@ -310,15 +314,15 @@ def _largest_model(run: RunConfig, target: MachineModel, tasks_per_work: float) 
 
 
 def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]:
-    """Sequences in flight at once that fit, in whole tiles and with these tiles, and whether more would but for the tasks of their step.
+    """Return the largest number of sequences in a minibatch that fits, in whole tiles of this size, and whether only the number of tasks limits it.
 
-    A tile adds at most what it adds to each class of data. As often as free bytes allow for that, tiles are added, and the step is looked at again
-    while that is quick; where there is none, one tile more is looked at, for most add less. What is found fits.
+    A tile adds at most its bytes in each class of data. The search adds as many tiles as the free bytes allow by that bound, and captures the step
+    again while that is quick. If the bound allows none, one more tile is tried, since most tiles add less. The returned size fits.
     """
     step, last = run.model.tiling.minibatch_tile, target.nodes[target.last][0]
 
     def look(size: int) -> tuple[Needs, int, int]:
-        """What a step of one such minibatch needs, the bytes of all classes, of inputs those of another step besides, and its tasks."""
+        """Return the needs of a step of one such minibatch, the bytes of all classes with inputs for two steps, and the number of tasks."""
         model = run.model
         changed = run.cut(batch=size, minibatch=size).with_model(tiling=model.tiling.resolve(model.config, size, model.seq_len))
         found = capture(changed)
@@ -332,7 +336,7 @@ def _largest_minibatch(run: RunConfig, target: MachineModel) -> tuple[int, bool]
         return (step if first.fit(target) else 0), False
     growth = max(nbytes - least, needs.last(target) - first.last(target), 1)
     size, most, quick = 2 * step, most_tiles(run.cut(batch=step, minibatch=step)) * step, MANY_TASKS // 2 // num_tasks * step
-    limit = most  # what is larger does not fit
+    limit = most  # larger sizes do not fit
     while size < limit:
         free = target.budgets[last] - needs.minimum(target)[last]
         larger = min(size + free // growth * step, limit)

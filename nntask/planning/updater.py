@@ -1,10 +1,10 @@
-"""Who updates the weights of a run, if that is left to the forecast: devices, or CPU workers in host memory
-(ZeRO-Offload: Ren et al., 2021), where the optimizer's state then stays.
+"""Choice of the workers that update the weights: devices, or CPU workers in host memory, where the optimizer's state then stays
+(ZeRO-Offload: Ren et al., 2021).
 
-On devices an update needs master, moments and weight of its tile there: beyond their memory all of these come over a link and go back in each
-step. In host memory the gradient goes down and the new weight comes up, and CPU workers read and write the rest. Both steps are captured and
-planned; the forecast that chooses orders says which is faster. CPUs round otherwise than GPUs, so a choice is written into the run's settings,
-and a run that is continued keeps to it.
+On devices an update needs the master, moments and weight of its tile there; beyond their memory, all of these cross a link in both directions in
+each step. In host memory the gradient comes down and the new weight goes up, and CPU workers read and write the rest. Both steps are captured and
+planned, and compared by the forecast that also chooses orders. CPUs round otherwise than GPUs, so the choice is written into the run's settings,
+and a continued run keeps it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,22 @@ from .needs import Needs
 Updater = Literal["device", "cpu"]
 
 GAIN: Final = 0.95
-"""A step with its updates on the CPU must be forecast to take less than this fraction of the seconds with updates on devices: where both are about as
-fast, the same arithmetic for everything is worth more."""
+"""Ratio of forecast seconds, CPU to devices, below which the CPU updates weights.
+
+At about equal speed, the same arithmetic for all tasks is better.
+"""
 
 
 class ChosenUpdater(NamedTuple):
-    """A run of which it is settled who updates its weights.
+    """Run with its choice of updater.
 
     Attributes:
-        target: the machine, with the CPU workers that this takes.
-        seconds: forecast of a step under each updater, where there was a choice; None where it would not fit, or nothing would move.
-        needs: of the step, where it does not fit.
+        run: run with the updater in its settings.
+        target: machine, with the CPU workers that the updater needs.
+        step: captured step.
+        order: planned order of the step.
+        seconds: forecast of a step under each updater, if there was a choice; None for one that would not fit, or would move nothing.
+        needs: needs of the step, if it does not fit.
     """
 
     run: RunConfig
@@ -48,10 +53,10 @@ class ChosenUpdater(NamedTuple):
 
 
 def choose_updater(run: RunConfig) -> ChosenUpdater:
-    """As `check_fit`, with the updater chosen where that is left open.
+    """Check that a run fits, like `check_fit`, and choose its updater if that is open.
 
     Raises:
-        DoesNotFit, UsageError: as `check_fit`; where no updater fits, of updates on devices.
+        DoesNotFit, UsageError: the run is refused by `check_fit`; if no updater fits, the error is that of updates on devices.
     """
     updaters = _open_updaters(run, has_devices=run.machine.has_devices)
     seconds: dict[Updater, float | None] = {}
@@ -66,7 +71,7 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
             refusal = refusal or error
             continue
         found[updater] = ChosenUpdater(at, this_machine(at.machine), step, order, {})
-        if not order.forecasts:  # nothing moves
+        if not order.forecasts:  # no data moves, so there is nothing to compare
             break
     if not found:
         assert refusal is not None  # one updater at least was tried
@@ -76,10 +81,10 @@ def choose_updater(run: RunConfig) -> ChosenUpdater:
 
 
 def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
-    """The step of a run on a machine that need not exist, with the updater chosen where that is left open; it need not fit.
+    """Plan the step of a run on a machine that may be imaginary, and choose the updater if that is open; the step need not fit.
 
     Raises:
-        UsageError: the step has no order of the name that was asked for.
+        UsageError: the step has no order of the requested name.
     """
     has_devices = max(target.compute_nodes) > 0
     updaters = _open_updaters(run, has_devices=has_devices)
@@ -103,7 +108,7 @@ def plan_updater(run: RunConfig, target: MachineModel) -> ChosenUpdater:
 
 
 def told_updater(updater: str, seconds: Mapping[Updater, float | None]) -> str:
-    """Who updates weights, and why, after "weights are updated"."""
+    """Return the updater and the reason for it, to follow "weights are updated"."""
     where = {"cpu": "by CPU workers in RAM", "device": "where devices compute"}
     if not seconds:
         return where[updater]
@@ -114,7 +119,7 @@ def told_updater(updater: str, seconds: Mapping[Updater, float | None]) -> str:
 
 
 def _open_updaters(run: RunConfig, *, has_devices: bool) -> tuple[Updater, ...]:
-    """Who may update the weights of a run."""
+    """Return the updaters that a run may have."""
     asked = run.step.update_on
     if asked != "auto":
         return (asked,)
@@ -122,7 +127,7 @@ def _open_updaters(run: RunConfig, *, has_devices: bool) -> tuple[Updater, ...]:
 
 
 def _placed(run: RunConfig, target: MachineModel, updater: Updater) -> tuple[RunConfig, MachineModel]:
-    """A run with its updater, and the machine with the workers for that."""
+    """Return a run with its updater, and the machine with the workers for it."""
     run = run.updating_on(updater)
     if not target.is_imaginary:
         return run, this_machine(run.machine)
@@ -132,7 +137,7 @@ def _placed(run: RunConfig, target: MachineModel, updater: Updater) -> tuple[Run
 
 
 def _faster(found: Mapping[Updater, ChosenUpdater]) -> Updater:
-    """The updater that is worth it: the CPU only where it is clearly faster."""
+    """Return the better updater: the CPU only if it is clearly faster."""
     if len(found) == 1:
         return next(iter(found))
     seconds = expected({updater: each.order for updater, each in found.items()})
@@ -140,12 +145,14 @@ def _faster(found: Mapping[Updater, ChosenUpdater]) -> Updater:
 
 
 def _known(found: Mapping[Updater, ChosenUpdater]) -> dict[Updater, float | None]:
-    """What the updaters were compared by; None where nothing would move."""
+    """Return the forecast seconds of each updater; None if no data would move."""
     return {updater: each or None for updater, each in expected({updater: each.order for updater, each in found.items()}).items()}
 
 
 def expected(orders: Mapping[Updater, PlannedOrder]) -> dict[Updater, float]:
-    """Seconds of planned steps by one measure, since forecasts and virtual time may be half apart: virtual time where all were judged by it, else
-    forecasts; 0 where everything fits."""
+    """Return the seconds of planned steps by one measure, since forecasts and virtual time may differ by half.
+
+    The measure is virtual time if all plans were judged by it, else the forecast; it is 0 if everything fits.
+    """
     are_judged = all(order.judged_seconds for order in orders.values())
     return {updater: order.judged_seconds if are_judged else order.seconds for updater, order in orders.items()}

@@ -1,8 +1,7 @@
-"""What a planner decided about the values of a step that could be made again: which are kept, which move, which are made again, and what the other
-ways would have cost.
+"""Decisions of a planner about values of a step that could be recomputed: which are kept, moved or recomputed, and the costs of the alternatives.
 
-`order_figures` are the figures, of which ``nntask plan --json`` has more, and which a run writes as plan.json; `headline` and `cells` say them in
-words, for ``nntask plan``, ``--explain`` and the report alike. They know figures only, so that they say those of a run that has ended, too.
+`order_figures` are the figures that ``nntask plan --json`` contains and a run writes as plan.json. `headline` and `cells` put them into words for
+``nntask plan``, ``--explain`` and the report. They need the figures only, so they also describe a finished run.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from ..hardware.machine_model import MachineModel, pace_on
 from ..telemetry.columns import aligned
 
 HEAD: Final = ("value", "layers", "bytes", "made again", "moved", "kept", "s to make all again", "s to move all, each way")
-"""Of the columns of `cells`."""
+"""Titles of the columns of `cells`."""
 
 
 def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -> dict[str, Any]:
-    """The order of a step, what it makes again, and the forecasts by which both were chosen."""
+    """Return the order of a step, its recomputation, and the forecasts by which both were chosen."""
     return {
         "order": order.name,
         "order_is_given": run.step.order != AUTO,
@@ -39,7 +38,7 @@ def order_figures(order: PlannedOrder, run: LanguageRun, target: MachineModel) -
 
 
 def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any]]:
-    """What becomes of each group of values that could be made again, and what else it would cost: none where the planner had no choice to make."""
+    """Yield the decision about each group of values that could be recomputed, and the costs of the alternatives; nothing if there was no choice."""
     if order.mix is None or not order.forecasts:
         return
     pace = pace_on(order.plan, target)
@@ -61,7 +60,7 @@ def _values(order: PlannedOrder, target: MachineModel) -> Iterator[dict[str, Any
 
 
 def headline(figures: Mapping[str, Any]) -> str:
-    """What is made again, and by which forecasts that was chosen."""
+    """Return a phrase on the recomputation and the forecasts by which it was chosen."""
     asked = figures["recompute"]
     if figures["recompute_is_given"]:
         return f"{asked} (given)"
@@ -73,7 +72,7 @@ def headline(figures: Mapping[str, Any]) -> str:
 
 
 def cells(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A row under `HEAD` for each kind of values that could be made again, the cheapest first; no seconds for what cannot be."""
+    """Return a row under `HEAD` for each kind of values that could be recomputed, cheapest first; unknown seconds are left empty."""
     rows = []
     for value in figures["values"]:
         nbytes = value["bytes"]
@@ -84,5 +83,5 @@ def cells(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def value_lines(figures: Mapping[str, Any]) -> list[str]:
-    """`cells` as lines of text; none where there was nothing to choose."""
+    """Return `cells` as lines of text; none if there was no choice."""
     return aligned([HEAD, *rows]) if (rows := cells(figures)) else []

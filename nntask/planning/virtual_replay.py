@@ -1,5 +1,4 @@
-"""A planned step in virtual time: the core replays it with the durations and links of a machine model, so that a planner can judge it, or say what it
-costs."""
+"""Replay of a planned step in virtual time, with the durations and links of a machine model, to judge the plan or forecast its costs."""
 
 from __future__ import annotations
 
@@ -14,18 +13,21 @@ from ..hardware.machine_model import MachineModel, durations
 from ..hardware.machine_spec import Scheduling
 
 FEW_TASKS: Final = 3000
-"""Steps of more tasks are replayed once instead of twice where memory is short: virtual time is slow there. In host memory the second replay moves
-within 2 % of the first."""
+"""Largest number of tasks of a step that is replayed twice although memory is short, since virtual time is slow then. In host memory the second
+replay moves within 2 % of the first.
+"""
 FEW_TASKS_ON_DEVICES: Final = 12_000
-"""The same with devices. There replays differ: before the first one all data is in host memory, before the second it is where tasks left it."""
+"""The same limit for steps with devices. Their replays differ: before the first one all data is in host memory, before the second it is where tasks
+left it.
+"""
 
 
 def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
-    """A step, as it repeats in training.
+    """Replay a step, as it repeats in training.
 
     Args:
-        plan: in its planned order.
-        how: what else the machine is told about tasks and memory.
+        plan: step in its planned order.
+        how: eviction and prefetch policies.
 
     Raises:
         DoesNotFit: a task or the persistent data exceeds the budgets.
@@ -50,7 +52,7 @@ def replay(plan: StepPlan, target: MachineModel, how: Scheduling) -> Simulation:
 
 
 def replay_seconds(plan: StepPlan, target: MachineModel, how: Scheduling) -> float:
-    """Seconds of `replay`; infinite where the step does not fit."""
+    """Return the seconds of `replay`; infinity if the step does not fit."""
     try:
         return replay(plan, target, how).seconds
     except DoesNotFit:
