@@ -24,7 +24,6 @@ extensions = [
     "command_line",
     "python_api",
     "code_tables",
-    "decisions",
 ]
 exclude_patterns = ["_ext", "Thumbs.db", ".DS_Store", "**/.ipynb_checkpoints"]
 default_role = "code"
