@@ -1,4 +1,4 @@
-"""Checkpoints: a directory of safetensors and a state.json, complete or absent."""
+"""Checkpoints: directories of safetensors files and a state.json, either complete or absent."""
 
 import lazy_loader
 

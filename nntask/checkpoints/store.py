@@ -1,13 +1,13 @@
-"""Checkpoints: a directory of safetensors files and a state.json, either complete or absent.
+"""Checkpoints: directories of safetensors files and a state.json, either complete or absent.
 
 ::
 
     RUN/checkpoints/step-000100/model.safetensors, optimizer.safetensors, state.json, tokenizer.json
     RUN/latest -> checkpoints/step-000100
 
-Guarantee: whenever the process dies, the newest directory named step-* is complete and its values are finite. The files are written under a temporary
-name in the same directory, forced to disk, and the directory gets the name step-* last. Then the link `latest` moves, then old checkpoints are
-removed. No file is a pickle. state.json holds the checksum of every other file and one of itself, and a file that changed since is refused.
+Guarantee: whenever the process dies, the newest directory named step-* is complete and its values are finite. The files are written to a directory
+with a temporary name and forced to disk; the directory is renamed to step-* last. Then the link `latest` moves, and then old checkpoints are removed.
+No file is a pickle. state.json holds the checksums of every other file and of itself, and a file that has changed since is refused.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "state.json"
 CONFIG: Final = "config.json"
 RUN_CONFIG: Final = "config.toml"
-"""In a run directory: all settings of the run."""
+"""Name of the file in a run directory that holds all settings of the run."""
 FORMAT: Final = 2
 _UNSEALED: Final = 1
-"""Format of versions whose state.json had no checksum of itself, and none of small files; such checkpoints are still read."""
+"""Older format, whose state.json has no checksums of itself and of small files; such checkpoints are still read."""
 _STEP_NAME: Final = re.compile(r"step-(\d{6,})")
 AGAINST_DIVERGENCE: Final = "lower --lr, raise --warmup-steps or set --grad-clip 1; --check-finite names the first task that went wrong"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint on disk: its directory and its state.json."""
+    """A complete checkpoint on disk: its directory and the content of its state.json."""
 
     path: Path
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was taken."""
+        """Number of optimizer steps done when the checkpoint was saved."""
         return int(self.state["step"])
 
     @property
     def config(self) -> ModelConfig:
-        """The configuration of the checkpoint's model.
+        """Configuration of the checkpoint's model.
 
         Raises:
             DataError: state.json describes no valid model, or one without tiles.
@@ -81,10 +81,10 @@ class Checkpoint:
             raise DataError(f"{error}; or use another checkpoint") from None
 
     def check_size(self) -> None:
-        """Check that the config of a whole model does not ask for far more weights than there are, before anything is made of its sizes.
+        """Check that the configuration does not ask for far more weights than the file has, before anything of those sizes is allocated.
 
         Raises:
-            DataError: it does, or the file is missing or broken.
+            DataError: it asks for far more, or the file of weights is missing or broken.
         """
         with TensorFile(self.path / MODEL) as file:
             held = sum(prod(each.shape) for each in file.entries.values())
@@ -96,10 +96,10 @@ class Checkpoint:
         Args:
             model: name -> tensor of the model.
             optimizer: name -> tensor of the optimizer's state; None leaves the optimizer's file unread.
-            exact: whether the model's element types must be the element types of the file.
+            exact: whether the model's element types must equal those of the file.
 
         Raises:
-            DataError: a tensor is missing or has another shape or element type, or a file changed since it was written.
+            DataError: a tensor is missing or has another shape or element type, or a file has changed since it was written.
         """
         self.verify(MODEL)
         load_tensors(self.path / MODEL, model, exact=exact)
@@ -108,18 +108,18 @@ class Checkpoint:
             load_tensors(self.path / OPTIMIZER, optimizer)
 
     def verify(self, *names: str) -> None:
-        """Read files and compare their checksums with state.json; a checkpoint of a version without checksums passes.
+        """Verify the checksums of files; a file without a checksum in state.json passes.
 
-        Small files are compared by `find_checkpoint`.
+        Small files are verified by `find_checkpoint`.
 
         Args:
             names: file names in the checkpoint.
 
         Raises:
-            DataError: a file is missing, cannot be read, or changed since it was written.
+            DataError: a file is missing, cannot be read, or has changed since it was written.
         """
         for name in names:
-            if not os.path.isfile(self.path / name):  # also of a name that no file system takes
+            if not os.path.isfile(self.path / name):  # False, too, for a name that no file system accepts
                 raise DataError(f"{self.path} is not a whole checkpoint: it lacks {name}; {_instead_of(self.path)}")
             written = self.state["checksums"].get(name)
             if written is not None and (found := checksum_of(self.path / name)) != written:
@@ -138,23 +138,23 @@ def save_checkpoint(
     config: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Write the checkpoint of ``state["step"]`` and remove all but the newest `keep`; a checkpoint of this step that exists is left alone.
+    """Write the checkpoint of ``state["step"]`` and remove all but the newest `keep`; an existing checkpoint of this step is left alone.
 
     Args:
         run: the run directory.
         state: content of state.json without "format" and "checksums".
         model: name -> tensor of the model.
         optimizer: name -> tensor of the optimizer's state.
-        tokenizer: the tokenizer whose files are saved too.
-        config: content of a config.json that is saved too, where the model's tensors have the names of its module in transformers.
-        keep: number of checkpoints that remain.
+        tokenizer: tokenizer whose files are saved as well; None to save none.
+        config: content of a config.json to save as well, for models whose tensors have the names of a module in transformers; None to save none.
+        keep: number of checkpoints to keep.
 
     Returns:
         The directory of the checkpoint.
 
     Raises:
-        StorageError: the disk is full or failed; earlier checkpoints are untouched.
-        Diverged: a value is not finite; earlier checkpoints are untouched.
+        StorageError: the disk is full or failed; earlier checkpoints are intact.
+        Diverged: a value is not finite; earlier checkpoints are intact.
     """
     base = run / "checkpoints"
     final = base / f"step-{state['step']:06d}"
@@ -162,7 +162,7 @@ def save_checkpoint(
         _check_is_own(run, final, state["step"])
     else:
         try:
-            remove_stale(base)  # also of other steps
+            remove_stale(base)  # left by killed saves of any step
             with written_aside(final) as new:
                 new.mkdir()
                 checksums = {name: save_tensors(new / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
@@ -174,7 +174,7 @@ def save_checkpoint(
                 _write_text(new / STATE, sealed({"format": FORMAT, **state, "checksums": checksums}))
         except Diverged as error:
             raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
-        except (OSError, StorageError, DataError) as error:  # DataError: what was just written cannot be read
+        except (OSError, StorageError, DataError) as error:  # DataError: a file just written cannot be read
             raise _cannot_save(run, state["step"], error) from error
     try:
         _point_latest(run, final)
@@ -187,14 +187,14 @@ def save_checkpoint(
 
 
 def step_directories(run: Path) -> list[Path]:
-    """The checkpoint directories of a run, oldest first."""
+    """Return the checkpoint directories of a run, oldest first."""
     base = run / "checkpoints"
     found = [(int(match[1]), path) for path in base.iterdir() if (match := _STEP_NAME.fullmatch(path.name))] if base.is_dir() else []
     return [path for _, path in sorted(found)]
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a directory, or the newest checkpoint of a run directory.
+    """Return the checkpoint in a directory, or the newest checkpoint of a run directory.
 
     Raises:
         DataError: the directory holds no checkpoint or one of another run, or the checkpoint's state.json is broken.
@@ -216,7 +216,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _why_none(directory: Path) -> str:
-    """Why there is no checkpoint in a directory, and what to do."""
+    """Return the reason why a directory holds no checkpoint, and the remedy, as the end of an error message."""
     if not directory.exists():
         return "does not exist; give a run directory, or one of its checkpoints"
     if (directory / RUN_CONFIG).is_file():
@@ -225,7 +225,7 @@ def _why_none(directory: Path) -> str:
 
 
 def _read_state(file: Path) -> dict[str, Any]:
-    """The content of a state.json; the values under "settings" are checked by `nntask.config.settings.from_dict`.
+    """Return the checked content of a state.json, except the values under "settings", which `nntask.config.settings.from_dict` checks.
 
     Raises:
         DataError: the file cannot be read or has another format version, or a key is missing or of another type.
@@ -235,7 +235,7 @@ def _read_state(file: Path) -> dict[str, Any]:
         text = read_text(file)
         if not text:
             raise DataError(f"{file} is not the state of a checkpoint: it is empty; {instead}")
-        state: Any = decoded(text)  # paths in it may be of any bytes
+        state: Any = decoded(text)  # `decoded` also takes paths that are not UTF-8
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}; {instead}") from None
     except ValueError as error:
@@ -260,7 +260,7 @@ def _read_state(file: Path) -> dict[str, Any]:
 
 
 def _instead_of(directory: Path) -> str:
-    """The advice in errors about a broken checkpoint; it names the previous checkpoint of the run, if there is one."""
+    """Return the advice for errors about a broken checkpoint, which names the previous checkpoint of the run if there is one."""
     whole = directory.resolve()
     steps = step_directories(whole.parent.parent)
     older = steps[steps.index(whole) - 1 :][:1] if whole in steps[1:] else []
@@ -287,18 +287,18 @@ _STATE_RULES: Final[tuple[tuple[str, str, Callable[[Any], bool]], ...]] = (
 
 
 def run_of(checkpoint: Checkpoint) -> Path:
-    """The run directory that a checkpoint belongs to."""
+    """Return the run directory that a checkpoint belongs to."""
     return checkpoint.path.resolve().parent.parent
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a small text file; a reader sees either the old text or the new text."""
+    """Replace a small text file atomically: a reader sees either the old text or the new text."""
     with written_aside(path) as new:
         _write_text(new, text)
 
 
 def how_to_go_on(run: Path) -> str:
-    """The advice in errors about a failed disk: the checkpoint that is safe, and the command that resumes from it."""
+    """Return the advice for errors about a failed disk: the checkpoint that is safe, and the command that resumes from it."""
     steps = step_directories(run)
     if steps:
         return f"the checkpoint {steps[-1]} is safe; make room, then nntask train --resume {shlex.quote(str(run))}"
@@ -311,7 +311,7 @@ def _cannot_save(run: Path, step: int, error: Exception) -> StorageError:
 
 
 def _point_latest(run: Path, final: Path) -> None:
-    link = run / ".latest.tmp"  # one name, so that the next save removes what a killed one left
+    link = run / ".latest.tmp"  # a fixed name, so that the next save removes the link of a killed save
     link.unlink(missing_ok=True)
     link.symlink_to(final.relative_to(run), target_is_directory=True)
     os.replace(link, run / "latest")
@@ -319,10 +319,10 @@ def _point_latest(run: Path, final: Path) -> None:
 
 
 def _check_is_own(run: Path, final: Path, step: int) -> None:
-    """Check that a directory with the name of a step to save holds just that step.
+    """Check that an existing directory of a step to save holds the checkpoint of that step.
 
     Raises:
-        StorageError: it holds something else.
+        StorageError: the directory holds something else.
     """
     try:
         find_checkpoint(final)
@@ -331,7 +331,7 @@ def _check_is_own(run: Path, final: Path, step: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Rename the directory before removing it, so that a kill in between leaves no step-* directory with files missing."""
+    """Remove a checkpoint. It is renamed first, so that a kill in between leaves no incomplete directory named step-*."""
     aside = directory.with_name(f"{PREFIX}removed-{directory.name}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(directory, aside)

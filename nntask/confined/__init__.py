@@ -1,4 +1,4 @@
-"""Work on programs of others (chat templates, rules of tokenizers) in processes that the kernel bounds in time, memory and files."""
+"""Sandboxed processes for untrusted programs (chat templates, tokenizer rules): the kernel limits their time, memory and files."""
 
 import lazy_loader
 

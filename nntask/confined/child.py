@@ -1,7 +1,8 @@
-"""The other side of `ConfinedProcess`: reads requests as lines of JSON and answers each with a line.
+"""Child side of `ConfinedProcess`: reads requests as lines of JSON and answers each with a line.
 
-A service is a module with `IMPORTED`, the modules that it imports only when it needs them, and a class `SERVICE`: its argument is the content of the
-opening request, `facts` is the answer to that, and calling it with the content of a request returns the answer, a JSON value.
+A service is a module with two names. `IMPORTED` lists the modules that it imports lazily; they are imported before files become inaccessible.
+`SERVICE` is a class: its argument is the content of the opening request, its attribute `facts` is the answer to that request, and calling an instance
+with the content of a later request returns the answer, a JSON value.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ _LONGEST_ERROR: Final = 1000
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until standard input ends."""
     module = importlib.import_module(sys.argv[1])
     for name in module.IMPORTED:
         with contextlib.suppress(ImportError):  # the service says which package is missing
             importlib.import_module(name)
-    with open("/proc/self/statm", encoding="ascii") as statm:  # no file can be opened later on
+    with open("/proc/self/statm", encoding="ascii") as statm:  # opened now, since no file can be opened after `_confine`
         _confine()
         services: list[Any] = []
 
@@ -42,7 +43,13 @@ def main() -> None:
 
 
 def _answer(line: str, work: Callable[[Any], Any], taken: int) -> None:
-    """Write the line that answers a request; `taken` is the memory that the process has without it, in bytes."""
+    """Write the line that answers a request.
+
+    Args:
+        line: the request, as JSON [seconds, nbytes, content].
+        work: function from the content to the answer.
+        taken: memory of the process before the request, in bytes of address space.
+    """
     seconds, nbytes, content = json.loads(line)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds)
@@ -53,31 +60,31 @@ def _answer(line: str, work: Callable[[Any], Any], taken: int) -> None:
         answer = json.dumps(["refused", str(error)[:_LONGEST_ERROR]])
     except MemoryError:
         answer = json.dumps(["memory", None])
-    except BaseException as error:  # compilers and filters raise any error, and a panic of Rust is no Exception
+    except BaseException as error:  # compilers and filters raise any error, and a Rust panic is not an Exception
         answer = json.dumps(["failed", type(error).__name__])
     print(answer, flush=True)
 
 
 def _confine() -> None:
-    """Take from this process what a service does not need: files, threads, and stderr, which code outside Python writes to."""
+    """Deny this process files, new threads and stderr, to which native code may write."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")  # when memory is short, the kernel ends this process first
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
     _limit(resource.RLIMIT_CORE, 0)
-    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE):  # open descriptors go on working
+    for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE):  # open descriptors keep working
         resource.setrlimit(kind, (0, 0))
 
 
 def _limit(kind: int, soft: int) -> None:
-    """Limit what this process may use, at most as far as others have limited it."""
+    """Set a soft resource limit of this process, capped by its hard limit."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _taken(statm: TextIO) -> int:
-    """Return the bytes of addresses that this process has."""
+    """Return the size of this process's address space in bytes; `statm` is its open /proc/self/statm."""
     statm.seek(0)
     return int(statm.read().split()[0]) * resource.getpagesize()
 

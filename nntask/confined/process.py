@@ -1,12 +1,12 @@
-"""A process that works on a program of others, and that the kernel ends when a request takes too much of it.
+"""A sandboxed process for untrusted programs, which the kernel ends when a request exceeds its limits.
 
-A chat template or the rules of a tokenizer are programs that came with a model: loops without end and texts without bound are in their reach. A
-service is a module with a class `Service` that does such work (`child` says what it has to look like). It runs in a process that has a number of
-seconds of a processor and a number of bytes for each request (``setrlimit``), so both limits hold even where no code looks at them. It can open no
-file and has none of the environment's secrets.
+A chat template and the rules of a tokenizer are programs that come with a model. They can loop forever and produce text without bound. A service
+module evaluates them (`child` documents its interface) in a process of its own. For each request, ``setrlimit`` bounds the processor time in seconds
+and the memory in bytes, so both limits hold even in code that checks neither. The process can open no files and has none of the secrets in the
+environment.
 
-A request that takes too much is refused with `DataError`; the next one starts another process. A process that was killed or stopped by others, or
-does not start, is no fault of a request: `ProcessUnavailable`.
+A request that exceeds its limits raises `DataError`, and the next request starts a new process. A process that was killed or stopped by others, or
+that does not start, is not the fault of a request and raises `ProcessUnavailable`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from typing import Any, Final
 from ..errors import DataError, ProcessUnavailable
 
 _LAST_SECONDS: Final = 5
-"""Time that a killed process has to be gone; the kernel may hold it for longer, and then it is not waited for."""
+"""Longest wait in seconds for the end of a killed process, which the kernel may hold for longer."""
 _MOMENT: Final = 0.05
 _PIPE: Final = 1 << 16
 _AHEAD: Final = 32
 _AHEAD_NBYTES: Final = 1 << 20
-"""Requests, and their bytes, that are written before the first of them is answered."""
+"""Limits on the number of unanswered requests (`_AHEAD`) and on their unsent bytes."""
 _KEPT: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
-"""Variables of the environment that Python needs to start and to import."""
+"""Environment variables that Python needs to start and to import; the process gets no others from the environment."""
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}
 _OF_OTHERS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that a process does not end itself with."""
+"""Signals that come from outside the process: their receipt is not the fault of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class RequestLimits:
     """Limits of one request.
 
     Args:
-        seconds: whole seconds of a processor.
-        nbytes: memory, in bytes, beyond that which the process has when it is ready.
-        answer_nbytes: largest answer in bytes of JSON.
-        wall_seconds: time in which a request is answered, or its process counts as stopped.
+        seconds: processor time, in whole seconds.
+        nbytes: memory in bytes, in addition to the memory of the idle process.
+        answer_nbytes: largest size of the answer, in bytes of JSON.
+        wall_seconds: elapsed time in seconds after which an unanswered process counts as stopped.
     """
 
     seconds: int
@@ -61,11 +61,11 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Words for a request that takes too much.
+    """Words for the error message about a request that exceeds its limits.
 
     Args:
-        what: subject of a sentence that goes on with "takes more than 5 s of a processor".
-        advice: the end of that sentence.
+        what: subject of the message; a predicate such as "takes more than 5 s of a processor" follows.
+        advice: remedy at the end of the message.
     """
 
     what: str
@@ -74,11 +74,11 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """Words for a process.
+    """Words for error messages about a process.
 
     Args:
-        name: the process in messages, such as "the process that writes conversations down".
-        closed: message for requests after the process has been closed.
+        name: noun phrase for the process, such as "the process that writes conversations down".
+        closed: error message for requests after the process has been closed.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Wording:
 
 @dataclass(frozen=True, slots=True)
 class ConfinedRequest:
-    """A request.
+    """A request to a service.
 
     Args:
-        content: JSON for the service.
+        content: JSON text for the service.
         limits: limits of the request.
-        subject: words for it.
+        subject: words for error messages about the request.
     """
 
     content: str
@@ -101,15 +101,15 @@ class ConfinedRequest:
 
 
 class ConfinedProcess:
-    """A service in a process of its own; it does one request at a time, whatever the number of threads that ask.
+    """A service in a process of its own, which handles one request at a time and can be shared by threads.
 
     Args:
-        service: module of the service.
-        opening: arguments of the service, as a request.
-        wording: words for the process.
+        service: name of the service's module.
+        opening: first request, with the arguments of the service.
+        wording: words for error messages about the process.
 
     Attributes:
-        facts: JSON value that the service told when it was opened.
+        facts: JSON value with which the service answered the opening request.
 
     Raises:
         DataError: the service refuses its arguments, or takes too much time or memory for them.
@@ -119,27 +119,27 @@ class ConfinedProcess:
     def __init__(self, service: str, opening: ConfinedRequest, wording: Wording) -> None:
         self._service, self._opening, self._wording = service, opening, wording
         self._lock, self._is_closed = threading.Lock(), False
-        self._is_held = False  # whether the caller has an answer and has not asked for the next one
+        self._is_held = False  # whether the consumer of `answers` has an answer and has not requested the next one
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., ConfinedProcess] | None = None
         self.facts = self._start()
 
     def ask(self, request: ConfinedRequest) -> Any:
-        """Return the answer to one request; errors as of `answers`."""
+        """Return the answer to one request; raises the errors of `answers`."""
         (answer,) = self.answers([request])
         return answer
 
     def answers(self, requests: Iterable[ConfinedRequest]) -> Iterator[Any]:
-        """Ask for answers, a few requests ahead of the one that is answered.
+        """Yield the answers to requests, sending a few requests ahead of the one that is being answered.
 
         Args:
-            requests: requests; an error of the iterable is raised after the answers to those before it.
+            requests: requests in order; if the iterable raises, the requests before the error are answered first.
 
         Yields:
-            JSON values, in order.
+            JSON values, one per request, in order.
 
         Raises:
-            DataError: the service refuses a request or fails at it, or it takes too much time or memory.
+            DataError: the service refuses a request or fails, or the request takes too much time or memory.
             ProcessUnavailable: the process was ended or stopped by others, does not start, or has been closed.
         """
         with self._lock:
@@ -148,12 +148,12 @@ class ConfinedProcess:
             yield from self._exchanged(requests)
 
     def close(self) -> None:
-        """End the process for good, also in the middle of a request; requests that wait are refused."""
-        self._is_closed = True  # before the process is read: one that starts at the same time looks here after it is written
+        """End the process for good, even in the middle of a request; pending requests raise `ProcessUnavailable`."""
+        self._is_closed = True  # set first: a process that is being started concurrently checks this flag after it is stored
         if (process := self._process) is not None:
             process.kill()
         while not self._lock.acquire(timeout=_MOMENT):
-            if self._is_held:  # answers that nobody takes hold the lock until they are collected, which ends the process, too
+            if self._is_held:  # an abandoned `answers` iterator holds the lock until it is collected, which also ends the process
                 return
         try:
             self._end()
@@ -161,7 +161,7 @@ class ConfinedProcess:
             self._lock.release()
 
     def _start(self) -> Any:
-        """Start a process and open the service; returns what the service tells."""
+        """Start a process and open the service; return the service's answer to the opening request."""
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         try:
@@ -171,7 +171,7 @@ class ConfinedProcess:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 env={**environment, "PYTHONPATH": path, **_ONE_THREAD},
-                start_new_session=True,  # else the signals of a terminal would reach it
+                start_new_session=True,  # otherwise it would receive the terminal's signals
             )
             self._finalizer = weakref.finalize(self, _end, self._process)
             (facts,) = self._exchanged([self._opening])
@@ -181,10 +181,10 @@ class ConfinedProcess:
         return facts
 
     def _start_again(self) -> None:
-        """Replace a process that has ended; the log says why there is none, clients are only told that there is none.
+        """Replace a process that has ended. If that fails, the reason goes to the log only, since clients may be remote.
 
         Raises:
-            ProcessUnavailable: there is none.
+            ProcessUnavailable: the process does not start, or has been closed.
         """
         self._end()
         if self._is_closed:
@@ -198,14 +198,14 @@ class ConfinedProcess:
             raise ProcessUnavailable(f"{self._wording.name} does not start again, and the log says why; try again later") from None
 
     def _end(self) -> int | None:
-        """End the process; returns its code, None if there is none yet."""
+        """End the process; return its exit code, None if there is no process or it has not ended yet."""
         process, self._process = self._process, None
         if self._finalizer is not None:
-            self._finalizer.detach()  # else it would keep a process that has ended
+            self._finalizer.detach()  # otherwise it would keep a reference to the ended process
         return None if process is None else _end(process)
 
     def _exchanged(self, requests: Iterable[ConfinedRequest]) -> Iterator[Any]:
-        """Write requests and yield their answers; ends the process if one that was written is not answered."""
+        """Write requests and yield their answers; end the process if a written request remains unanswered."""
         assert self._process is not None
         pipes, waiting = _Pipes(self._process), deque[ConfinedRequest]()
         source, failure = iter(requests), None
@@ -230,13 +230,13 @@ class ConfinedProcess:
                 self._is_held = False
         finally:
             self._is_held = False
-            if waiting:  # else the next request would get an answer of these
+            if waiting:  # otherwise a later request would receive one of these answers
                 self._end()
         if failure is not None:
             raise failure
 
     def _read(self, pipes: _Pipes, request: ConfinedRequest) -> tuple[str, Any]:
-        """Read the answer to the oldest request that was written: its kind, and a value."""
+        """Read the answer to the oldest unanswered request; return (kind, value)."""
         limits = request.limits
         try:
             line = b"" if self._is_closed else pipes.line(limits.answer_nbytes, time.monotonic() + limits.wall_seconds)
@@ -253,15 +253,15 @@ class ConfinedProcess:
             raise ProcessUnavailable(self._wording.closed)
         if code == -signal.SIGXCPU:
             raise DataError(f"{what} takes more than {limits.seconds} s of a processor; {advice}")
-        if code == -signal.SIGABRT:  # code outside Python ends so when it gets no memory
+        if code == -signal.SIGABRT:  # native code aborts when it gets no memory
             raise DataError(f"{what} takes more memory than it may have; {advice}")
-        if code is None or -code in _OF_OTHERS:  # the kernel's own SIGKILL when memory is short looks the same
+        if code is None or -code in _OF_OTHERS:  # the kernel's out-of-memory killer looks the same
             raise ProcessUnavailable(f"{self._wording.name} was ended by others, or as memory is short; try again later")
         raise DataError(f"{what} takes more than its process has, which has ended with code {code}; {advice}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:
-    """End a process; returns its code, None if the kernel still holds it."""
+    """End a process; return its exit code, None if the kernel still holds it."""
     process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
@@ -272,10 +272,10 @@ def _end(process: subprocess.Popen[bytes]) -> int | None:
 
 
 class _Pipes:
-    """The pipes of a process, of which neither blocks the other.
+    """The two pipes of a process, used so that a full one never blocks the other.
 
     Attributes:
-        num_unsent: bytes that are still to be written.
+        num_unsent: number of bytes that are still to be written.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -287,16 +287,23 @@ class _Pipes:
         self.num_unsent = 0
 
     def send(self, line: bytes) -> None:
-        """Write a line, as far as the process takes it now."""
+        """Queue a line, and write as much as the pipe takes without blocking."""
         self._unsent.append(memoryview(line))
         self.num_unsent += len(line)
         self._write()
 
     def line(self, most: int, until: float) -> bytes:
-        """Read a line, or a part of it if the process ends or the line is longer than `most` bytes; writes meanwhile.
+        """Read a line, and write queued lines meanwhile.
+
+        Args:
+            most: number of bytes after which reading stops without the end of the line.
+            until: monotonic time at which reading gives up.
+
+        Returns:
+            The line; part of a line if the process has ended or the line is longer than `most` bytes.
 
         Raises:
-            TimeoutError: neither happens before the monotonic time `until`.
+            TimeoutError: the line is not complete at the time `until`.
         """
         end, searched = -1, 0
         with selectors.PollSelector() as pipes:
@@ -328,7 +335,7 @@ class _Pipes:
                 count = os.write(self._input, line[:_PIPE])
             except BlockingIOError:
                 return
-            except BrokenPipeError:  # the process has ended, which reading tells
+            except BrokenPipeError:  # the process has ended, which the reader will notice
                 self._unsent.clear()
                 self.num_unsent = 0
                 return

@@ -1,4 +1,4 @@
-"""Files: places to write to, files written whole or not at all, JSON of other programs, safetensors of tile tensors, strided ranges of arrays."""
+"""File access: checks of output paths, atomic writes, untrusted JSON, safetensors files of tile tensors, GGUF headers and strided ranges."""
 
 import lazy_loader
 

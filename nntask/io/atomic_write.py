@@ -1,9 +1,9 @@
 """Files and directories that appear complete or not at all.
 
-A new file or directory is made inside a hidden directory beside its target, ``.writing-NAME-xxxxxxxx``, forced to disk, and renamed to its target
-last. A failure leaves the old target and no other file. A writer holds a lock on its hidden directory, so the directory of a killed process is
-unlocked, and the next writer of that name removes it. A directory that is being replaced is kept inside the hidden directory until the new one has
-its name; if the process is killed in between, the next writer moves it back.
+A new file or directory is created inside a hidden directory next to its target, ``.writing-NAME-xxxxxxxx``, then forced to disk, and finally renamed
+to its target. A failure leaves the old target and no other file. A writer holds a lock on its hidden directory; the directory of a killed process is
+unlocked, and the next writer of that name removes it. A directory that is being replaced moves into the hidden directory until the new one has its
+name. If the process is killed in between, the next writer moves the old directory back.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ _OLD: Final = "old"
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """Context whose value is a path for a new file or directory, which replaces `target` when the block succeeds and is removed when it fails.
+    """Yield a path for a new file or directory, which replaces `target` if the block succeeds and is removed if it fails.
 
-    A link at `target` is replaced, not followed.
+    A symbolic link at `target` is replaced, not followed.
+
+    Args:
+        target: path of the file or directory to write; missing parent directories are created.
 
     Raises:
         OSError: the disk is full or failed, or `target` is a device, a pipe or a socket. The old `target` is kept; if it could not be moved back, the
@@ -39,7 +42,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     if target.exists() and not (target.is_file() or target.is_dir()):
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and a file is to be written")
     make_directories(target.parent)
-    with _locked(target.parent):  # until the new directory is locked, another writer would take it for a stale one
+    with _locked(target.parent):  # without this lock, another writer would remove the new directory as stale before it is locked
         remove_stale(target.parent, target.name)
         aside = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{target.name}-", dir=target.parent))
         lock = os.open(aside, os.O_RDONLY)
@@ -47,7 +50,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     try:
         yield aside / _NEW
         _fsync_all(aside / _NEW)
-        with _locked(target.parent):  # a directory is replaced in two steps, between which another writer's would be in the way
+        with _locked(target.parent):  # a directory is replaced by two renames, and no other writer may rename in between
             _move_into(aside, target)
     finally:
         _clear(aside, target)
@@ -72,7 +75,7 @@ def remove_stale(parent: Path, name: str = "") -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and those above it where they are missing, and force the entries of new ones to disk.
+    """Create a directory and its missing parents, and force the new directory entries to disk.
 
     Raises:
         OSError: the disk is full or failed, or a file is in the way.
@@ -99,7 +102,7 @@ def fsync(path: Path) -> None:
 
 
 def _fsync_all(path: Path) -> None:
-    """Force a file, or a directory with its whole content, to disk."""
+    """Force a file, or a directory and all of its content, to disk."""
     if path.is_dir():
         for each in path.iterdir():
             _fsync_all(each)
@@ -120,7 +123,7 @@ def _move_into(aside: Path, target: Path) -> None:
 
 
 def _put_back(old: Path, target: Path) -> bool:
-    """Move the old directory back to `target` unless a new one is there; returns False if that failed."""
+    """Move the old directory back to `target` unless `target` exists; return False if the move failed."""
     if old.exists() and not os.path.lexists(target):
         try:
             os.rename(old, target)
@@ -145,5 +148,5 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _lock(fd: int) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks
+    with contextlib.suppress(OSError):  # some file systems have no locks
         fcntl.flock(fd, fcntl.LOCK_EX)

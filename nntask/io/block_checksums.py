@@ -1,7 +1,7 @@
-"""Checksums of a file's blocks, compared when a block is first read.
+"""Checksums of a file's blocks, each verified when the block is first read.
 
-A file of many gigabytes is read in small windows, so a checksum of the whole would cost a run its start. With one of every 64 KiB, nothing is read
-that is not used, and nothing is used that was not compared. Checksums find errors of disks and copies, not forgery.
+A file of many gigabytes is read in small windows, and verifying a checksum of the whole file would delay the start of a run. With one checksum for
+every 64 KiB, only blocks that are used are read, and every block is verified before use. Checksums detect errors of disks and copies, not forgery.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 BLOCK_NBYTES: Final = 64 << 10
 HEAD_NBYTES: Final = 32 << 20
-"""Bytes at the head of a file of the cache that are compared on opening, when it can still be made again: about 10 ms."""
+"""Bytes at the head of a cached file that are verified on opening, while the file can still be rebuilt; takes about 10 ms."""
 _NUM_DIGITS: Final = 8
 
 
@@ -29,11 +29,11 @@ def block_checksums(path: Path) -> str:
 
 
 def discard(path: Path, fd: int) -> None:
-    """Remove a changed file of the cache, so that the next run makes it again, unless another process has replaced it.
+    """Remove a corrupt file from the cache, so that the next run rebuilds it, unless another process has replaced it already.
 
     Args:
-        path: the file.
-        fd: descriptor of the file that changed.
+        path: path of the cached file.
+        fd: open descriptor of the corrupt file.
     """
     with contextlib.suppress(OSError):
         if os.path.samestat(path.stat(), os.fstat(fd)):
@@ -41,14 +41,14 @@ def discard(path: Path, fd: int) -> None:
 
 
 class BlockChecksums:
-    """Checksums that a file is compared with.
+    """Expected checksums of a file, with a record of the blocks that have been verified.
 
     Args:
-        digits: what `block_checksums` returned when the file was written.
+        digits: result of `block_checksums` when the file was written.
         nbytes: present size of the file.
 
     Raises:
-        ValueError: they belong to a file of another size, or are no checksums.
+        ValueError: `digits` does not have one checksum per block of the file, or is not hexadecimal.
     """
 
     def __init__(self, digits: str, nbytes: int) -> None:
@@ -59,13 +59,13 @@ class BlockChecksums:
         self._is_equal = bytearray(num_blocks)
 
     def first_changed(self, fd: int, begin: int, end: int) -> int | None:
-        """Return the offset of the first block that differs from its checksum; None if all are equal.
+        """Return the offset of the first block that does not match its checksum; None if all match.
 
-        Blocks that were equal before are not read again.
+        Blocks that have been verified before are not read again.
 
         Args:
             fd: descriptor of the file.
-            begin, end: range of bytes; all blocks with one of them are compared.
+            begin, end: byte range; every block that overlaps it is verified.
 
         Raises:
             OSError: the file cannot be read.

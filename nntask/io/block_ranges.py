@@ -1,7 +1,8 @@
-"""Quantised weights in files: matrices of numbers whose bytes lie in a file as blocks (`tiles.block_format`), and how a safetensors file names them.
+"""Quantised weights in files: matrices stored as blocks (`tiles.block_format`), and the metadata that declares them in a safetensors file.
 
-In safetensors, which have no types of blocks, such a matrix is a tensor U8 (rows, bytes of a row), and the header's metadata has under "quantised" a
-JSON object, name -> format. Rows are features out, also in families whose files have other matrices as (in, out).
+The safetensors format has no block types. A quantised matrix is therefore a U8 tensor of shape (rows, bytes per row), and the header's metadata has,
+under the key "quantised", a JSON object that maps the tensor's name to its block format. Rows are output features, even in model families whose
+files store other matrices as (in, out).
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from .strided_ranges import PASS_NBYTES, ByteFile, FileRange, RowGroups, Rows
 
 Array = npt.NDArray[Any]
 STORED_FLOATS: Final[Mapping[str, np.dtype[Any]]] = {"f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-"""Name of a format whose numbers are not rounded -> their element type."""
+"""Block format that stores plain floating-point numbers -> their element type."""
 QUANTISED: Final = "quantised"
-"""Key of the formats in a safetensors header's metadata."""
+"""Key of the block formats in the metadata of a safetensors header."""
 _FP32: Final = np.dtype(np.float32)
 _AT_ONCE: Final = 1 << 14
-"""Numbers that are decoded at a time."""
+"""Number of values that are decoded at a time."""
 
 
 def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], path: Any) -> dict[str, BlockFormat]:
-    """Name -> format of the quantised matrices of a safetensors file.
+    """Return name -> block format for the quantised matrices of a safetensors file.
 
     Args:
-        metadata: of its header.
-        ranges: of its tensors.
-        path: for messages.
+        metadata: metadata of the file's header.
+        ranges: name -> byte range of the file's tensors.
+        path: path of the file, for error messages.
 
     Raises:
-        DataError: what the metadata say is not so, or of a format that is not known here.
+        DataError: the metadata is malformed, names an unknown format, or does not match the tensors.
     """
     text = metadata.get(QUANTISED)
     if text is None:
@@ -62,13 +63,13 @@ def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], pat
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """A quantised matrix in a file, or a window of one, as numbers.
+    """A quantised matrix in a file, or a window of one, seen as decoded numbers.
 
     Args:
-        blocks: bytes (rows, bytes of a row) in the file, of whole blocks.
-        block_format: how they are stored.
-        first, stop: columns of the numbers that the window has.
-        is_turned: whether the matrix is the transpose of what is stored.
+        blocks: uint8 range (rows, bytes per row) of whole blocks in the file.
+        block_format: format of the blocks.
+        first, stop: range of decoded columns that the window covers, relative to `blocks`.
+        is_turned: whether the matrix is the transpose of the stored one.
     """
 
     blocks: Rows
@@ -79,7 +80,7 @@ class BlockRange:
 
     @classmethod
     def of(cls, blocks: Rows, block_format: BlockFormat, *, is_turned: bool = False) -> BlockRange:
-        """The whole of what is stored."""
+        """Return the range of a whole stored matrix."""
         return cls(blocks, block_format, 0, block_format.columns(blocks.shape[1]), is_turned)
 
     @property
@@ -110,7 +111,7 @@ class BlockRange:
         return replace(self, blocks=blocks, first=self.first + left - shift, stop=self.first + right - shift)
 
     def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
-        """Scratch memory of `read`, in bytes: some rows as they are stored."""
+        """Scratch memory of `read`, in bytes: a batch of rows in stored form."""
         return self._rows_at_once * self.blocks.shape[1]
 
     @property
@@ -119,7 +120,11 @@ class BlockRange:
         return max(1, min(rows, PASS_NBYTES // row_bytes))
 
     def read(self, out: Array, scratch: Array | None = None) -> None:
-        """Fill `out` with the numbers, converted to its element type; a few of them exist besides.
+        """Fill `out` with the decoded numbers, converted to its element type.
+
+        Args:
+            out: array of this range's shape.
+            scratch: uint8 array of at least `scratch_nbytes` elements; None to allocate one.
 
         Raises:
             StorageError: the file cannot be read, or has changed.
@@ -136,7 +141,11 @@ class BlockRange:
 
 
 def turned(rows: Rows) -> Rows:
-    """The transpose of a range."""
+    """Return the transpose of a range.
+
+    Raises:
+        DataError: the range consists of groups of rows, which have no single stride.
+    """
     if isinstance(rows, RowGroups):
         raise DataError(f"{rows.file.path} stores rows by heads and features in first, which no family does; convert the model again")
     return FileRange(rows.file, rows.dtype, rows.offset, rows.shape[::-1], rows.strides[::-1])

@@ -9,14 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 _EXPONENTS: Final = {np.dtype(np.float16): np.uint16(0x7C00), np.dtype(ml_dtypes.bfloat16): np.uint16(0x7F80)}
-"""Exponent bits, all set exactly in infinity and NaN. The test on bits is several times faster than `np.isfinite`, which widens these types first."""
+"""Mask of the exponent bits, which are all set exactly in infinity and NaN.
+
+The test on bits is several times faster than `np.isfinite`, which widens these types first.
+"""
 _AT_ONCE: Final = 1 << 16
 
 
 def first_not_finite(values: npt.NDArray[Any]) -> Any:
-    """The first infinite or NaN value of an array in C order; None if all values are finite.
+    """Return the first infinite or NaN value of an array in C order; None if all values are finite.
 
-    An array that is not C-contiguous is copied; temporaries are for 65536 values at a time.
+    An array that is not C-contiguous is copied; other temporaries have at most 65536 values.
     """
     flat = values.reshape(-1)
     exponent = _EXPONENTS.get(flat.dtype)

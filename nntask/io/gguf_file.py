@@ -1,9 +1,11 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie.
+"""Reader of the header of a GGUF file: its metadata, and the type, shape and offset of each tensor.
 
-The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian: the letters GGUF, counts of tensors
-and keys, the keys with values, an entry for each tensor, and behind padding the tensors. A file is believed nothing: every length and count is
-compared with the bytes that are there before memory is taken for it. A header may have 128 MiB, 65,536 keys, 131,072 tensors and two million texts.
-The reader of the gguf package maps the file and trusts it, so that one is not used. A file that breaks a rule is refused with one sentence.
+The format is specified at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; versions 2 and 3, little-endian, are supported. A file consists
+of the letters GGUF, the numbers of tensors and keys, the keys with their values, an entry for each tensor, padding, and the tensors.
+
+Files are untrusted: every length and count is compared with the remaining bytes before memory is allocated for it. A header may have at most 128 MiB,
+65,536 keys, 131,072 tensors and two million strings. The gguf package is not used, because its reader maps the file and trusts it. A file that breaks
+a rule is refused with an error of one sentence.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from .strided_ranges import OpenFile
 
 SUFFIX: Final = ".gguf"
 _LFS: Final = b"vers"
-"""The first letters of a pointer that Git leaves in place of a large file."""
+"""First bytes of a Git LFS pointer, the small text that replaces a large file that was not downloaded."""
 MAGIC: Final = b"GGUF"
 ALIGNMENT: Final = 32
-"""Tensors begin at multiples of it, unless the metadata says another number under `ALIGNMENT_KEY`."""
+"""Default alignment of tensors in bytes, used unless the metadata has another under `ALIGNMENT_KEY`."""
 ALIGNMENT_KEY: Final = "general.alignment"
 _LARGEST_HEADER: Final = 128 << 20
 _MOST_KEYS: Final = 1 << 16
 _MOST_TENSORS: Final = 1 << 17
 _MOST_TEXTS: Final = 1 << 21
-"""In all lists of a file: a text takes several times as much memory as bytes of the file."""
+"""Largest total number of strings in the lists of a file; a string takes several times more memory than bytes of the file."""
 _LARGEST_NAME: Final = 65535
 _LARGEST_RANK: Final = 4
 _LARGEST_ALIGNMENT: Final = 1 << 20
@@ -41,16 +43,17 @@ _STRING: Final = 8
 _ARRAY: Final = 9
 _BOOL: Final = 7
 _SCALARS: Final[Mapping[int, str]] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-"""Number of a type of values -> its letter for `struct`."""
+"""Type number of a metadata value -> its format character in `struct`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How the values of a tensor are stored.
+    """Storage type of a tensor's values.
 
     Args:
-        name: as ggml calls it.
-        block_values, block_bytes: values of a block, neighbours along a row, and its bytes.
+        name: name of the type in ggml.
+        block_values: number of values in a block; they are adjacent in a row.
+        block_bytes: size of a block in bytes.
     """
 
     name: str
@@ -78,18 +81,18 @@ def _types() -> dict[int, TensorType]:
 
 
 TENSOR_TYPES: Final[Mapping[int, TensorType]] = _types()
-"""Number in files -> type; ggml has added more since."""
+"""Type number in files -> storage type. ggml has added types since, which are not in this table."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """An entry for a tensor.
+    """A tensor's entry in the header.
 
     Args:
-        type: of its values.
-        shape: extents per axis, the last one contiguous (files have them the other way round).
-        offset: of its first byte in the file.
-        nbytes: of the tensor.
+        type: storage type of the values.
+        shape: extents per axis, the last one contiguous (files list them in reverse order).
+        offset: offset of the first byte in the file.
+        nbytes: size of the tensor in bytes.
     """
 
     type: TensorType
@@ -99,19 +102,19 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file, whose header has been read and checked.
+    """An open GGUF file whose header has been read and checked.
 
     Args:
         path: the file.
 
     Attributes:
         header_nbytes: bytes before the first tensor.
-        metadata: key -> number, bool, text, list of texts, or array of numbers or bools.
+        metadata: key -> number, bool, string, list of strings, or array of numbers or bools.
         tensors: name -> entry.
-        file: the open file, for ranges of it.
+        file: the open file, from which tensors are read.
 
     Raises:
-        StorageError: the file cannot be read, is none of this format, or breaks a rule of it.
+        StorageError: the file cannot be read, is not a GGUF file, or breaks a rule of the format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -134,7 +137,7 @@ class GgufFile:
         self.tensors = self._placed(cursor, entries)
 
     def _start(self, cursor: _Cursor) -> tuple[int, int]:
-        """(number of tensors, number of keys)."""
+        """Read the start of the header; return (number of tensors, number of keys)."""
         magic = cursor.take(4, "its first letters")
         if magic == _LFS:
             raise StorageError(f"{self.path} is a pointer of Git LFS and not the file that it stands for; fetch it with git lfs pull")
@@ -146,14 +149,14 @@ class GgufFile:
             raise cursor.broken(f"it {how}, and versions 2 and 3, little-endian, are read")
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
         for count, most, what in ((num_keys, _MOST_KEYS, "keys"), (num_tensors, _MOST_TENSORS, "tensors")):
-            if most < count <= self._nbytes:  # larger numbers are compared with the bytes below
+            if most < count <= self._nbytes:  # larger numbers are refused by `expect` below
                 raise cursor.broken(f"it has {count} {what}, and there may be {most}")
-        cursor.expect(num_keys, 13, "keys")  # of a length, a type and a value of one byte each
-        cursor.expect(num_tensors, 32, "tensors")  # of a length, a rank, one extent, a type and an offset each
+        cursor.expect(num_keys, 13, "keys")  # at least a length (8), a type (4) and a value (1 byte) each
+        cursor.expect(num_tensors, 32, "tensors")  # at least a length, a rank, one extent, a type and an offset each
         return num_tensors, num_keys
 
     def _entries(self, cursor: _Cursor, count: int) -> dict[str, tuple[TensorType, tuple[int, ...], int]]:
-        """Name -> (type, shape, offset from the first tensor)."""
+        """Read the entries; return name -> (type, shape, offset from the first tensor)."""
         entries: dict[str, tuple[TensorType, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = cursor.name("a tensor's name")
@@ -174,7 +177,7 @@ class GgufFile:
         return entries
 
     def _placed(self, cursor: _Cursor, entries: Mapping[str, tuple[TensorType, tuple[int, ...], int]]) -> dict[str, GgufTensor]:
-        """Name -> entry, all of them aligned, apart from each other, and inside the file."""
+        """Return name -> entry, after checking that the tensors are aligned, do not overlap, and lie inside the file."""
         alignment = self.metadata.get(ALIGNMENT_KEY, ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
             raise cursor.broken(f"its {ALIGNMENT_KEY} must be a power of two up to {_LARGEST_ALIGNMENT}, got {str(alignment)[:40]}")
@@ -201,11 +204,12 @@ class GgufFile:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """The value that comes next.
+    """Read the next metadata value.
 
     Args:
-        kind: number of its type.
-        key: the name it has, for messages.
+        cursor: position of the value.
+        kind: type number of the value.
+        key: key of the value, for error messages.
     """
     if kind == _STRING:
         return cursor.text(f"the value of {key[:80]!r}")
@@ -229,11 +233,11 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 class _Cursor:
-    """A position in a header, which moves forward.
+    """Sequential reader of a header.
 
     Args:
-        file: the file.
-        nbytes: its size.
+        file: the open file.
+        nbytes: size of the file in bytes.
     """
 
     def __init__(self, file: OpenFile, nbytes: int) -> None:
@@ -243,23 +247,23 @@ class _Cursor:
         self.offset = 0
 
     def broken(self, how: str) -> StorageError:
-        """The error of a file that breaks a rule."""
+        """Return the error for a file that breaks a rule of the format; `how` is a clause that says which."""
         return StorageError(f"{self._file.path} is not a whole GGUF file: {how}; copy it again, or use another file")
 
     def expect(self, count: int, each: int, what: str) -> None:
-        """Check that so many things of at least `each` bytes can follow."""
+        """Check that `count` items of at least `each` bytes fit into the rest of the header."""
         if count * each > self._available():
             raise self.broken(f"it claims {count} {what} from byte {self.offset} on, and {self._available()} bytes of a header can follow")
 
     def expect_texts(self, count: int, key: str) -> None:
-        """Check that so many texts can follow."""
+        """Check that `count` strings fit into the rest of the header and into the limit on strings."""
         self.expect(count, 8, f"texts of {key[:80]!r}")
         self._num_texts += count
         if self._num_texts > _MOST_TEXTS:
             raise self.broken(f"its lists have {self._num_texts} texts up to {key[:80]!r}, and there may be {_MOST_TEXTS}")
 
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes."""
+        """Read the next `count` bytes."""
         begin = self.offset - self._first
         if begin + count > len(self._window):
             self.expect(count, 1, f"bytes of {what}")
@@ -269,11 +273,11 @@ class _Cursor:
         return self._window[begin : begin + count]
 
     def scalar(self, letter: str) -> Any:
-        """The next number."""
+        """Read the next number; `letter` is its format character in `struct`."""
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}"), "a number"))[0]
 
     def text(self, what: str, most: int = _LARGEST_HEADER) -> str:
-        """The next text: a length, and letters in UTF-8."""
+        """Read the next string: its length, then that many bytes of UTF-8."""
         count = self.scalar("Q")
         if count > most:
             raise self.broken(f"{what} at byte {self.offset} has {count} bytes, and there may be {most}")
@@ -284,7 +288,7 @@ class _Cursor:
             raise self.broken(f"{what} at byte {self.offset - count} is not UTF-8") from None
 
     def name(self, what: str) -> str:
-        """The next text, which is a name and so has no lines."""
+        """Read the next string as a name, which must be printable and have no line breaks."""
         found = self.text(what, _LARGEST_NAME)
         if not found.isprintable():
             raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names are of letters that print")

@@ -1,4 +1,4 @@
-"""JSON files from outside: decoded, or refused with one sentence whatever is wrong with them."""
+"""Reading of untrusted JSON files: every fault of a file becomes a `DataError` of one sentence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .json_text import decoded
 from .regular_file import read_text
 
 _MOST_LEVELS: Final = 100
-"""Of lists and objects in each other; whoever shows or compares such a value recurses as deep."""
+"""Largest nesting depth of lists and objects; printing or comparing a value recurses to its depth."""
 
 
 def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
-    """The decoded content of a file.
+    """Return the decoded content of a file.
 
     Args:
         file: the file.
@@ -23,7 +23,7 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
         advice: remedy in the error message about a file that cannot be read.
 
     Raises:
-        DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or nested more than 100 levels deep.
+        DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or is nested more than 100 levels deep.
     """
     try:
         values = decoded(read_text(file))
@@ -36,7 +36,7 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
 
 
 def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[str, Any]:
-    """The JSON object in a file.
+    """Return the JSON object in a file.
 
     Args:
         file: the file.
@@ -44,7 +44,7 @@ def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[st
         advice: remedy in the error message about a file that cannot be read.
 
     Raises:
-        DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or holds another JSON value than an object.
+        DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or holds a JSON value that is not an object.
     """
     values = read_json(file, what, advice)
     if not isinstance(values, dict):
@@ -53,10 +53,10 @@ def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[st
 
 
 def _check_levels(values: Any) -> None:
-    """Check that a value is not nested too deeply.
+    """Check that a value is nested at most `_MOST_LEVELS` deep.
 
     Raises:
-        ValueError: it is.
+        ValueError: it is nested more deeply.
     """
     level = [values]
     for _ in range(_MOST_LEVELS):

@@ -1,7 +1,7 @@
-"""Opening files that come from somebody else.
+"""Opening of untrusted paths: regular files only, and reads of limited size.
 
-A path may lead to a pipe that never answers, or to a device without an end. Readers of files from outside open them here: a regular file, or an
-`OSError` with a sentence, which they report like any other failure to read. What is read as a whole has at most the caller's number of bytes.
+A path may lead to a pipe that never answers or to a device without an end. Readers of untrusted files open them here. A path that is not a regular
+file raises an `OSError`, which the reader reports like any other failure to read.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import stat
 from typing import Final, TextIO
 
 LARGEST_NBYTES: Final = 100 << 20
-"""Bytes of a file of text that is read as a whole, unless the caller has another limit."""
+"""Default limit on the size in bytes of a file that is read as a whole."""
 _PIECE: Final = 1 << 20
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; return its descriptor, which programs that this process starts do not inherit.
+    """Open a regular file; return its descriptor, which child processes do not inherit.
 
     Args:
         path: the file.
@@ -42,7 +42,7 @@ def open_text(path: str | os.PathLike[str], errors: str = "strict") -> TextIO:
 
     Args:
         path: the file.
-        errors: what happens to bytes that are no text, as in `open`.
+        errors: handling of bytes that are not UTF-8, as in `open`.
 
     Raises:
         OSError: see `open_regular`.
@@ -58,11 +58,11 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> byte
         most: largest number of bytes.
 
     Raises:
-        OSError: see `open_regular`; or the file has more bytes.
+        OSError: see `open_regular`; or the file has more than `most` bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        found = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # read() reserves as much as it is asked for
-        while len(found) <= most and (more := file.read(min(_PIECE, most + 1 - len(found)))):  # files that grow, and those of /proc
+        found = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # read() allocates the requested size
+        while len(found) <= most and (more := file.read(min(_PIECE, most + 1 - len(found)))):  # growing files, and /proc
             found += more
     if len(found) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -70,7 +70,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> byte
 
 
 def read_text(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> str:
-    """Return the text of a regular file of UTF-8.
+    """Return the text of a regular UTF-8 file.
 
     Args:
         path: the file.
@@ -78,6 +78,6 @@ def read_text(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> str:
 
     Raises:
         OSError: see `read_bytes`.
-        UnicodeDecodeError: the bytes are no UTF-8.
+        UnicodeDecodeError: the bytes are not UTF-8.
     """
     return read_bytes(path, most).decode("utf-8")

@@ -1,7 +1,7 @@
 """Tile tensors in safetensors files, written and read one row of tiles at a time, so that no tensor is copied as a whole.
 
-A row of tiles is the set of tiles with one index along the first axis; it occupies contiguous bytes of the file. Files are read with ``pread``, never
-through a memory map. The format is that of https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data.
+A row of tiles is the set of tiles that share an index along the first axis; it occupies contiguous bytes of the file. Files are read with ``pread``,
+never through a memory map. The format is specified at https://github.com/huggingface/safetensors: 8 bytes of header length, a JSON header, the data.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ STORAGE: Final[dict[str, np.dtype[Any]]] = {
 _LARGEST_HEADER: Final = 100 << 20
 _MOST_TENSORS: Final = 1 << 17
 _MOST_AXES: Final = 32
-"""Axes of an array of NumPy 1."""
+"""Largest number of axes of an array in NumPy 1."""
 _READ_AT_ONCE: Final = 1 << 20
 _SAMPLE: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in the header of a file: element type, shape, and its bytes [first, last) counted from the end of the header."""
+    """A tensor's entry in the header: element type, shape, and byte range [first, last) relative to the end of the header."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -76,12 +76,12 @@ def save_tensors(
     metadata: Mapping[str, str] | None = None,
     finite: bool = False,
 ) -> int:
-    """Write `tensors` to a new file and force it to disk; if that fails, a file that existed at `path` is kept.
+    """Write `tensors` to a new file and force it to disk; on failure, an existing file at `path` is kept.
 
     Args:
         path: the file.
         tensors: name -> tensor.
-        dtype: element type in the file for floating-point tensors; None for the tensors' own types.
+        dtype: element type in the file for floating-point tensors; None to keep the tensors' own types.
         metadata: content of the header's "__metadata__".
         finite: whether NaN and infinity are refused.
 
@@ -122,7 +122,7 @@ def _write(file: IO[bytes], tensors: Mapping[str, TileTensor], dtype: np.dtype[A
 
 
 def header_of(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The header of a file.
+    """Return the header of a file, and the byte range of each tensor.
 
     Args:
         tensors: name -> (shape, element type), in the order of the file.
@@ -145,7 +145,7 @@ def header_of(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], meta
 
 
 def checksum_of(path: str | os.PathLike[str]) -> int:
-    """The CRC-32 of a file, which is read 1 MiB at a time. It detects errors of disks and copies, not forgery.
+    """Return the CRC-32 of a file, which is read 1 MiB at a time. It detects errors of disks and copies, not forgery.
 
     Raises:
         DataError: the file cannot be read.
@@ -161,10 +161,10 @@ def checksum_of(path: str | os.PathLike[str]) -> int:
 
 
 def fingerprint_of(path: str | os.PathLike[str]) -> str:
-    """A fingerprint of a safetensors file: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of every tensor.
+    """Return a fingerprint of a safetensors file: its size, and the CRC-32 of its header and of the first, middle and last 4 KiB of every tensor.
 
-    It takes milliseconds whatever the size of the model. It changes when weights are trained, merged or replaced; a change of a few values within a
-    large tensor may escape it.
+    Computing it takes milliseconds for a model of any size. The fingerprint changes when weights are trained, merged or replaced; it may miss a
+    change of a few values within a large tensor.
 
     Returns:
         "SIZE-CRC", the size in bytes and the CRC-32 as 8 hexadecimal digits.
@@ -198,7 +198,7 @@ def _is_finite(tensor: TileTensor) -> bool:
 
 
 def _tile_rows(tensor: TileTensor) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
-    """(number of element rows, tile indices) of each row of tiles, in order."""
+    """Yield (number of element rows, tile indices) of each row of tiles, in order."""
     grouped: dict[int, list[tuple[int, ...]]] = {}
     for index in tensor.tiling.indices():
         grouped.setdefault(index[0], []).append(index)
@@ -304,7 +304,7 @@ class TensorFile:
                     view[...] = rows[(slice(None), *inner)]
 
     def fingerprint(self) -> str:
-        """The fingerprint of this file; see `fingerprint_of`."""
+        """Return the fingerprint of this file; see `fingerprint_of`."""
         checksum = zlib.crc32(os.pread(self._fd, self._data, 0))
         for entry in self.entries.values():
             for first in (entry.first, (entry.first + entry.last) // 2, max(entry.first, entry.last - _SAMPLE)):
@@ -312,7 +312,7 @@ class TensorFile:
         return f"{os.fstat(self._fd).st_size}-{checksum:08x}"
 
     def ranges(self) -> dict[str, FileRange]:
-        """Name -> byte range of each tensor; the ranges can be read after this object is closed."""
+        """Return name -> byte range of each tensor; the ranges can still be read after this object is closed."""
         file = OpenFile(self.path, fd=os.dup(self._fd))
         return {name: FileRange(file, e.dtype, self._data + e.first, e.shape, strides_of(e.shape, e.dtype)) for name, e in self.entries.items()}
 
@@ -331,7 +331,7 @@ class TensorFile:
         return TensorEntry(dtype, shape, first, last)
 
     def _check_spans(self, nbytes: int) -> None:
-        """Check that the tensors fill the `nbytes` of data without gaps or overlaps, as the format demands.
+        """Check that the tensors fill the `nbytes` bytes of data without gaps or overlaps, as the format requires.
 
         Raises:
             DataError: there is a gap or an overlap.
@@ -349,12 +349,12 @@ class TensorFile:
 
 
 def _refuse_pickle(path: Path, start: bytes) -> None:
-    """Refuse a torch checkpoint (a zip archive, or a file that starts with a pickle protocol opcode), since loading one would run code from it.
+    """Refuse a PyTorch checkpoint (a zip archive, or a file that starts with a pickle protocol opcode): loading one would run code from it.
 
     Raises:
-        DataError: the file is a torch checkpoint.
+        DataError: the file is a PyTorch checkpoint.
     """
-    is_header = start[8:9] == b"{"  # behind a length that may begin like a pickle
+    is_header = start[8:9] == b"{"  # the first 8 bytes are a length, which may look like the start of a pickle
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and not is_header):
         converted = path.with_suffix(".safetensors")
         then = ""

@@ -1,4 +1,4 @@
-"""The text of the header of a safetensors file, decoded as strictly as safetensors itself does, so that two readers see one model."""
+"""Decoding of a safetensors header, as strict as the safetensors package, so that both readers see the same model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, Final
 from .json_text import check_size
 
 _MOST_DIGITS: Final = 19
-"""Of 2**63."""
+"""Number of decimal digits of 2**63."""
 
 
 def decoded_header(raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a header.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, would take far more memory than its text, has a name twice, or a number that is larger than any file.
+        ValueError: the header is not a JSON object in UTF-8, would take far more memory than its text, repeats a name, or has a number larger than
+            any file.
     """
     text = raw.decode("utf-8")
     check_size(text)

@@ -1,4 +1,4 @@
-"""JSON objects with a checksum of their own, so that a changed letter is noticed. It detects errors of disks and copies, not forgery."""
+"""JSON objects that contain a checksum of their content. It detects errors of disks and copies, not forgery."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEAL: Final = "crc32"
 
 
 def sealed(values: Mapping[str, Any]) -> str:
-    """Return the text of a JSON object, with its checksum as one more key."""
+    """Return the text of a JSON object, with its checksum as an additional key."""
     return json.dumps({**values, SEAL: _checksum(values)}, indent=1)
 
 
@@ -20,7 +20,7 @@ def unsealed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a decoded object without its checksum.
 
     Raises:
-        ValueError: it has none, or another one than its content has.
+        ValueError: the checksum is missing or does not match the content.
     """
     content = {key: value for key, value in values.items() if key != SEAL}
     written, found = values.get(SEAL), _checksum(content)

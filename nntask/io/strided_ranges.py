@@ -1,8 +1,9 @@
 """Strided ranges of files: arrays whose elements are in a file, and transfers of rectangular windows of them.
 
 A range has a file, the offset of its first element, a shape, and a stride in bytes for each axis, like an array over a memory map, but without the
-map. One part of a fused weight is such a range, so is a transposed weight, and so is a tile of either. Bytes outside the range are not kept. A file
-that changes after it was opened is refused; a file that was removed, or replaced by another of its name, is read with its old content.
+map. One part of a fused weight is such a range; so are a transposed weight and a tile of either. Bytes outside the requested window are not retained.
+
+A file that changes after it was opened is refused. A file that was removed, or replaced by another of the same name, is read with its old content.
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ PASS_NBYTES: Final = 1 << 18
 """Scratch memory in bytes of a transfer between different layouts or element types, unless one row of the file is longer."""
 
 _SHORT_GAP: Final = 1 << 12
-"""Bytes between two rows that are read with them, a page of the system's."""
+"""Largest gap in bytes between two rows that is read along with them: one page of memory."""
 _ROWS_A_CALL: Final = 256
-"""A call takes at most 1,024 buffers."""
+"""Number of rows read by one system call, which takes at most 1,024 buffers."""
 
 
 class ByteFile(Protocol):
-    """A file as ranges see it: bytes at offsets. `OpenFile` conforms, and `translated_files` has others."""
+    """Interface of a file that ranges read and write: bytes at offsets. Implemented by `OpenFile` and the classes of `translated_files`."""
 
     @property
     def path(self) -> Path:
-        """Of the file on disk, for messages."""
+        """Path of the file on disk, for error messages."""
 
     def read_at(self, out: memoryview, offset: int) -> int:
-        """Fill bytes from an offset on; returns how many were filled, 0 at the end of the file."""
+        """Read bytes at `offset` into `out`; return the number of bytes read, 0 at the end of the file."""
 
     def write_at(self, values: memoryview, offset: int) -> int:
-        """Overwrite bytes from an offset on; returns how many were written."""
+        """Write `values` at `offset`; return the number of bytes written."""
 
     def check(self) -> None:
         """Check that the file is unchanged since it was opened."""
 
 
 class OpenFile:
-    """A file descriptor that is closed when the last reference to this object goes.
+    """A file descriptor that is closed when this object is collected.
 
     Args:
         path: the file.
         flags: flags of `os.open`.
-        fd: an open descriptor to take ownership of; -1 to open `path`.
+        fd: open descriptor to take ownership of; -1 to open `path`.
 
     Raises:
         OSError: the file cannot be opened.
@@ -68,7 +69,7 @@ class OpenFile:
         self._found = self._stamp()
 
     def read_at(self, out: memoryview, offset: int) -> int:
-        """As of `ByteFile`.
+        """Read bytes at `offset` into `out`; return the number of bytes read, 0 at the end of the file.
 
         Raises:
             StorageError: the file cannot be read.
@@ -79,7 +80,7 @@ class OpenFile:
             raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
 
     def scatter_at(self, outs: Sequence[memoryview | bytearray], offset: int) -> int:
-        """As `read_at`, into several buffers one after another.
+        """Read bytes at `offset` into several buffers in turn; return the number of bytes read.
 
         Raises:
             StorageError: the file cannot be read.
@@ -90,7 +91,7 @@ class OpenFile:
             raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
 
     def write_at(self, values: memoryview, offset: int) -> int:
-        """As of `ByteFile`.
+        """Write `values` at `offset`; return the number of bytes written.
 
         Raises:
             OSError: the disk is full or failed.
@@ -121,17 +122,17 @@ class OpenFile:
 
 
 def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
-    """Strides of a C-contiguous array, in bytes."""
+    """Return the strides of a C-contiguous array, in bytes."""
     return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20) -> Iterator[tuple[slice, ...]]:
-    """Windows that cover an array in order, each of whole rows and about `nbytes` bytes.
+    """Yield windows that cover an array in order, each of whole rows and at most `nbytes` bytes.
 
     Args:
         shape: shape of the array; no extent is zero.
-        itemsize: bytes of an element.
-        nbytes: bytes of a window; a window has at least one row.
+        itemsize: size of an element in bytes.
+        nbytes: largest size of a window in bytes; exceeded only by a window of one row.
     """
     rows = max(1, nbytes // (prod(shape[1:]) * itemsize))
     for first in range(0, shape[0], rows):
@@ -164,22 +165,22 @@ class FileRange:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The axes by falling stride: the order in which the elements follow each other in the file."""
+        """Axes by decreasing stride, which is the order of the elements in the file."""
         return tuple(sorted(range(len(self.shape)), key=lambda axis: (-self.strides[axis], axis)))
 
     def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
-        """Scratch memory of `read` into an array of element type `dtype`, in bytes; 0 where `read` writes straight into the array."""
+        """Return the bytes of scratch memory that `read` needs for element type `dtype`; 0 if it reads straight into the array."""
         if self._is_plain(dtype):
             return 0
         row = prod(self.shape[axis] for axis in self.order[1:]) * self.dtype.itemsize
         return row * self._rows_at_once()
 
     def read(self, out: Array, scratch: Array | None = None) -> None:
-        """Fill `out`, with conversion to its element type.
+        """Fill `out` from the file, converting to its element type.
 
         Args:
-            out: C-contiguous array of this shape.
-            scratch: uint8 array of at least `scratch_nbytes` elements; None to allocate.
+            out: C-contiguous array of this range's shape.
+            scratch: uint8 array of at least `scratch_nbytes` elements; None to allocate one.
 
         Raises:
             StorageError: the file cannot be read, or has changed.
@@ -211,7 +212,10 @@ class FileRange:
             FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.write_at, raw)
 
     def _read_rows(self, out: Array) -> int:
-        """Fill rows that have short gaps between them, many with one call; returns how many. Each call costs more than such a gap."""
+        """Fill rows that have short gaps between them, many per system call; return the number of rows filled.
+
+        A system call costs more than reading a short gap.
+        """
         if not isinstance(self.file, OpenFile) or len(self.shape) != 2 or self.strides[1] != self.dtype.itemsize:
             return 0
         step, nbytes = self.strides[0], self.shape[1] * self.dtype.itemsize
@@ -234,7 +238,7 @@ class FileRange:
         return max(1, min(self.shape[axis], PASS_NBYTES // row))
 
     def _passes(self) -> Iterator[tuple[FileRange, tuple[slice, ...]]]:
-        """(range, window of the whole) of pieces of at most `PASS_NBYTES` bytes or one row, along the axis with the largest stride."""
+        """Yield pieces as (range, window of this range), each of at most `PASS_NBYTES` bytes or one row, along the axis of the largest stride."""
         axis, rows = self.order[0], self._rows_at_once()
         for first in range(0, self.shape[axis], rows):
             window = [slice(0, extent) for extent in self.shape]
@@ -242,7 +246,7 @@ class FileRange:
             yield self[window], tuple(window)
 
     def _transfer(self, call: Callable[[memoryview, int], int], array: Array) -> None:
-        """Move all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after another."""
+        """Transfer all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after another."""
         raw = array.reshape(-1).view(np.uint8).data
         done = 0
         for offset, nbytes in self._runs():
@@ -254,7 +258,7 @@ class FileRange:
                 done += count
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """(offset, size), both in bytes, of the contiguous runs, in the order of the axes."""
+        """Yield (offset, size) in bytes of each contiguous run, in the order of the axes."""
         nbytes, axes = self.dtype.itemsize, list(range(len(self.shape)))
         while axes and (self.strides[axes[-1]] == nbytes or self.shape[axes[-1]] == 1):
             nbytes *= self.shape[axes.pop()]
@@ -264,13 +268,13 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Rows of a range (G, D, ..) of G groups of D rows each, seen as an array (G * D, ..) of which it is a window.
+    """A range (G, D, ...) of G groups of D rows, seen as an array (G * D, ...), or a window of its rows.
 
-    Its rows have no one stride, as those of one of several layers that lie group by group beside each other.
+    The rows have no single stride. An example is the weight of one layer in a file that interleaves several layers group by group.
 
     Args:
-        whole: the groups.
-        first, stop: the window's rows, of all G * D.
+        whole: range of the groups, of shape (G, D, ...).
+        first, stop: rows of the window, out of G * D.
     """
 
     whole: FileRange
@@ -279,7 +283,7 @@ class RowGroups:
 
     @classmethod
     def of(cls, whole: FileRange) -> RowGroups:
-        """All rows of a range of groups."""
+        """Return the window of all rows of a range of groups."""
         return cls(whole, 0, whole.shape[0] * whole.shape[1])
 
     @property
@@ -304,21 +308,21 @@ class RowGroups:
         return RowGroups(whole, self.first + start, self.first + stop)
 
     def scratch_nbytes(self, dtype: np.dtype[Any]) -> int:
-        """As of `FileRange`."""
+        """Return the bytes of scratch memory that `read` needs for element type `dtype`."""
         return max((piece.scratch_nbytes(dtype) for piece, _ in self._pieces()), default=0)
 
     def read(self, out: Array, scratch: Array | None = None) -> None:
-        """As of `FileRange`."""
+        """Fill `out` from the file; see `FileRange.read`."""
         for piece, rows in self._pieces():
             piece.read(out[rows].reshape(piece.shape), scratch)
 
     def write(self, values: Array) -> None:
-        """As of `FileRange`."""
+        """Overwrite the rows in the file; see `FileRange.write`."""
         for piece, rows in self._pieces():
             piece.write(values[rows].reshape(piece.shape))
 
     def _pieces(self) -> Iterator[tuple[FileRange, slice]]:
-        """(range of groups, rows of the window) of the end of a group, whole groups, and the beginning of a group, where there are such."""
+        """Yield (range, rows of the window) of up to three pieces: the end of a group, whole groups, the beginning of a group."""
         size, rest, row = self.whole.shape[1], [slice(None)] * (len(self.whole.shape) - 2), self.first
         while row < self.stop:
             group, begin = divmod(row, size)

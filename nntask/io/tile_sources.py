@@ -1,4 +1,4 @@
-"""Tiles whose data lie in files: where they are read from when a task first wants them."""
+"""File sources of tiles: byte ranges from which tiles are read when a task first needs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TileSource:
         range: byte range of the tile.
         name: name of the tensor in the file, for error messages.
         dtype: element type of the tile in memory.
-        block_format: of a tile of blocks.
+        block_format: format of a tile that holds quantised blocks; None for a tile of numbers.
     """
 
     range: Stored
@@ -37,9 +37,9 @@ class TileSource:
 
     @classmethod
     def of(cls, where: Stored, tensor: TileTensor, index: tuple[int, ...], name: str) -> TileSource:
-        """The source of a tile of a tensor that lies at `where`; blocks stay blocks where the tensor holds such."""
+        """Return the source of tile `index` of a tensor stored at `where`; a quantised tensor receives undecoded blocks."""
         if isinstance(tensor, QuantisedTensor):
-            assert isinstance(where, BlockRange), f"{name} is not quantised in its file"  # as `ModelDirectory.quantise` has found it
+            assert isinstance(where, BlockRange), f"{name} is not quantised in its file"  # checked by `ModelDirectory.quantise`
             return cls(where.blocks[tensor.stored_slices(index)], name, np.dtype(np.uint8), where.block_format)
         return cls(where[tensor.tiling.slices(index)], name, tensor.dtype)
 
@@ -52,8 +52,8 @@ class TileSource:
         """Fill a tile from the file.
 
         Args:
-            out: the tile, of the range's shape and this element type.
-            scratch: at least `scratch_nbytes` bytes.
+            out: array for the tile, of the range's shape and of element type `dtype`.
+            scratch: buffer of at least `scratch_nbytes` bytes.
 
         Raises:
             StorageError: the file cannot be read, or has changed.

@@ -1,7 +1,7 @@
-"""Files seen in another order or form: rows moved, blocks of quantised weights as fp32, values shifted. Each is a `ByteFile` over another one.
+"""Translating views of files: rows reordered, quantised blocks decoded to fp32, values shifted. Each is a `ByteFile` over another one.
 
-They are read and written at offsets like any file, as little or as much at once as they like, so that ranges, windows and tiles of them need to know
-nothing of the translation. No value is translated before it is read.
+The views are read and written at offsets like any file, and a call may transfer fewer bytes than requested. Ranges, windows and tiles therefore need
+to know nothing of the translation. Values are translated only when they are read or written.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .strided_ranges import ByteFile
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 _VALUES_AT_ONCE: Final = 1 << 14
-"""Values that are decoded or encoded at once."""
+"""Number of values that are decoded or encoded at a time."""
 _ITEM: Final = 4
 
 
 def read_all(file: ByteFile, out: memoryview, offset: int) -> None:
-    """Fill all of `out`.
+    """Fill all of `out` with bytes of the file, starting at `offset`.
 
     Raises:
-        StorageError: the file cannot be read, or ends before.
+        StorageError: the file cannot be read, or ends too early.
     """
     done = 0
     while done < len(out):
@@ -39,7 +39,7 @@ def read_all(file: ByteFile, out: memoryview, offset: int) -> None:
 
 
 def write_all(file: ByteFile, values: memoryview, offset: int) -> None:
-    """Write all of `values`.
+    """Write all of `values` to the file, starting at `offset`.
 
     Raises:
         OSError: the disk is full or failed.
@@ -51,15 +51,15 @@ def write_all(file: ByteFile, values: memoryview, offset: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PairedRows:
-    """A matrix whose rows lie in another order: those of each head in pairs (0, D/2), (1, D/2 + 1), ..., as rotary positions turn them in ggml.
+    """View of a matrix whose file has the rows of each head in ggml's order for rotary positions: 0, D/2, 1, D/2 + 1, ...
 
-    Here row 0 is followed by row 1, as transformers has them. Offsets count from the beginning of the matrix.
+    The view has them in the order of transformers: 0, 1, 2, ... Offsets count from the beginning of the matrix.
 
     Args:
-        file: the file.
-        offset: of the matrix in it.
-        row_nbytes: bytes of a row.
-        head_rows: D, rows of a head; even.
+        file: file that contains the matrix.
+        offset: offset of the matrix in the file.
+        row_nbytes: size of a row in bytes.
+        head_rows: number of rows of a head, D; even.
     """
 
     file: ByteFile
@@ -69,25 +69,25 @@ class PairedRows:
 
     @property
     def path(self) -> Path:
-        """Of the file on disk."""
+        """Path of the file on disk, for error messages."""
         return self.file.path
 
     def read_at(self, out: memoryview, offset: int) -> int:
-        """Fill bytes of one row."""
+        """Read bytes of one row, at most up to its end."""
         where, count = self._where(offset)
         return self.file.read_at(out[:count], where)
 
     def write_at(self, values: memoryview, offset: int) -> int:
-        """Overwrite bytes of one row."""
+        """Write bytes of one row, at most up to its end."""
         where, count = self._where(offset)
         return self.file.write_at(values[:count], where)
 
     def check(self) -> None:
-        """As of `ByteFile`."""
+        """Check that the file is unchanged since it was opened."""
         self.file.check()
 
     def _where(self, offset: int) -> tuple[int, int]:
-        """(offset in the file, bytes that follow in the same row)."""
+        """Return (offset in the file, number of bytes up to the end of the row)."""
         row, begin = divmod(offset, self.row_nbytes)
         head, inner = divmod(row, self.head_rows)
         half, number = divmod(inner, self.head_rows // 2)
@@ -97,14 +97,15 @@ class PairedRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodedBlocks:
-    """Quantised values as fp32, in the order of their blocks. Offsets count from the first value, in bytes of fp32.
+    """View of quantised blocks as fp32 values, in the order of the blocks. Offsets count from the first value, in bytes of fp32.
 
     Args:
-        file: the file.
-        offset: of the first block in it.
-        block_values, block_nbytes: values of a block, and its bytes.
-        decode: blocks (N, block_nbytes) -> values (N, block_values).
-        encode: the other way; None where nothing is written.
+        file: file that contains the blocks.
+        offset: offset of the first block in the file.
+        block_values: number of values in a block.
+        block_nbytes: size of a block in bytes.
+        decode: function from blocks (N, block_nbytes) to values (N, block_values).
+        encode: inverse of `decode`; None for a view that is only read.
     """
 
     file: ByteFile
@@ -116,11 +117,11 @@ class DecodedBlocks:
 
     @property
     def path(self) -> Path:
-        """Of the file on disk."""
+        """Path of the file on disk, for error messages."""
         return self.file.path
 
     def read_at(self, out: memoryview, offset: int) -> int:
-        """Decode the blocks that some of the bytes lie in."""
+        """Decode the blocks that contain the requested bytes."""
         size = self.block_values * _ITEM
         first, begin = divmod(offset, size)
         count = min(-(-(begin + len(out)) // size), max(1, _VALUES_AT_ONCE // self.block_values))
@@ -141,18 +142,18 @@ class DecodedBlocks:
         return count * size
 
     def check(self) -> None:
-        """As of `ByteFile`."""
+        """Check that the file is unchanged since it was opened."""
         self.file.check()
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftedValues:
-    """Values of fp32 less a number that is added to them in the file. Offsets count from the first value and are those of whole values.
+    """View of fp32 values that the file stores with a constant added. Offsets count from the first value and are multiples of 4 bytes.
 
     Args:
-        file: the file.
-        offset: of the first value in it.
-        shift: what the file has more.
+        file: file that contains the values.
+        offset: offset of the first value in the file.
+        shift: constant that is subtracted on reading and added on writing.
     """
 
     file: ByteFile
@@ -161,21 +162,21 @@ class ShiftedValues:
 
     @property
     def path(self) -> Path:
-        """Of the file on disk."""
+        """Path of the file on disk, for error messages."""
         return self.file.path
 
     def read_at(self, out: memoryview, offset: int) -> int:
-        """Fill bytes of whole values."""
+        """Read whole values, less `shift`."""
         read_all(self.file, out, self.offset + offset)
         values: npt.NDArray[Any] = np.frombuffer(out, "<f4")
         values -= np.float32(self.shift)
         return len(out)
 
     def write_at(self, values: memoryview, offset: int) -> int:
-        """Overwrite bytes of whole values."""
+        """Write whole values, plus `shift`."""
         write_all(self.file, (np.frombuffer(values, "<f4") + np.float32(self.shift)).view(np.uint8).data, self.offset + offset)
         return len(values)
 
     def check(self) -> None:
-        """As of `ByteFile`."""
+        """Check that the file is unchanged since it was opened."""
         self.file.check()

@@ -1,4 +1,4 @@
-"""Files and directories that a command is to write, checked before the work whose result goes there."""
+"""Checks that output paths are writable, made before the work whose result they receive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def check_writable(path: Path, flag: str) -> None:
 
     Args:
         path: the directory or file.
-        flag: what names it, for the message; "" for a word of the command line that is no flag.
+        flag: command-line flag that names the path, for the error message; "" for a positional argument.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the path cannot be created or written.
     """
     nearest = path.absolute()
     while not nearest.exists() and nearest != nearest.parent:
@@ -30,7 +30,10 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def _can_create_in(directory: Path) -> bool:
-    """Whether files can be made there; asks by making one, because permission bits say little about root and read-only mounts."""
+    """Return whether files can be created in a directory.
+
+    Creates one to find out, because permission bits say little about root and about read-only mounts.
+    """
     probe = directory / f".nntask-{os.getpid()}.tmp"
     try:
         probe.touch(exist_ok=False)
