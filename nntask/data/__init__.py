@@ -1,4 +1,4 @@
-"""Training data: texts, rows, images and token files become shuffled batches of what is learnt, with an exact cursor."""
+"""Training data: texts, rows, images and token files become shuffled training batches, with an exact cursor for resuming."""
 
 import lazy_loader
 

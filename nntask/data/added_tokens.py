@@ -1,8 +1,7 @@
-"""Tokens that the files beside a tokenizer.json add to it: added_tokens_decoder, special tokens without an id, and added_tokens.json.
+"""Tokens added to a tokenizer.json by its companion files: `added_tokens_decoder`, special tokens without an id, and added_tokens.json.
 
-They are added as transformers adds them: those of `added_tokens_decoder` first, in the order of their ids, then special tokens that have a role, then
-other special tokens. Without `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read. A token that tokenizer.json has keeps
-its id.
+The order is that of transformers: first the tokens of `added_tokens_decoder` by id, then special tokens that have a role, then other special tokens.
+Without `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read instead. A token that tokenizer.json already has keeps its id.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ from ..errors import DataError
 
 ADDED_TOKENS: Final = "added_tokens.json"
 ROLES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Roles of special tokens that transformers knows."""
+"""Roles of special tokens in transformers."""
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _LISTS: Final = ("extra_special_tokens", "additional_special_tokens")
 _FLAGS: Final = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 def add_tokens(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str, defaults: Mapping[str, str] | None = None) -> list[str]:
-    """Add the tokens that files declare.
+    """Add the tokens that the companion files declare.
 
     Args:
-        inner: the `tokenizers.Tokenizer`, which is changed.
-        objects: name -> content of the JSON files beside it.
-        where: its directory, for messages.
-        defaults: role -> special token that is added if no file names another.
+        inner: `tokenizers.Tokenizer` to add them to, in place.
+        objects: name -> content of the tokenizer's companion files.
+        where: directory of the tokenizer, for error messages.
+        defaults: role -> special token to add if no file declares one.
 
     Returns:
-        The tokens that were added or changed.
+        The tokens that were added or changed, with their flags.
 
     Raises:
-        DataError: a declaration is broken, or a file gives a new token another id than the next free one.
+        DataError: a declaration is malformed, or gives a new token an id that is not the next free one.
     """
     config = {**(defaults or {}), **objects.get(_CONFIG, {})}
     written: dict[int, Any] = {}
@@ -74,7 +73,7 @@ def _entries(value: Any, where: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _special(config: Mapping[str, Any]) -> Iterator[Any]:
-    """The special tokens that a config names: roles that transformers knows, other roles, and those without one."""
+    """Yield the special tokens that a config names: those of transformers' roles, those of other roles, and those without a role."""
     others = {key: value for key, value in config.items() if key.endswith("_token") and key not in ROLES and isinstance(value, str)}
     extra = config.get(_LISTS[0]) or config.get(_LISTS[1]) or []
     if isinstance(extra, Mapping):
@@ -92,14 +91,14 @@ def _content(entry: Any) -> str:
 
 
 def _id(value: Any, file: str, where: str) -> int:
-    """An id as a JSON file has it: a number, or the key of an object."""
+    """Return a token id from its JSON form, a number or the key of an object."""
     if (type(value) is int or isinstance(value, str)) and str(value).isdecimal():
         return int(value)
     raise DataError(f"{file} of {where} has {value!r} as the id of an added token; ids are whole numbers from 0, copy it again")
 
 
 def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
-    """A `tokenizers.AddedToken`."""
+    """Return the `tokenizers.AddedToken` of a JSON entry."""
     from tokenizers import AddedToken
 
     if isinstance(entry, str):
@@ -112,5 +111,5 @@ def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
 
 
 def _as_text(token: Any) -> str:
-    """A token with all its flags."""
+    """Return a token as text, with all of its flags."""
     return repr(token)

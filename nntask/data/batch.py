@@ -1,6 +1,6 @@
-"""What a training step learns from: named arrays, and the place in the data where they begin.
+"""Batches of training data: named arrays, and the cursor at which they begin.
 
-Which names there are depends on what is learnt; `nntask.data.objectives` lists them. Letters: B sequences of T tokens.
+The names depend on the training objective; `nntask.data.objectives` lists them. Letters: B sequences of T tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 OF_BATCH: Final = frozenset({"factor"})
-"""Names of arrays that have no rows: they say something of the whole batch."""
+"""Names of arrays that describe the whole batch and have no row per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """A position in the data: `position` sequences of epoch `epoch` have been returned."""
+    """Position in the data: the first `position` sequences of epoch `epoch` have been returned."""
 
     epoch: int = 0
     position: int = 0
@@ -29,8 +29,8 @@ class Batch:
     """The data of one optimizer step.
 
     Args:
-        arrays: by name; the first axis is B, except of those in `OF_BATCH`.
-        begin: the cursor before this batch.
+        arrays: name -> array; the first axis is B, except for the arrays in `OF_BATCH`.
+        begin: cursor before this batch.
     """
 
     arrays: Mapping[str, npt.NDArray[Any]]
@@ -38,12 +38,12 @@ class Batch:
 
     @classmethod
     def causal(cls, tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.int32], begin: Cursor = Cursor()) -> Self:
-        """The batch of a model that predicts the next token.
+        """Return a batch for a model that predicts the next token.
 
         Args:
             tokens: (B, T) int32, token ids.
-            targets: (B, T) int32, the tokens shifted by one; -1 where the loss ignores the position.
-            begin: the cursor before this batch.
+            targets: (B, T) int32, the tokens shifted by one; -1 at positions that the loss ignores.
+            begin: cursor before this batch.
         """
         return cls({"tokens": tokens, "targets": targets}, begin)
 
@@ -54,13 +54,13 @@ class Batch:
 
     @property
     def targets(self) -> npt.NDArray[np.int32]:
-        """(B, T) or (B, 1) int32, what is to be predicted; -1 where the loss ignores the position."""
+        """(B, T) or (B, 1) int32, ids to predict; -1 at positions that the loss ignores."""
         return self.arrays["targets"]
 
     def __len__(self) -> int:
-        """B, sequences."""
+        """Number of sequences, B."""
         return len(self.targets)
 
     def rows(self, chosen: slice | npt.NDArray[np.int64]) -> Batch:
-        """Some sequences of the batch; what is said of the whole batch stays as it is."""
+        """Return a batch of the chosen sequences; arrays that describe the whole batch are not changed."""
         return Batch({name: array if name in OF_BATCH else array[chosen] for name, array in self.arrays.items()}, self.begin)

@@ -11,7 +11,7 @@ _NUM_BYTES: Final = 256
 
 @cache
 def byte_letters() -> Mapping[int, str]:
-    """Byte -> letter: bytes that are printable in Latin 1 are themselves, the others follow from code point 256 on."""
+    """Return byte -> letter: bytes that are printable in Latin-1 map to themselves, the others to code points from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, _NUM_BYTES)]
     others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(_NUM_BYTES + at) for at, byte in enumerate(others)}

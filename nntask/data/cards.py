@@ -1,6 +1,6 @@
-"""Cards of datasets: the YAML at the head of a README.md, of which ``configs`` names the files of each split.
+"""Dataset cards: the YAML at the head of a README.md, whose key ``configs`` lists the files of each split.
 
-PyYAML comes with the Hub's packages and is imported when a card has configs.
+PyYAML is installed with the Hub's packages, and is imported only when a card has configs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HAS_CONFIGS: Final = re.compile(r"^configs[ \t]*:", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class CardConfig:
-    """One config of a card.
+    """A config of a dataset card.
 
     Args:
-        name: its name.
-        is_default: whether the card says so.
-        patterns: split -> patterns of its files; empty if the card names none.
-        folder: folder of its files; "" if the card names none.
+        name: name of the config.
+        is_default: whether the card declares it the default.
+        patterns: split -> patterns of the split's files; empty if the card has none.
+        folder: folder of the config's files; "" if the card names none.
     """
 
     name: str
@@ -42,17 +42,17 @@ class CardConfig:
 
 
 def is_dataset_card(text: str) -> bool:
-    """Whether a README.md begins with the metadata of a dataset."""
+    """Return whether a README.md begins with the metadata of a dataset."""
     head = _HEAD.match(text.removeprefix("\ufeff"))
     return bool(head and _KEY.search(head.group(1)))
 
 
 def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
-    """Return the configs of a card; none for any other text.
+    """Return the configs of a dataset card; none for any other text.
 
     Args:
-        text: the README.md.
-        path: its path, for messages.
+        text: content of the README.md.
+        path: path of the README.md, for error messages.
 
     Raises:
         DataError: the card cannot be read, or PyYAML is missing.
@@ -79,10 +79,10 @@ def _one_line(error: Exception) -> str:
 
 
 def _config(entry: Any, path: str) -> CardConfig:
-    """One entry of ``configs``.
+    """Return the config of one entry of ``configs``.
 
     Raises:
-        DataError: it is none that `datasets` takes, or names files elsewhere.
+        DataError: the `datasets` package would not accept the entry, or it names files on other machines.
     """
     wrong = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path, got {str(entry)[:120]}"
     if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
@@ -106,7 +106,7 @@ def _config(entry: Any, path: str) -> CardConfig:
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The paths that match a pattern: ``*`` stays within a folder, ``**`` does not."""
+    """Return the paths that match a pattern: ``*`` does not match a "/", ``**`` matches any number of folders."""
     folders = pattern.removeprefix("./").split("/")
     expression = ""
     for at, folder in enumerate(folders):
@@ -120,7 +120,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _translated(piece: str) -> str:
-    """The regular expression of a wildcard, a set of characters, or a character."""
+    """Return the regular expression for one piece of a pattern: a wildcard, a set of characters, or a character."""
     if piece[0] == "*":
         return "[^/]*"
     if len(piece) > 1:

@@ -1,8 +1,9 @@
-"""Conversations as text, by a chat template in Jinja as transformers renders it, and which tokens of it the assistant has written.
+"""Rendering of conversations by Jinja chat templates as in transformers, with the character ranges of the assistant's answers.
 
-Templates are programs of others: they run in Jinja's sandbox, without access to files or attributes of objects. What is the assistant's is what
-stands in ``{% generation %}`` blocks; for a template without them, what it adds to the messages before when the answer comes (`chat_answers`). What a
-row holds and its template does not write is refused: tools, function calls, reasoning, whole messages. Jinja2 is imported when it is needed.
+Templates are untrusted programs: they run in Jinja's sandbox, without access to files or to attributes of objects. The assistant's answers are the
+output of ``{% generation %}`` blocks. For a template without such blocks, an answer is the text that the template adds to the previous messages
+(`chat_answers`). A row is refused if its template leaves out a part of it: tools, function calls, reasoning, whole messages. Jinja2 is imported only
+when a template is compiled.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if 
 
 
 class ChatTemplate:
-    """A template that can be rendered.
+    """A compiled chat template.
 
     Args:
-        source: the template.
-        name: where it is from, for messages.
-        words: special tokens by the names that templates use.
-        tools: the template of conversations with tools; "" for the same.
+        source: source of the template.
+        name: origin of the template, for error messages.
+        words: name in templates -> special token, such as "bos_token".
+        tools: source of the template for conversations with tools; "" to use `source` for them.
 
     Raises:
-        DataError: Jinja2 is missing, or the template has a mistake.
+        DataError: Jinja2 is missing, or the template has an error.
     """
 
     def __init__(self, source: str, name: str, words: Mapping[str, str], tools: str = "") -> None:
@@ -55,18 +56,18 @@ class ChatTemplate:
         self._of_tools = ChatTemplate(tools, name, words) if tools else None
 
     def set_date(self, now: datetime) -> None:
-        """Tell the template from now on that this is the date; without it the date is fixed, so that data are always the same."""
+        """Set the date that the template sees. The default is a fixed date, so that training data are reproducible."""
         self._marks.now = now
 
     def rendered(self, line: Record, counts: RowTally | None = None) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the first and last (excluded) character of each answer.
 
         Args:
-            line: a row with messages.
-            counts: counts unknown keys and answers that the template changes.
+            line: row with messages.
+            counts: counter of unknown keys and of answers that the template changes; None to count nothing.
 
         Raises:
-            DataError: the line has no messages, none of the assistant, or the template refuses them.
+            DataError: the row has no messages or none of the assistant, or the template refuses them.
         """
         if self._of_tools is not None and not is_nothing(line.values.get("tools")):
             return self._of_tools.rendered(line, counts)
@@ -92,10 +93,10 @@ class ChatTemplate:
             ) from None
 
     def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowTally | None) -> None:
-        """Refuse what the template leaves out of the text, and count the answers that it writes otherwise.
+        """Check that the text contains the whole conversation, and count the answers that the template changes.
 
         Raises:
-            DataError: a message, or a part of it that counts, is left out.
+            DataError: the template leaves out a message, tools or documents, or a key of a message that must be written.
         """
         for name in ("tools", "documents"):
             if found.given[name] is not None and self._render(found.messages, found.where, given={**found.given, name: None})[0] == text:
@@ -112,7 +113,7 @@ class ChatTemplate:
                 try:
                     is_written = answers.is_written(at)
                 except Untold:
-                    is_written = True  # a refusal of the mark tells nothing
+                    is_written = True  # a template that refuses the mark may still write the message
                 if not is_written:
                     raise DataError(
                         f"{found.where} has a message of the role {message['role']} that the chat template of {self._name} leaves out: "
@@ -124,10 +125,10 @@ class ChatTemplate:
                 counts.add("answers_changed", changed)
 
     def _check_keys(self, found: Conversation, at: int, text: str) -> None:
-        """Refuse keys of a message that the template does not write.
+        """Check that the template writes all keys of message `at` that must be written.
 
         Raises:
-            DataError: there is one.
+            DataError: the template ignores a key.
         """
         for key in _WRITTEN & found.said[at].keys():
             names = names_of(key)
@@ -141,13 +142,14 @@ class ChatTemplate:
                 )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-        """The text of a conversation up to where the assistant's next answer begins.
+        """Return the text of a conversation up to the beginning of the assistant's next answer.
 
         Args:
-            where: the conversation is from, for messages.
+            messages: messages of the conversation.
+            where: origin of the conversation, for error messages.
 
         Raises:
-            DataError: the template refuses it.
+            DataError: the template refuses the conversation.
         """
         return self._render([plain_message(each, self._reads, where) for each in messages], where, prompts=True)[0]
 

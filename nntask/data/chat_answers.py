@@ -1,9 +1,9 @@
-"""Which characters of a rendered conversation the assistant has written, told from how the template renders parts of the conversation.
+"""Character ranges of the assistant's answers in a rendered conversation, found by rendering parts of the conversation.
 
-An answer is what the template adds when the answer comes: the text of the conversation up to it without the text of the prompt for it. Templates that
-write a beginning otherwise than the same messages in a longer conversation (they look at the first message, or leave out what was thought before the
-last question) are asked for the whole conversation once more, with a mark instead of the answer: the answer begins behind the prompt in front of the
-mark, and ends with what closes it.
+An answer is the text that the template adds for it: the conversation up to and including the answer, without the prompt for the answer. This fails
+for templates that render a message differently once more messages follow, for example because they leave out reasoning before the last question.
+For these, the whole conversation is rendered again with a mark in place of the answer. The answer then begins after the prompt in front of the mark,
+and ends after the text that closes the answer.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from .chat_messages import ASSISTANT
 
 Message = Mapping[str, Any]
 Write = Callable[..., str]
-"""Messages, and `prompts` whether the prompt of the next answer follows -> their text."""
+"""Function from messages, and a keyword `prompts` that asks for the prompt of the next answer, to their text."""
 Span = tuple[int, int]
 _MARK: Final = "\ue000nntask\ue001"
-"""Text for private use that no template knows, and that begins and ends with characters of its own."""
+"""Placeholder for an answer: its first and last characters are of Unicode's private use area and occur in no template."""
 _TOKEN_ENDS: Final = (">", "]", "\n")
-"""Characters behind which a special token may begin."""
+"""Characters after which a special token may begin."""
 _QUESTION: Final = ({"role": "user", "content": "?"},)
 
 
 class Untold(Exception):
-    """The beginning or end of an answer cannot be told."""
+    """Raised when the beginning or end of an answer cannot be determined."""
 
 
 class Answers:
     """The answers of one conversation.
 
     Args:
-        write: renders messages; raises DataError if the template refuses them.
-        messages: the conversation.
-        text: its text.
+        write: function that renders messages; raises DataError if the template refuses them.
+        messages: messages of the conversation.
+        text: rendered text of the conversation.
     """
 
     def __init__(self, write: Write, messages: Sequence[Message], text: str) -> None:
         self._write, self._messages, self._text = write, messages, text
 
     def spans(self, learnt: Sequence[bool], blocks: Sequence[Span]) -> list[Span]:
-        """Return the first and last (excluded) character of what is learnt.
+        """Return the first and last (excluded) character of each range to learn.
 
         Args:
-            learnt: whether each message is an answer that is learnt.
-            blocks: what the template's own ``{% generation %}`` blocks wrote; empty for a template without them.
+            learnt: whether each message is an answer to learn.
+            blocks: character ranges written by the template's ``{% generation %}`` blocks; empty for a template without them.
 
         Raises:
-            Untold: a message whose answer cannot be told.
+            Untold: the range of an answer cannot be determined.
         """
         answers = [at for at, message in enumerate(self._messages) if message["role"] == ASSISTANT]
         if not blocks:
@@ -66,10 +66,10 @@ class Answers:
         return [(begin, end) for begin, end in blocks if not any(begin < last and first < end for first, last in left_out)]
 
     def span(self, at: int) -> Span:
-        """Return the first and last (excluded) character of a message.
+        """Return the first and last (excluded) character of message `at`.
 
         Raises:
-            Untold: they cannot be told.
+            Untold: they cannot be determined.
         """
         try:
             before = self._write(self._messages[:at], prompts=True)
@@ -81,7 +81,7 @@ class Answers:
         return self._within(at)
 
     def is_written(self, at: int) -> bool:
-        """Return whether what a message says is in the text in any form."""
+        """Return whether the template writes the content of message `at` in any form."""
         return _MARK in self._marked(self._messages, at)
 
     def _ordered(self, spans: list[Span]) -> list[Span]:
@@ -96,7 +96,7 @@ class Answers:
             raise Untold from None
 
     def _within(self, at: int) -> Span:
-        """Return the span in the text of the whole conversation."""
+        """Return the span of message `at`, found with a mark in the text of the whole conversation."""
         begin, end = self._content(self._messages, at, self._text)
         if at == len(self._messages) - 1:
             closing = self._text[end:]
@@ -110,10 +110,10 @@ class Answers:
         return self._behind_prompt(at, begin), end + _num_whole(closing, self._text[end:])
 
     def _content(self, messages: Sequence[Message], at: int, text: str) -> Span:
-        """Return where the text differs from the text with a mark instead of what a message says.
+        """Return the span of the content of message `at` in `text`, by comparison with the text that has a mark as the content.
 
         Raises:
-            Untold: the template writes what the message says nowhere, or more than once.
+            Untold: the template does not write the content exactly once.
         """
         other = self._marked(messages, at)
         if other.count(_MARK) != 1:
@@ -123,7 +123,10 @@ class Answers:
         return begin, len(text) - _num_equal(text[begin:][::-1], behind[::-1])
 
     def _behind_prompt(self, at: int, begin: int) -> int:
-        """Return where an answer begins whose content begins at `begin`: behind the prompt for it, or as much of the prompt as is there."""
+        """Return the beginning of answer `at`, whose content begins at `begin`.
+
+        It is the end of the prompt for the answer, or of the longest beginning of the prompt (more than half of it) that the text has.
+        """
         prompt, floor = self._prompt(at), 0
         if at:
             try:
@@ -137,7 +140,7 @@ class Answers:
         return begin
 
     def _prompt(self, at: int) -> str:
-        """Return what the template writes before an answer; "" if it cannot be told."""
+        """Return the prompt that the template writes before answer `at`; "" if it cannot be determined."""
         for messages in (self._messages[:at], _QUESTION):
             try:
                 without, with_prompt = self._write(messages, prompts=False), self._write(messages, prompts=True)
@@ -149,7 +152,7 @@ class Answers:
 
 
 def _num_equal(text: str, other: str) -> int:
-    """Return how many characters two texts begin with in common."""
+    """Return the length of the longest common prefix of two texts."""
     least, most = 0, min(len(text), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -158,6 +161,6 @@ def _num_equal(text: str, other: str) -> int:
 
 
 def _num_whole(text: str, other: str) -> int:
-    """Return how many characters two texts begin with in common, without a part of a special token in which they begin to differ."""
+    """Return the length of the longest common prefix of two texts that does not end inside a special token."""
     number = _num_equal(text, other)
     return number if number == len(text) else 1 + max(text[:number].rfind(end) for end in _TOKEN_ENDS)

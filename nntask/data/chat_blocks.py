@@ -1,4 +1,4 @@
-"""The Jinja in which chat templates are written: a sandbox with what transformers gives to templates, and ``{% generation %}`` blocks."""
+"""Jinja environment of chat templates: a sandbox with the filters and functions of transformers, and ``{% generation %}`` blocks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import jinja2.parser
 import jinja2.sandbox
 
 _OF_OBJECTS: Final = ("tojson", "items", "dictsort")
-"""Filters and methods that write the arguments of a function call as an object."""
+"""Filters and methods whose use on the arguments of a function call shows that a template expects an object."""
 FIXED: Final = datetime(2024, 7, 26)
-"""The date that templates are told while data are made."""
+"""Date that templates see while training data are rendered."""
 
 
 class GenerationBlocks(jinja2.ext.Extension):
-    """Notes which characters ``{% generation %}`` blocks write."""
+    """Jinja extension that records the character ranges written by ``{% generation %}`` blocks."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -31,7 +31,7 @@ class GenerationBlocks(jinja2.ext.Extension):
         self.found: list[tuple[int, int]] = []
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """A block that calls `_note` with its content."""
+        """Return the node of a block, which calls `_note` with the block's content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
@@ -44,10 +44,11 @@ class GenerationBlocks(jinja2.ext.Extension):
 
 
 class ChatEnvironment:
-    """Renders templates and tells what their blocks wrote.
+    """Environment that renders templates and returns the ranges of their ``{% generation %}`` blocks.
 
     Attributes:
-        now: what templates are told that the date is; fixed unless it is set, so that data are always the same.
+        jinja: sandboxed environment that compiles templates.
+        now: date that templates see; `FIXED` by default, so that training data are reproducible.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class ChatEnvironment:
         (self._blocks,) = (each for each in self.jinja.extensions.values() if isinstance(each, GenerationBlocks))
 
     def rendered(self, template: jinja2.Template, **values: Any) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the first and last (excluded) character of each block."""
+        """Return the text, and the first and last (excluded) character of each block."""
         self._blocks.pieces, self._blocks.found = [], []
         for piece in template.generate(**values):
             self._blocks.pieces.append(piece)
@@ -70,11 +71,11 @@ class ChatEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReads:
-    """What a template reads of a conversation, as far as its source tells.
+    """Parts of a conversation that a template reads, as far as its source shows.
 
     Args:
-        names: names, attributes and string constants in its expressions.
-        takes_objects: whether it writes the arguments of function calls as objects and does not ask whether they are strings.
+        names: names, attributes and string constants in the template's expressions.
+        takes_objects: whether the template writes the arguments of function calls as objects without a test for strings.
     """
 
     names: frozenset[str]
@@ -82,10 +83,14 @@ class TemplateReads:
 
 
 def reads_of(jinja: jinja2.Environment, source: str) -> TemplateReads:
-    """Return what a template reads.
+    """Return the parts of a conversation that a template reads.
+
+    Args:
+        jinja: environment that parses the template.
+        source: source of the template.
 
     Raises:
-        jinja2.TemplateError: the source has a mistake.
+        jinja2.TemplateError: the source has an error.
     """
     tree = jinja.parse(source)
     asks_for_strings = any(each.name == "string" and _is_arguments(each.node) for each in tree.find_all(jinja2.nodes.Test))
@@ -106,7 +111,7 @@ def _names(tree: jinja2.nodes.Template) -> Iterator[str]:
 
 
 def _is_arguments(node: jinja2.nodes.Node) -> bool:
-    """Whether an expression is the arguments of a function call, or a variable of that name."""
+    """Return whether an expression is the arguments of a function call, or a variable of that name."""
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr == "arguments"
     if isinstance(node, jinja2.nodes.Getitem):
@@ -115,14 +120,14 @@ def _is_arguments(node: jinja2.nodes.Node) -> bool:
 
 
 def environment() -> ChatEnvironment:
-    """A new environment."""
+    """Return a new environment."""
     return ChatEnvironment()
 
 
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    """JSON without the escapes for HTML that Jinja's own filter makes; arguments as of transformers."""
+    """Return JSON without the HTML escapes of Jinja's own filter; the arguments are those of transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

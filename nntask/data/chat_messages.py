@@ -1,4 +1,4 @@
-"""Conversations as rows hold them, made ready for a chat template: what transformers does to messages before it renders them, and what is refused."""
+"""Preparation of a row's conversation for a chat template: the checks, and the changes that transformers makes before it renders messages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MESSAGES: Final = "messages"
 ASSISTANT: Final = "assistant"
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _GIVEN: Final = frozenset(("tools", "documents", "chat_template_kwargs"))
-"""Keys of a row that are variables of the template."""
+"""Keys of a row that become variables of the template."""
 _VALUES: Final = frozenset(("default", "const", "enum", "examples"))
-"""Keys of a schema under which null is a value."""
+"""Keys of a JSON schema under which null is a meaningful value."""
 _VARIABLES: Final = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "conversation", "padding")
 )
-"""Names that `chat_template_kwargs` may not set: arguments of ``apply_chat_template`` that a row does not choose."""
+"""Names that `chat_template_kwargs` may not set, because they are other arguments of ``apply_chat_template``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Conversation:
     """A conversation of a row.
 
     Args:
-        said: the messages of the row.
-        messages: the messages as the template gets them.
-        learnt: whether each message is an answer that is learnt.
+        said: messages of the row, unchanged.
+        messages: messages as the template receives them.
+        learnt: whether each message is an answer to learn.
         given: further variables of the template.
-        where: the place of the row, for messages.
-        has_nulls: whether tools or the arguments of calls have null values, as tables of columns add them.
+        where: position of the row in its file, for error messages.
+        has_nulls: whether tools or arguments of function calls contain nulls, which columnar files add for missing keys.
     """
 
     said: list[Mapping[str, Any]]
@@ -54,10 +54,10 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
 
     Args:
         line: the row.
-        reads: what the template reads.
+        reads: parts of a conversation that the template reads.
 
     Raises:
-        DataError: the row has no messages, none of the assistant, or something that the template does not write.
+        DataError: the row has no messages or none of the assistant, or a value of the wrong type.
     """
     found = messages_of(line)
     learnt = [_is_learnt(each, line.where) for each in found]
@@ -75,10 +75,10 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
 
 
 def messages_of(line: Record) -> list[Mapping[str, Any]]:
-    """The messages of a line.
+    """Return the messages of a row.
 
     Raises:
-        DataError: they are none, or none is the assistant's.
+        DataError: the row has no list of messages, or no message of the assistant.
     """
     found = line.values.get(MESSAGES)
     is_list = isinstance(found, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
@@ -91,12 +91,19 @@ def messages_of(line: Record) -> list[Mapping[str, Any]]:
 
 
 def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) -> dict[str, Any]:
-    """Return a message as a template gets it: without null values and the weight, with reasoning under the names that templates read, with text.
+    """Return a message as a template receives it: without nulls and the weight, with reasoning under all names that templates read.
+
+    Parts of text are joined into a string unless the template reads parts itself.
+
+    Args:
+        message: message of the row.
+        reads: parts of a conversation that the template reads.
+        where: position of the row in its file, for error messages.
 
     Raises:
-        DataError: the content is neither a string nor parts of text.
+        DataError: the content is neither a string nor a list of text parts.
     """
-    if len(message) == 2 and isinstance(message.get("content"), str):  # nearly all are so
+    if len(message) == 2 and isinstance(message.get("content"), str):  # fast path for nearly all messages
         return dict(message)
     found = {key: value for key, value in message.items() if value is not None and key != "weight"}
     reasoning = next((found[key] for key in _REASONING if key in found), None)
@@ -107,7 +114,7 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
         if not all(map(_is_text, content)):
             shape = '{"type": "text", "text": "..."}'
             raise DataError(f"{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
-        if "text" not in reads.names:  # such a template would write the list as Python does
+        if "text" not in reads.names:  # the template would print the list in Python's syntax
             found["content"] = "".join(each["text"] for each in content)
     elif content is not None and not isinstance(content, str):
         raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; mend or remove the line')
@@ -117,13 +124,13 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
 
 
 def _is_text(entry: Any) -> bool:
-    """Whether an entry of the content of a message is text and nothing else."""
+    """Return whether an entry of a message's content is a text part without other values."""
     is_text = isinstance(entry, Mapping) and entry.get("type") == "text" and isinstance(entry.get("text"), str)
     return is_text and all(key in ("type", "text") or is_nothing(value) for key, value in entry.items())
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return what a message says."""
+    """Return the text of a message's content."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(each["text"] for each in content)
@@ -142,10 +149,10 @@ def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
 
 
 def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
-    """Return the list of objects under a key, also one that is written as a string of JSON; None for nothing.
+    """Return the list of objects under a key, decoded if it is a JSON string; None for an empty value.
 
     Raises:
-        DataError: it is something else.
+        DataError: the value is not a list of objects.
     """
     value = line.values.get(name)
     if isinstance(value, str) and value.strip():
@@ -159,7 +166,7 @@ def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
 
 
 def _without_nulls(value: Any) -> tuple[Any, bool]:
-    """Return tools without the null values of their schemas, which say nothing, and whether there were any."""
+    """Return tools without the meaningless nulls of their schemas, and whether there were any."""
     if isinstance(value, list):
         entries = [_without_nulls(each) for each in value]
         return [each for each, _ in entries], any(has_nulls for _, has_nulls in entries)
@@ -176,7 +183,7 @@ def _without_nulls(value: Any) -> tuple[Any, bool]:
 
 
 def _has_null_arguments(message: Mapping[str, Any]) -> bool:
-    """Whether a call in a message has an object of arguments with a null value."""
+    """Return whether a function call in a message has an object of arguments with a null value."""
     calls = message.get("tool_calls")
     functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
     arguments = [each.get("arguments") for each in functions if isinstance(each, Mapping)]
@@ -184,10 +191,10 @@ def _has_null_arguments(message: Mapping[str, Any]) -> bool:
 
 
 def _variables(line: Record) -> dict[str, Any]:
-    """Return what ``chat_template_kwargs`` sets.
+    """Return the template variables that ``chat_template_kwargs`` sets.
 
     Raises:
-        DataError: it is no object, or sets what a row does not choose.
+        DataError: the value is not an object, or sets one of `_VARIABLES`.
     """
     value = line.values.get("chat_template_kwargs")
     if is_nothing(value):
@@ -200,7 +207,7 @@ def _variables(line: Record) -> dict[str, Any]:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a function call whose arguments are an object, where they are one in a string, as OpenAI's format has them."""
+    """Return a function call with its arguments as an object, decoded from the JSON string of OpenAI's format if possible."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
     if not isinstance(arguments, str):
@@ -216,5 +223,5 @@ def _with_object(call: Any) -> Any:
 
 
 def names_of(key: str) -> frozenset[str]:
-    """Return the names under which templates may read a key of a message."""
+    """Return the names by which templates may read a key of a message."""
     return frozenset(_REASONING if key in _REASONING else (key,))

@@ -1,8 +1,8 @@
-"""A chat template in a confined process: prompts of a server's conversations, and the texts of rows with their answers.
+"""Chat templates in a sandboxed process: prompts for a server's conversations, and texts of rows with their answers.
 
-A template is a program that came with a model. Jinja's sandbox keeps it from files and from Python's objects, but not from loops without end or texts
-without bound, in statements, in filters and already where constants are folded as it is compiled. So it is compiled and rendered in a process that
-has limits of time and memory for each conversation (`nntask.confined`).
+A template is an untrusted program that comes with a model. Jinja's sandbox denies it files and Python objects. It does not prevent endless loops or
+unbounded texts in statements, in filters, or in constants that are folded during compilation. Templates are therefore compiled and rendered in a
+process that has limits of time and memory for each conversation (`nntask.confined`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from .json_lines import Record
 from .row_counts import RowCounts
 
 CPU_SECONDS: Final = 5
-"""Seconds of a processor for compiling and for each conversation."""
+"""Processor time in seconds for compiling, and for each conversation."""
 WALL_SECONDS: Final = 4 * CPU_SECONDS
 LONGEST: Final = 16 << 20
-"""Most characters of any conversation, so that no limit of a request's size gives a template more than 768 MiB."""
+"""Largest number of characters of a conversation; bounds the memory that a request can give a template by 768 MiB."""
 _NBYTES: Final = 256 << 20
 _NBYTES_A_CHARACTER: Final = 32
-"""Memory that a text takes while it is made: pieces, their sum, JSON and its bytes."""
+"""Memory for rendering in bytes: a constant, and a number for each character (pieces, joined text, JSON and its encoding)."""
 _ROW: Final = 64 << 20
 _ROW_A_CHARACTER: Final = 64
-"""Memory for a row, which is rendered more than once."""
+"""Memory for a row in bytes, which is larger because a row is rendered more than once."""
 _WRITTEN: Final = 1 << 18
 _WRITTEN_A_CHARACTER: Final = 8
-"""Most characters that a template may write for a row, and more of them for each of the row's own."""
+"""Largest number of characters that a template may write for a row: a constant, and a number for each character of the row."""
 _CHARACTERS_A_SECOND: Final = 1 << 13
-"""Characters of a row for which it gets another second: finding the answers renders it once or twice for each."""
+"""Number of characters of a row that add a second to its limit: finding the answers renders the row once or twice per answer."""
 _LONGEST_ERROR: Final = 1000
 _JSON_A_CHARACTER: Final = 12
-"""Most bytes of a character in JSON's ASCII, a surrogate pair."""
+"""Largest size in bytes of a character in ASCII JSON, a surrogate pair."""
 _WORDING: Final = Wording(
     "the process that writes conversations down",
     "conversations are not written down any more, as the server is shutting down; ask another one, or this one later",
@@ -45,17 +45,17 @@ _WORDING: Final = Wording(
 
 
 class ChatProcess:
-    """A template that writes conversations down, one at a time, whatever the number of threads that ask.
+    """A chat template in a process, which renders one conversation at a time and can be shared by threads.
 
     Args:
         source: the template.
-        most: characters of a prompt, given and written; never more than `LONGEST`.
-        now: the date that the template is told with each prompt; that of rows is fixed.
-        cpu_seconds: whole seconds of a processor for each conversation.
-        wall_seconds: time for compiling and for each conversation, in seconds.
+        most: largest number of characters of the messages of a prompt, and of its text; capped by `LONGEST`.
+        now: function that returns the date for a prompt; rows have a fixed date.
+        cpu_seconds: processor time for each conversation, in whole seconds.
+        wall_seconds: elapsed time for compiling and for each conversation, in seconds.
 
     Raises:
-        DataError: the template has a mistake, or takes too much time or memory already where it is compiled.
+        DataError: the template has an error, or compiling it takes too much time or memory.
         ProcessUnavailable: the process does not start.
     """
 
@@ -75,14 +75,14 @@ class ChatProcess:
         self._process = ConfinedProcess("nntask.data.chat_service", opening, _WORDING)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
-        """Return the text of a conversation up to where the assistant's next answer begins.
+        """Return the text of a conversation up to the beginning of the assistant's next answer.
 
         Args:
-            messages: the conversation.
-            where: the place that the conversation is from, for messages.
+            messages: messages of the conversation.
+            where: origin of the conversation, for error messages.
 
         Raises:
-            DataError: the template refuses it, fails at it, writes too much, or takes too much time or memory.
+            DataError: the template refuses the conversation, fails, writes too much, or takes too much time or memory.
             ProcessUnavailable: the process was ended or stopped by others, does not start again, or has been closed.
         """
         what = f"{where} is not for the chat template of {self._name}, which"
@@ -93,17 +93,17 @@ class ChatProcess:
         return str(self._process.ask(ConfinedRequest(json.dumps(content), limits, Subject(what, "change the messages"))))
 
     def rows(self, lines: Iterable[Record], counts: RowCounts) -> Iterator[tuple[Record, str, list[tuple[int, int]]]]:
-        """Write rows down, ahead of the caller.
+        """Render rows, a few ahead of the caller.
 
         Args:
             lines: rows with messages.
-            counts: counts unknown keys and answers that the template changes.
+            counts: counter of unknown keys and of answers that the template changes.
 
         Yields:
             The row, its text, and the first and last (excluded) character of each answer.
 
         Raises:
-            DataError: a row has no messages, none of the assistant, or the template refuses them or takes too much time or memory.
+            DataError: a row has no messages or none of the assistant, or the template refuses them or takes too much time or memory.
             ProcessUnavailable: the process was ended or stopped by others.
         """
         asked = deque[Record]()
@@ -119,7 +119,7 @@ class ChatProcess:
             yield asked.popleft(), text, [(begin, end) for begin, end in answers]
 
     def close(self) -> None:
-        """End the process for good, also in the middle of a conversation; those that wait are refused."""
+        """End the process for good, even in the middle of a conversation; pending conversations raise `ProcessUnavailable`."""
         self._process.close()
 
     def _row(self, line: Record) -> ConfinedRequest:

@@ -1,4 +1,4 @@
-"""The confined side of `ChatProcess`: compiles a chat template and renders conversations."""
+"""Service in the process of `ChatProcess`: compiles a chat template and renders conversations."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .json_lines import Record
 from .row_counts import RowTally
 
 IMPORTED: Final = ("nntask.data.chat_blocks", "jinja2.constants", "jinja2.debug", "textwrap", "encodings.unicode_escape")
-"""Modules that compiling and rendering import only at times."""
+"""Modules that compiling and rendering import lazily."""
 
 
 class ChatService:
-    """A compiled template.
+    """A service that renders conversations with one compiled template.
 
     Args:
-        content: the arguments of `ChatTemplate`.
+        content: arguments of `ChatTemplate`, by name.
 
     Raises:
-        DataError: Jinja2 is missing, or the template has a mistake.
+        DataError: Jinja2 is missing, or the template has an error.
     """
 
     facts: Any = None

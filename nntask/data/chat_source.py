@@ -1,4 +1,4 @@
-"""Chat templates before they are compiled: the source of a file or of a tokenizer's files, and a tokenizer that keeps the one it is trained with."""
+"""Sources of chat templates: from a file or from a tokenizer's files; also attaches a template to the tokenizer that a run saves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
 @dataclass(frozen=True, slots=True)
 class ChatSource:
-    """A chat template before it is compiled; arguments as of `ChatTemplate`."""
+    """A chat template before compilation; the fields are the arguments of `ChatTemplate`."""
 
     source: str
     name: str
@@ -30,7 +30,7 @@ class ChatSource:
     tools: str = ""
 
     def terms(self) -> str:
-        """Return what the text of a conversation follows from: the templates, and the special tokens that they may name."""
+        """Return all inputs that determine the text of a conversation, as a cache key: the templates and their special tokens."""
         words = sorted(self.words.items())
         return json.dumps([self.source, words, *([json.dumps([self.tools, words])] if self.tools else [])])
 
@@ -39,11 +39,11 @@ class ChatSource:
         """Return the template in a file, or the template of a tokenizer.
 
         Args:
-            tokenizer: the tokenizer, whose special tokens the template may name.
+            tokenizer: tokenizer whose special tokens the template may name.
             file: path of the template; "" for the tokenizer's own.
 
         Raises:
-            DataError: there is none, or it cannot be read.
+            DataError: the tokenizer has no template, or the file cannot be read.
         """
         files = tokenizer.special.files
         config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
@@ -70,10 +70,10 @@ class ChatSource:
 
 
 def templates_of(files: Mapping[str, str]) -> dict[str, str]:
-    """Return the templates in a tokenizer's files by name; the one that is used without a name is "default".
+    """Return name -> template for the templates in a tokenizer's files; the name of the default template is "default".
 
     Args:
-        files: name -> content of the files beside tokenizer.json.
+        files: name -> content of the tokenizer's companion files.
     """
     if CHAT_TEMPLATE in files:
         return {"default": files[CHAT_TEMPLATE]}
@@ -85,10 +85,10 @@ def templates_of(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
-    """Return the tokenizer with the template in a file as its own, so that whatever keeps the tokenizer keeps the template.
+    """Return a copy of a tokenizer that has the template in a file as its own, so that saving the tokenizer saves the template.
 
     Args:
-        tokenizer: the tokenizer; it is not changed.
+        tokenizer: tokenizer to copy.
         file: path of the template.
 
     Raises:
@@ -97,7 +97,7 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
     source = ChatSource.of(tokenizer, file).source
     files = {**tokenizer.special.files, CHAT_TEMPLATE: source}
     config = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
-    if "chat_template" in config:  # which readers older than the file of its own take
+    if "chat_template" in config:  # older readers know no chat_template.jinja
         files[TOKENIZER_CONFIG] = json.dumps({**config, "chat_template": source}, indent=2, ensure_ascii=False) + "\n"
     found = copy.copy(tokenizer)
     found.special = replace(tokenizer.special, files=files)
@@ -105,11 +105,11 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
 
 
 def template_notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
-    """Return what of a tokenizer's own chat templates is not followed, a sentence each.
+    """Return notes about a tokenizer's own chat templates that are ignored or contradict each other, a sentence each.
 
     Args:
         tokenizer: the tokenizer.
-        file: path of the template that replaces its own, which are not compiled then; "" for its own.
+        file: path of a template that replaces the tokenizer's own; "" to use its own.
     """
     flaws = _flaws(tokenizer)
     if not file:
@@ -119,7 +119,7 @@ def template_notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
 
 
 def _flaws(tokenizer: Tokenizer) -> list[str]:
-    """What is wrong with a tokenizer's own chat templates, a clause each."""
+    """Return the faults of a tokenizer's own chat templates, a clause each."""
     files, flaws = tokenizer.special.files, list(tokenizer.special.flaws)
     inside, named = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template"), templates_of(files)
     entries = inside if isinstance(inside, list) else []
@@ -137,18 +137,18 @@ def _is_named(entry: Any) -> bool:
 
 
 def _words(tokenizer: Tokenizer, config: Mapping[str, Any], source: str) -> dict[str, str]:
-    """Return the special tokens by the names that templates use: those that files declare, and else those that an exported tokenizer declares."""
+    """Return name in templates -> special token, as declared by the tokenizer's files or, without them, by an exported tokenizer."""
     files = tokenizer.special.files
     named = {**json.loads(files.get(SPECIAL_TOKENS, "{}")), **{name: config[name] for name in ROLES if config.get(name)}}
     words = {name: each["content"] if isinstance(each, Mapping) else each for name, each in named.items() if each and name in ROLES}
     if TOKENIZER_CONFIG in files:
         return words
-    own = {name: word for name, word in _own_words(tokenizer).items() if word and name in source}  # others would change keys of the cache in vain
+    own = {name: word for name, word in _own_words(tokenizer).items() if word and name in source}  # unused ones would only change cache keys
     return {**own, **words}
 
 
 def _own_words(tokenizer: Tokenizer) -> dict[str, str | None]:
-    """Return the names that `hf.tokenizer_files` writes for a tokenizer without a tokenizer_config.json."""
+    """Return the special tokens that `hf.tokenizer_files` writes for a tokenizer without a tokenizer_config.json."""
     special, inner = tokenizer.special, getattr(tokenizer, "inner", None)
     if isinstance(tokenizer, ByteTokenizer):
         word = END_OF_TEXT if tokenizer.end_of_text > ord("\n") else None

@@ -1,8 +1,8 @@
 """Sources of text: the Python standard library of this machine, or files of the user.
 
-A corpus is a list of texts in a fixed order; a file is one text, and so is a row of a table. A directory with a validation split is validated on it.
-For any other a stable hash of each file's name, or of each row, holds texts out, so that these depend neither on the machine nor on the order of a
-directory listing. Texts are read piece by piece.
+A corpus is a list of texts in a fixed order; a file is one text, and so is a row of a table. A validation split in a directory is used for
+validation. Otherwise a stable hash of each file's name, or of each row, selects the texts to hold out, so that the choice depends neither on the
+machine nor on the order of a directory listing. Texts are read piece by piece.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _SKIPPED: Final = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__", "encodings", "ensurepip", "turtledemo"}
 )
 _MACHINE_ONLY: Final = ("config-", "pydoc_data/")
-"""Folders whose sources are of this machine's build, or are topics already."""
+"""Folders to skip: their sources depend on this machine's build, or are already included as topics."""
 _LINES: Final = (".jsonl", ".ndjson")
 _TOPICS: Final = "pydoc/"
 
 
 def stdlib_corpus(select: int = -1) -> Corpus:
-    """The standard library's documentation topics and sources (with their docstrings): about 8 MB, in an order that mixes packages.
+    """Return the standard library's documentation topics and sources (with docstrings): about 8 MB, in an order that mixes packages.
 
     Args:
-        select: only the first `select` texts; -1 for all.
+        select: number of texts to keep, from the first; -1 for all.
     """
     from pydoc_data import topics
 
@@ -58,12 +58,12 @@ def stdlib_corpus(select: int = -1) -> Corpus:
 
 
 def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = "") -> Corpus:
-    """The corpus of a text or a table, or of a directory or a pattern of them; empty files and rows are left out.
+    """Return the corpus of a text file or table, or of a directory or pattern of such files; empty files and rows are left out.
 
     Args:
-        path: the file, directory or pattern.
-        select: only the first `select` texts; -1 for all.
-        val_path: the same for validation; "" for the validation split of `path`, or for texts that are held out.
+        path: file, directory or pattern.
+        select: number of training texts to keep, from the first; -1 for all.
+        val_path: file, directory or pattern for validation; "" for the validation split of `path`, or else for texts held out.
 
     Raises:
         DataError: the path does not exist, holds no text, or holds a dangling link or a table that cannot be read.
@@ -90,10 +90,10 @@ def text_corpus(path: str | os.PathLike[str], select: int = -1, val_path: str = 
 
 
 def scored_corpus(path: str) -> Corpus:
-    """The texts of --val-path, as the training texts of a corpus without validation texts.
+    """Return the texts of --val-path, as the training texts of a corpus without validation texts.
 
     Raises:
-        DataError: as `text_corpus`.
+        DataError: see `text_corpus`.
     """
     found = scored_files(path, "--val-path", _is_any, _has_rows)
     files, empty = _filled(found.train, f"--val-path {path}")
@@ -104,7 +104,7 @@ def scored_corpus(path: str) -> Corpus:
 
 
 def _held_out(found: DataFiles, files: Sequence[Path], select: int, texts: Texts, corpus: Corpus) -> Corpus:
-    """The corpus with the texts of files without a validation split, about one in twenty of which is held out."""
+    """Return the corpus with about one in twenty of its texts held out for validation."""
     if not any(is_table(file.name) for file in files):
         whole = [Text(found.name_of(file), file) for file in files]
         split = _split(corpus.name, whole[:select] if select > 0 else whole)
@@ -125,7 +125,13 @@ def _held(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
 
 
 def _texts(found: DataFiles, files: Sequence[Path], split: str) -> tuple[Texts, RowCounts]:
-    """The texts of files, neighbouring tables as one collection of rows, and the counts of the rows of a split; "" for both splits."""
+    """Return the texts of files, and the counts of their rows; consecutive tables become one collection of rows.
+
+    Args:
+        found: the files of the path, which name the texts.
+        files: files to read, in order.
+        split: split that the counts name; "" for both splits.
+    """
     members: list[Collection[Text]] = []
     counts = RowCounts(Objective(), split)
     for tables, group in itertools.groupby(files, lambda file: is_table(file.name)):
@@ -139,10 +145,10 @@ def _first(texts: Texts, select: int) -> Collection[Text]:
 
 
 def _check_rows(texts: Texts, rows: RowCounts, where: str) -> None:
-    """Check that there is a text.
+    """Check that there is at least one text.
 
     Raises:
-        DataError: files are tables without rows, or with empty ones only.
+        DataError: the files are tables without rows, or with empty rows only.
     """
     if not len(texts):
         what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
@@ -150,10 +156,10 @@ def _check_rows(texts: Texts, rows: RowCounts, where: str) -> None:
 
 
 def _filled(files: Sequence[Path], where: str) -> tuple[list[Path], tuple[Finding, ...]]:
-    """The files that are not empty, and a finding about the others.
+    """Return the files that are not empty, and a finding about the empty ones.
 
     Raises:
-        DataError: all are empty, or pyarrow is needed and missing.
+        DataError: all files are empty, or pyarrow is needed and missing.
     """
     filled = [file for file in files if file.stat().st_size > 0]
     if not filled:
@@ -173,7 +179,7 @@ def _has_rows(name: str) -> bool:
 
 
 def _split(name: str, texts: Sequence[Text]) -> Corpus:
-    """Hold out about one text in twenty for validation; a single text is for training."""
+    """Return a corpus with about one text in twenty held out for validation; a single text is used for training."""
     held = {t.name for t in texts if _hash(t.name) % VALIDATION_SHARE == 0} if len(texts) > 1 else set()
     if len(held) == len(texts):
         held = set()
@@ -185,7 +191,7 @@ def _hash(name: str) -> int:
 
 
 def _builtin_docs() -> str:
-    """Docstrings of the built-in names, which have no source file in Python."""
+    """Return the docstrings of the built-in names, which have no Python source file."""
     import builtins
 
     docs = [f"{name}\n{doc}\n" for name, value in sorted(vars(builtins).items()) if isinstance(doc := getattr(value, "__doc__", None), str)]

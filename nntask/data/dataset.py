@@ -1,7 +1,6 @@
-"""Datasets by name: `stdlib`, `text`, `WikiText-103`, `train.bin`, `jsonl` and `images` become training and validation data, and a tokenizer where
-there is one.
+"""Datasets by name: opens `stdlib`, `text`, `WikiText-103`, `train.bin`, `jsonl` and `images` as training data, validation data and a tokenizer.
 
-Texts become token files, and rows of JSON lines become files of rows, both once and in the cache (`tokenized`). Images are read where they lie.
+Texts are encoded once into token files, and rows of JSON lines into row files; both are kept in the cache (`tokenized`). Images are read in place.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class Dataset:
     """Training data, validation data if any, and the tokenizer if known.
 
     Args:
-        name: the name in `DataSpec.dataset`.
-        train: the training data.
-        validation: the validation data; None without a validation split.
-        tokenizer: the tokenizer that made the tokens; None if it is unknown.
-        fingerprint: a hash of the training tokens, independent of their path (for large token files a hash of samples; see `TokenFile.fingerprint`).
-        select_sequences: number of sequences of `train` that are used; -1 for all.
-        spec: what was asked for.
-        findings: what is left out, cut or replaced.
+        name: name of the dataset, as in `DataSpec.dataset`.
+        train: training data.
+        validation: validation data; None without a validation split.
+        tokenizer: tokenizer that produced the tokens; None if it is unknown.
+        fingerprint: hash of the training tokens, independent of their path (for large token files a hash of samples; see `TokenFile.fingerprint`).
+        select_sequences: number of sequences of `train` to use; -1 for all.
+        spec: request that the dataset was opened for.
+        findings: data that are left out, cut or replaced.
     """
 
     name: str
@@ -66,15 +65,18 @@ class Dataset:
     findings: tuple[Finding, ...] = ()
 
     def examples(self, seed: int) -> Examples:
-        """The training data as sequences of what is learnt, with random choices of that seed.
+        """Return the training data as sequences for the objective; `seed` determines the random choices.
 
         Raises:
-            DataError: the tokenizer lacks a token that this takes.
+            DataError: the tokenizer lacks a token that the objective needs.
         """
         return examples_of(self.train, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
 
     def scored_examples(self, seed: int) -> Examples | None:
-        """The validation data as `examples`, rows in another order, of which the first may be scored alone; None without a validation split."""
+        """Return the validation data as sequences for the objective; None without a validation split.
+
+        Rows are shuffled, so that scoring only the first ones is representative.
+        """
         if self.validation is None:
             return None
         found = examples_of(self.validation, self.spec.objective, self.tokenizer, self.spec.vocab_size, seed)
@@ -82,7 +84,7 @@ class Dataset:
 
 
 def check_spec(spec: DataSpec) -> None:
-    """Refuse wrong names and paths before the work of `open_dataset`.
+    """Check names and paths before the work of `open_dataset`.
 
     Raises:
         UsageError: a name is unknown, or flags exclude each other.
@@ -118,10 +120,10 @@ def check_spec(spec: DataSpec) -> None:
 
 
 def _check_beside(spec: DataSpec) -> None:
-    """Check that the named tokenizer equals the tokenizer.json beside train.bin, which made the ids; either may be absent.
+    """Check that the named tokenizer equals the tokenizer.json in the directory of train.bin, which produced the ids; either may be absent.
 
     Raises:
-        UsageError: the two tokenizers give words different ids, or --tokenizer bpe is given and no tokenizer.json is beside train.bin.
+        UsageError: the two tokenizers give words different ids, or --tokenizer bpe is given and the directory of train.bin has no tokenizer.json.
         DataError: a tokenizer is broken.
     """
     beside = _train_bin(spec.path).with_name(TOKENIZER_FILE)
@@ -145,12 +147,12 @@ def _check_beside(spec: DataSpec) -> None:
 
 
 def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers have the same words with the same ids."""
+    """Return whether two tokenizers have the same words with the same ids."""
     return isinstance(one, BpeTokenizer) and isinstance(other, BpeTokenizer) and one.inner.get_vocab() == other.inner.get_vocab()
 
 
 def _advice(spec: DataSpec) -> str:
-    """The advice in errors about an unreachable Hub: the command that prepares the data on another machine."""
+    """Return the advice for errors about an unreachable Hub: the command that prepares the data on another machine."""
     flags = {"dataset": spec.dataset, "dataset-path": spec.path, "tokenizer": spec.tokenizer, "tokenizer-path": spec.tokenizer_path}
     select = f" --dataset-select {spec.select}" if spec.select != -1 else ""
     command = "nntask data prepare" + "".join(f" --{name} {shlex.quote(value)}" for name, value in flags.items() if value) + select
@@ -158,7 +160,7 @@ def _advice(spec: DataSpec) -> str:
 
 
 def with_tokenizer_path(spec: DataSpec) -> DataSpec:
-    """The spec with `tokenizer_path` set to the directory of a tokenizer of the Hub, which is fetched if it is not on this machine.
+    """Return the spec with `tokenizer_path` set to the directory of a Hub tokenizer, which is fetched if it is not on this machine.
 
     Raises:
         DataError: the tokenizer cannot be fetched.
@@ -169,10 +171,10 @@ def with_tokenizer_path(spec: DataSpec) -> DataSpec:
 
 
 def corpus_of(spec: DataSpec) -> Corpus:
-    """The texts that a spec names.
+    """Return the texts that a spec names.
 
     Raises:
-        DataError: the texts are missing, are no texts, or cannot be fetched.
+        DataError: the texts are missing, are not text, or cannot be fetched.
     """
     if spec.dataset == JSONL:
         return line_corpus(spec.path, spec.val_path, spec.select)
@@ -199,12 +201,12 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
     """Open the dataset that a spec names; text that is not in the cache is tokenised first.
 
     Args:
-        spec: the choice of dataset and tokenizer.
-        report: called with a sentence before each piece of work that takes seconds.
+        spec: choice of dataset and tokenizer.
+        report: function called with a sentence before each piece of work that takes seconds.
 
     Raises:
         UsageError: a name is unknown, or flags exclude each other.
-        DataError: the data is missing, broken, or does not fit the vocabulary.
+        DataError: the data are missing, are broken, or do not fit the vocabulary.
     """
     check_spec(spec)
     spec = with_tokenizer_path(spec)
@@ -229,14 +231,14 @@ def open_dataset(spec: DataSpec, report: Callable[[str], None] = lambda sentence
 
 
 def _findings(tokenizer: Tokenizer | None, *files: TokenFile | None) -> tuple[Finding, ...]:
-    """The findings about a tokenizer and the texts of token files."""
+    """Return the findings about a tokenizer and about the texts of token files."""
     notes = () if tokenizer is None else tokenizer.notes
     found = [Finding("tokenizer_notes", len(notes), 0, f"tokenizer: {'; '.join(notes)}")] if notes else []
     return (*found, *(each for file in files if file is not None for each in findings_of(file.path)))
 
 
 def _template_findings(tokenizer: Tokenizer, objective: Objective) -> list[Finding]:
-    """The finding about chat templates that are not followed."""
+    """Return the finding about chat templates of the tokenizer that are ignored, if any."""
     notes = template_notes(tokenizer, objective.template) if objective.form == "chat" else ()
     return [Finding("template_notes", len(notes), 0, "; ".join(notes))] if notes else []
 
@@ -253,7 +255,7 @@ def _open_tokens(spec: DataSpec) -> Dataset:
     known = path.with_name(TOKENIZER_FILE)
     if spec.tokenizer_path or (spec.tokenizer in ("auto", "bpe") and known.is_file()):
         tokenizer = load_tokenizer(spec.tokenizer_path or known)
-        tokenizer.begin_of_text  # noqa: B018 - raises before the training, where the sample text after it would need this id in vain
+        tokenizer.begin_of_text  # noqa: B018 - raises now, not after the training, when the sample text needs this id
     elif spec.tokenizer == "bytes":
         tokenizer = ByteTokenizer(spec.vocab_size)
     findings = (*_findings(tokenizer, train, validation), *_narrow(tokenizer, train))
@@ -261,7 +263,7 @@ def _open_tokens(spec: DataSpec) -> Dataset:
 
 
 def _narrow(tokenizer: Tokenizer | None, file: TokenFile) -> tuple[Finding, ...]:
-    """The finding about a file without a sidecar that cannot hold all ids of its tokenizer."""
+    """Return the finding about a token file without a sidecar whose element type cannot hold all ids of its tokenizer, if it applies."""
     if tokenizer is None or file.is_declared or tokenizer.vocab_size <= 1 << 16:
         return ()
     number = tokenizer.vocab_size - (1 << 16)
@@ -289,7 +291,7 @@ def _open_images(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
 
 
 def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
-    """Rows of JSON lines, encoded now or found in the cache."""
+    """Open rows of JSON lines from the cache, encoding them first if needed."""
     objective = spec.objective
     lines = json_lines(spec.path, spec.val_path, spec.select)
     sentences, left_out = told_lines(spec.path, spec.val_path)
@@ -318,7 +320,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
             found.append(rows)
             findings += read_findings(directory / name / FINDINGS) if split_lines else ()
     train, validation = found
-    assert train is not None  # there are lines for training
+    assert train is not None  # `json_lines` guarantees lines for training
     validation = validation if validation and validation.num_rows else None
     if validation is None and lines[1] is not None and lines[1].split == "all":
         findings.append(no_validation(spec.name_of("validation")))
@@ -326,7 +328,7 @@ def _open_rows(spec: DataSpec, report: Callable[[str], None]) -> Dataset:
 
 
 def _kept_rows(path: Path, objective: Objective, name: str, report: Callable[[str], None]) -> RowFile | None:
-    """Rows of the cache, which messages call `name`; None if there are none, or if they changed since they were written."""
+    """Return the cached rows at `path`; None if there are none or if they are corrupt. Error messages refer to them as `name`."""
     if not path.is_dir():
         return None
     try:
@@ -337,12 +339,12 @@ def _kept_rows(path: Path, objective: Objective, name: str, report: Callable[[st
 
 
 def _template_key(spec: DataSpec) -> str:
-    """A key of the chat template that is used, which is a file's or the tokenizer's own.
+    """Return the cache key of the chat template in use, which comes from a file or from the tokenizer; "" for other data.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no template.
     """
     if spec.objective.form != "chat":
         return ""
-    tokenizer = named_tokenizer(spec) if spec.tokenizer_path else ByteTokenizer()  # one made here has no template either
+    tokenizer = named_tokenizer(spec) if spec.tokenizer_path else ByteTokenizer()  # a tokenizer trained here has no template either
     return hashlib.sha256(ChatSource.of(tokenizer, spec.objective.template).terms().encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,4 +1,4 @@
-"""Files of a path that a user names: one file, the files of a pattern, or those of a directory by its layout (`layout`)."""
+"""Resolution of a path that a user names to data files: one file, the files of a pattern, or a directory with splits (`layout`)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class DataFiles:
     """The files of a path.
 
     Args:
-        root: the directory that names are relative to.
-        train: files for training, or all that were named.
-        validation: files of a validation split.
-        sentence: which files were taken for what; "" for a single file.
+        root: directory that file names are relative to.
+        train: files for training; for `scored_files`, the files for validation.
+        validation: files of the validation split; empty without one.
+        sentence: report of the files used for each split; "" for a single file.
         findings: files that are left out.
     """
 
@@ -39,12 +39,12 @@ class DataFiles:
     findings: tuple[Finding, ...] = ()
 
     def name_of(self, file: Path) -> str:
-        """The name of a file below the root."""
+        """Return the path of a file relative to the root."""
         return file.relative_to(self.root).as_posix()
 
 
 def is_named(path: str) -> bool:
-    """Whether a path is there, or a pattern names a file."""
+    """Return whether a path exists, or a pattern matches a file."""
     return Path(path).exists() or bool(_files_of_pattern(path))
 
 
@@ -52,12 +52,13 @@ def data_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows: C
     """Return the files that a path names, by split.
 
     Args:
-        path: a file, a directory, or a pattern of files such as ``DIR/train_*.jsonl``, whose files all train.
-        flag: the command-line flag that named it, for messages.
-        is_data, has_rows: see `splits_of`.
+        path: file, directory, or pattern of files such as ``DIR/train_*.jsonl``; all files of a pattern are used for training.
+        flag: command-line flag that names the path, for error messages.
+        is_data: predicate on a file's name, whether the file can hold data of the wanted form.
+        has_rows: predicate on a file's name, whether the file holds rows.
 
     Raises:
-        DataError: nothing is there, a file is a link to nothing, or the layout leaves open what trains.
+        DataError: the path does not exist, a file is a dangling link, or the layout does not determine the training files.
     """
     root = Path(path)
     if not root.exists():
@@ -77,10 +78,10 @@ def data_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows: C
 
 
 def scored_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows: Callable[[str], bool]) -> DataFiles:
-    """Return the files of a path for validation: of a directory with splits its validation split, of any other all.
+    """Return the files of a path for validation: the validation split of a directory that has splits, otherwise all files.
 
     Raises:
-        DataError: as `data_files`; or a directory has files for training and for test and none for validation.
+        DataError: see `data_files`; or a directory has files for training and for test but none for validation.
     """
     root = Path(path)
     if not root.is_dir():
@@ -95,10 +96,10 @@ def scored_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows:
 
 
 def _present(root: Path, names: Iterable[str], where: str) -> tuple[Path, ...]:
-    """The paths of files that are there.
+    """Return the paths of files, after checking that they exist.
 
     Raises:
-        DataError: one is a link to nothing.
+        DataError: a file is a dangling link.
     """
     files = tuple(root / name for name in names)
     if lost := [file for file in files if not file.exists()]:
@@ -119,31 +120,31 @@ def _files_of_pattern(path: str) -> tuple[Path, ...]:
 
 
 def _listing(root: Path, where: str) -> Listing:
-    """The files of a directory, and the contents of those that describe it."""
+    """Return the files of a directory, with the contents of those that describe it."""
     files = tuple(_names(root, _SKIPPED))
     documents = {}
     for name in files:
         if is_document(name):
-            with contextlib.suppress(OSError):  # a link to nothing describes nothing, nor does a file that large
+            with contextlib.suppress(OSError):  # dangling links and oversized files are ignored
                 documents[name] = read_bytes(root / name, _MOST_DOCUMENT_NBYTES).decode("utf-8", "replace")
     return Listing(where, str(root), files, documents)
 
 
 def walk(root: Path, suffix: str, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield the files below a directory whose names end so, sorted by path.
+    """Yield the files below a directory whose names end with `suffix`, sorted by path.
 
     Hidden files and folders are left out. A link to a folder outside the directory is followed.
 
     Args:
-        root: the directory.
-        suffix: end of names; "" for any.
-        skipped: names of folders that are left out.
+        root: directory to search.
+        suffix: end of the file names; "" for any.
+        skipped: names of folders to leave out.
     """
     return (root / name for name in _names(root, skipped) if name.endswith(suffix))
 
 
 def _names(root: Path, skipped: frozenset[str]) -> Iterator[str]:
-    """The paths of `walk` below the directory, with "/"."""
+    """Yield the paths of `walk` relative to the directory, separated by "/"."""
     inside = os.path.realpath(root)
     followed = set[str]()
 
@@ -151,7 +152,7 @@ def _names(root: Path, skipped: frozenset[str]) -> Iterator[str]:
         if not os.path.islink(folder):
             return True
         target = os.path.realpath(folder)
-        if target in followed or os.path.commonpath([target, inside]) in (target, inside):  # walked elsewhere, or a circle
+        if target in followed or os.path.commonpath([target, inside]) in (target, inside):  # visited elsewhere, or a cycle
             return False
         followed.add(target)
         return True

@@ -1,4 +1,4 @@
-"""Single texts and pairs as token ids, with what the tokenizer's template puts around them, cut to a length as transformers cuts them."""
+"""Encoding of single texts and pairs as token ids, with the tokenizer's template around them, truncated as in transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .tokenizer import BpeTokenizer, Tokenizer
 
 
 class RowEncoder:
-    """Encodes rows.
+    """Encoder of the texts of rows.
 
-    A tokenizer whose template puts nothing around a text, and plain bytes, end each text with their end-of-text id.
+    If the tokenizer's template adds no ids to a text, or the tokenizer is plain bytes, the end-of-text id is appended to each text.
 
     Args:
-        tokenizer: the tokenizer.
+        tokenizer: tokenizer that encodes the texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -29,21 +29,28 @@ class RowEncoder:
         self._end = [] if has_template else [tokenizer.end_of_text]
 
     def text(self, text: str, limit: int) -> Ids:
-        """(n,) ids of a text, at most `limit`."""
+        """Return the (n,) ids of a text, with n at most `limit`."""
         return self.pair(text, None, limit)[0]
 
     def pair(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
-        """Ids of a text or a pair, (n,) with n at most `limit`, and the type of each, 1 in the second text; the longer text is cut first."""
+        """Return the (n,) ids of a text or pair, with n at most `limit`, and the type of each: 0 in the first text, 1 in the second.
+
+        The longer text is cut first.
+        """
         return self.row(first, second, limit)[:2]
 
     def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
-        """Ids and types as of `pair`, and whether a text was cut."""
+        """Return the ids and types of `pair`, and whether a text was cut."""
         if self._rules is None or self._end:
             return self._plain(first, second, limit)
         return self._rules.row(first, second, limit)
 
     def with_offsets(self, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
-        """(n,) ids of a text without a template, the character that each begins with, and the first and last (excluded) character of each."""
+        """Encode a text without a template.
+
+        Returns:
+            The (n,) ids; the (n,) number of the first character of each; and the first and last (excluded) character of each.
+        """
         if self._rules is None:
             return _byte_offsets(self._tokenizer, text)
         ids, offsets = self._rules.with_offsets(text)
@@ -53,7 +60,7 @@ class RowEncoder:
         """Return the ids of a conversation, and whether each is learnt, both (n,).
 
         Args:
-            text: the conversation as its chat template writes it.
+            text: conversation as rendered by its chat template.
             answers: first and last (excluded) character of each answer.
         """
         ids, starts, offsets = self.with_offsets(clean(text))
@@ -61,7 +68,7 @@ class RowEncoder:
         for begin, end in answers:
             is_answer |= (starts >= begin) & (starts < end)
             first = int(np.searchsorted(starts, begin))
-            while first and offsets[first - 1][1] > begin:  # begins before the answer, such as a space with the answer's first word
+            while first and offsets[first - 1][1] > begin:  # a token that begins before the answer, such as a space with its first word
                 first -= 1
                 is_answer[first] = True
         return ids, is_answer
@@ -77,13 +84,13 @@ class RowEncoder:
 
 
 def conversation_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a conversation that a chat template has written: those that training on it learns, without a beginning of its own."""
+    """Return the ids of a rendered conversation, equal to those of training: without a begin-of-text id beyond the template's own."""
     ids = tokenizer.encode([text])[0] if isinstance(tokenizer, BpeTokenizer) else _byte_offsets(tokenizer, text)[0]
     return [int(each) for each in ids]
 
 
 def _byte_offsets(tokenizer: Tokenizer, text: str) -> tuple[Ids, npt.NDArray[np.int64], Offsets]:
-    """(n,) ids of plain bytes, with their offsets as of `RowEncoder.with_offsets`; the end of text is one id where the tokenizer has it.
+    """Return the ids of plain bytes, with the offsets of `RowEncoder.with_offsets`; an end-of-text word becomes one id if the tokenizer has it.
 
     Templates write the end of text as a word, and the tokenizer of an exported run reads it as one id.
     """

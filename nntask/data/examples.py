@@ -1,4 +1,4 @@
-"""Which sequences a source of data gives for what is learnt."""
+"""Training sequences of a data source, chosen by the objective."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ Source = TokenFile | RowFile | ImageSource
 
 
 def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:
-    """The sequences of a source, with the positions of tokens in their texts where the model has a table of positions.
+    """Return the sequences of a source; they include each token's position in its text if the model has a table of positions.
 
     Args:
         source: training or validation data.
-        tokenizer: the tokenizer that made the ids; None if it is unknown.
+        objective: training objective of the model.
+        tokenizer: tokenizer that produced the ids; None if it is unknown.
         vocab_size: number of ids in the model's vocabulary.
-        seed: of random choices.
+        seed: seed of the random choices.
 
     Raises:
-        DataError: the tokenizer lacks a token that the objective takes.
+        DataError: the tokenizer lacks a token that the objective needs.
     """
     found = _sequences_of(source, objective, tokenizer, vocab_size, seed)
     return PlacedTexts(found) if objective.has_text_positions else found
@@ -35,7 +36,7 @@ def examples_of(source: Source, objective: Objective, tokenizer: Tokenizer | Non
 
 def _sequences_of(source: Source, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> Examples:
     if isinstance(source, ImageSource):
-        return Shuffled(ImageRows(source, objective))  # so that the first ones are of all classes
+        return Shuffled(ImageRows(source, objective))  # so that the first images are of all classes
     if isinstance(source, RowFile):
         return Rows(source, objective)
     if objective.kind == "seq2seq":

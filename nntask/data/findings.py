@@ -1,7 +1,7 @@
-"""Findings about data: what a run leaves out, cuts or replaces, counted once where it happens.
+"""Findings about data: counts of the rows, bytes and files that a run leaves out, cuts or replaces.
 
-Encoding counts them, and encoded data stay in the cache, so the findings are kept in a file beside the encoded data: a run that finds its data in the
-cache reports them too. A dataset collects the findings of its splits; the header of a run prints the sentences, and summary.json has the numbers.
+Findings are counted during encoding. They are stored in the cache with the encoded data, so that a run that finds its data in the cache reports them
+as well. A dataset collects the findings of its splits; the header of a run prints the sentences, and summary.json has the numbers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..io.regular_file import read_text
 from ..io.terminal_text import printable
 
 FINDINGS: Final = "findings.json"
-"""Name of the file in a directory of the cache."""
+"""Name of the file of findings in a cache directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One kind of data that a run learns otherwise than its files hold it.
+    """A difference between the data in the user's files and the data that a run learns.
 
     Args:
         key: name in summary.json, for example "rows_left_out".
-        number: how many rows, bytes or files are concerned.
-        total: how many of them there are; 0 if a total means nothing.
-        sentence: what happens to them, with both numbers and the remedy.
+        number: number of rows, bytes or files concerned.
+        total: number of all rows, bytes or files; 0 if a total has no meaning.
+        sentence: description for the user, with both numbers and the remedy.
     """
 
     key: str
@@ -41,11 +41,11 @@ class Finding:
     def __post_init__(self) -> None:
         if not (isinstance(self.key, str) and isinstance(self.sentence, str) and type(self.number) is int and type(self.total) is int):
             raise TypeError("a finding has a key, two whole numbers and a sentence")
-        object.__setattr__(self, "sentence", printable(self.sentence))  # names in it come from files
+        object.__setattr__(self, "sentence", printable(self.sentence))  # it may contain names from files
 
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:
-    """Write a file of findings, whole or not at all."""
+    """Write a file of findings atomically."""
     with written_aside(path) as new:
         new.write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n", encoding="utf-8")
 
@@ -54,7 +54,7 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
     """Return the findings of a file that `write_findings` wrote; none if there is no file.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file cannot be read or is not a file of findings.
     """
     try:
         return tuple(Finding(**entry) for entry in decoded(read_text(path)))
@@ -67,14 +67,14 @@ def read_findings(path: Path) -> tuple[Finding, ...]:
 
 
 def no_validation(where: str) -> Finding:
-    """Return the finding about a validation split that `where` names and in which no row is left."""
+    """Return the finding about a validation split without rows; `where` is a noun phrase for the split."""
     return Finding(
         "validation_missing", 1, 1, f"{where} has no row to validate on, so nothing is validated; add rows, or name others with --val-path"
     )
 
 
 def counts(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Return the findings as summary.json has them: the number and the total of each key, summed over splits and paths that share it."""
+    """Return the findings in the form of summary.json: the number and the total of each key, summed over findings that share it."""
     found: dict[str, dict[str, int]] = {}
     for finding in findings:
         entry = found.setdefault(finding.key, {"number": 0, "total": 0})

@@ -1,6 +1,7 @@
-"""Tokenizers of others, opened: from a tokenizer.json, a GGUF file, or a vocabulary without rules, with all that the files beside it add.
+"""Loading of tokenizers from a tokenizer.json, a GGUF file, or a vocabulary without rules, together with their companion files.
 
-A text has one encoding here: truncation and padding, which training scripts leave in tokenizer.json, are off, and so is dropout of merges.
+Encoding is deterministic and complete: truncation and padding, which training scripts leave in tokenizer.json, are disabled, and so is the random
+dropout of merges.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _POINTER: Final = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class OpenedTokenizer:
-    """A tokenizer that was opened.
+    """A loaded tokenizer.
 
     Args:
-        inner: the `tokenizers.Tokenizer`, without its rules if they are confined.
-        rules: its rules.
-        directory: directory of its files, or the GGUF file.
-        beside: the files beside it.
-        notes: what the files say and is not followed, a sentence each.
-        terms: what its tokens follow from besides the bytes of its file; "" if nothing.
+        inner: `tokenizers.Tokenizer`, without its rules if they run in a sandboxed process.
+        rules: rules of the tokenizer, which encode and decode.
+        directory: directory of the tokenizer's files, or the GGUF file.
+        beside: companion files of the tokenizer.
+        notes: notes about settings in the files that are ignored, a sentence each.
+        terms: cache key of all that determines the tokens besides the bytes of the tokenizer's file; "" if nothing does.
     """
 
     inner: Any
@@ -49,16 +50,16 @@ class OpenedTokenizer:
 
 
 def have_tokenizers() -> bool:
-    """Whether the `tokenizers` package is installed."""
+    """Return whether the `tokenizers` package is installed."""
     return importlib.util.find_spec("tokenizers") is not None
 
 
 def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer:
-    """Open a tokenizer.
+    """Load a tokenizer.
 
     Args:
         path: a tokenizer.json, a directory, or a GGUF file.
-        has_template: see `companions`.
+        has_template: whether another chat template replaces the tokenizer's own, which then need not be readable.
 
     Raises:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
@@ -108,7 +109,7 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
 
 
 def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] | None, str]:
-    """Read the tokenizer in a file, or that of the text in a GGUF file.
+    """Read the tokenizer in a tokenizer.json, or in an open GGUF file.
 
     Returns:
         The `tokenizers.Tokenizer`; its rules, if they were left out of it; and the first rule that is not known to be bounded, "" if there is none.
@@ -127,7 +128,7 @@ def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] 
         raise DataError(f"{file} has {why}; name another with --tokenizer-path DIR, or copy it again")
     try:
         if _loads_safely(text):
-            inner = tokenizers.Tokenizer.from_buffer(text)  # the package opens no path whose name is not UTF-8
+            inner = tokenizers.Tokenizer.from_buffer(text)  # the package cannot open a path that is not UTF-8
             if not (doubt := unbounded_rule(sections_of(inner))):
                 return inner, None, ""
             content = json.loads(inner.to_str())
@@ -144,15 +145,15 @@ def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] 
 
 
 def _loads_safely(text: bytes) -> bool:
-    """Whether the normalizer of a tokenizer.json, which works already while it is loaded, is known to be bounded."""
+    """Return whether the normalizer of a tokenizer.json, which runs during loading, is known to be bounded."""
     try:
         return not unbounded_rule({"normalizer": normalizer_of(text)})
-    except (ValueError, RecursionError):  # no tokenizer
+    except (ValueError, RecursionError):  # not a tokenizer
         return False
 
 
 def stored_tokenizer(path: Path) -> bytes:
-    """The content of a tokenizer's file: a tokenizer.json, that of a directory or of a GGUF file, or the files of a vocabulary."""
+    """Return the bytes of a tokenizer: a tokenizer.json, from a file, a directory or a GGUF file, or else the files of a vocabulary."""
     if is_gguf(path):
         return open_gguf(path).files[TOKENIZER_FILE].encode()
     file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -160,12 +161,12 @@ def stored_tokenizer(path: Path) -> bytes:
 
 
 def other_way(path: Path) -> str:
-    """Return how else a model without a tokenizer that is read here gets one, as the end of an error message; "" if there is no other way."""
+    """Return the conversion to suggest for a model without a readable tokenizer, as the end of an error message; "" if there is none."""
     return f", or write its {TOKENIZER_FILE} with: {conversion(path)}" if (path / SENTENCE_PIECE).is_file() else ""
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a model directory or a GGUF file comes with a tokenizer."""
+    """Return whether a model directory or a GGUF file contains a tokenizer."""
     if is_gguf(path):
         return TOKENIZER_FILE in open_gguf(path).files
     return (path / TOKENIZER_FILE).is_file() or bool(vocabulary_of(path))

@@ -1,7 +1,7 @@
-"""WikiText and tokenizers of the Hugging Face Hub, looked for on this machine first.
+"""WikiText and tokenizers of the Hugging Face Hub, taken from this machine if possible.
 
-Files on this machine are read directly, whatever their origin: the Hub's parquet files, the cache of `datasets`, or plain text. Only where there are
-none is the Hub asked, after a probe of at most `PROBE_SECONDS`, so that a machine without a network gets its error at once.
+Files on this machine are read directly, whatever their origin: the Hub's parquet files, the cache of `datasets`, or plain text. The Hub is contacted
+only if there are none, after a probe of at most `PROBE_SECONDS`, so that a machine without a network gets its error at once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SUFFIXES: Final = (*TABLES, ".raw", ".tokens", ".txt")
 
 
 def wikitext_directory(path: str) -> Path:
-    """The directory in which WikiText is looked for, and into which it is fetched."""
+    """Return the directory in which WikiText is looked for, and into which it is fetched."""
     return Path(path) if path else cache_directory() / "hub"
 
 
 def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
-    """Split name -> files of WikiText on this machine; empty where there is no file of the training split.
+    """Return split name -> files of WikiText on this machine; empty if there is no file of the training split.
 
-    A file belongs to a split if the split's name is a word of the file's name; all files have one suffix.
+    A file belongs to a split if the split's name is a word of the file's name. All files have the same suffix.
     """
     root = wikitext_directory(path)
     if root.is_file():
@@ -53,12 +53,12 @@ def wikitext_files(path: str) -> dict[str, tuple[Path, ...]]:
 
 
 def wikitext_corpus(path: str, select: int, advice: str) -> Corpus:
-    """WikiText-103: the rows of its training split and of its validation split, fetched if they are not on this machine.
+    """Return the training and validation rows of WikiText-103, which are fetched if they are not on this machine.
 
     Args:
         path: directory of WikiText; "" for the cache.
-        select: only the first `select` rows for training; -1 for all.
-        advice: remedy that ends the error message where fetching fails.
+        select: number of training rows to keep, from the first; -1 for all.
+        advice: remedy that ends the error message if fetching fails.
 
     Raises:
         DataError: the files are not on this machine and cannot be fetched.
@@ -113,7 +113,7 @@ def check_hub(what: str, advice: str) -> None:
     """Check that the Hub answers.
 
     Args:
-        what: the flag and the missing file, the beginning of the error message.
+        what: beginning of the error message, which names the flag and the missing file.
         advice: remedy that ends the error message.
 
     Raises:
@@ -128,8 +128,11 @@ def check_hub(what: str, advice: str) -> None:
 
 
 def _probe(host: str) -> str:
-    """The reason why a host does not answer; "" when it answers. A thread asks, because the look-up of a host name takes no deadline."""
-    import urllib.error  # 3 MB, which hardly anybody needs
+    """Return the reason why a host does not answer; "" if it answers.
+
+    The request runs in a thread, because the look-up of a host name has no timeout.
+    """
+    import urllib.error  # imported here because it takes 3 MB and is rarely needed
     import urllib.request
 
     answers: list[str] = []
@@ -138,7 +141,7 @@ def _probe(host: str) -> str:
         try:
             with urllib.request.urlopen(urllib.request.Request(host, method="HEAD"), timeout=PROBE_SECONDS):
                 answers.append("")
-        except urllib.error.HTTPError:  # an answer, even if it is no
+        except urllib.error.HTTPError:  # a refusal is an answer, too
             answers.append("")
         except (OSError, ValueError) as error:
             answers.append(str(getattr(error, "reason", None) or error))
@@ -150,7 +153,7 @@ def _probe(host: str) -> str:
 
 
 def tokenizer_location(name: str, path: str) -> Path:
-    """The file or directory of the tokenizer `name`: `path` if it holds a tokenizer, else the directory `name` below it, the target of a fetch."""
+    """Return the file or directory of the tokenizer `name`: `path` if it holds a tokenizer, otherwise its subdirectory `name`."""
     root = Path(path) if path else cache_directory() / "tokenizers"
     if root.is_file() or (path and has_tokenizer(root)):
         return root
@@ -180,7 +183,7 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
 
 
 def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
-    """The file or directory of the tokenizer `name`, fetched with its companion files if it is not on this machine.
+    """Return the file or directory of the tokenizer `name`, fetched with its companion files if it is not on this machine.
 
     Args:
         name: the tokenizer's name on the Hub.

@@ -1,7 +1,7 @@
-"""Image files that come from somebody else: the formats of their suffixes, a limit on pixels, and one sentence for whatever is wrong.
+"""Reading of untrusted image files: a list of allowed formats, a limit on pixels, and an error of one sentence for any fault.
 
-Pillow would try every format that it knows whatever the name says, some by starting other programs, and a small compressed file may decode to
-gigabytes. So the formats are listed, and the size is looked at before any pixel is decoded.
+By default Pillow tries every format that it knows, regardless of the file's name, and in some cases by starting other programs. A small compressed
+file may also decode to gigabytes. Therefore only the listed formats are tried, and the size is checked before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ..io.regular_file import open_regular
 
 SUFFIXES: Final = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 _FORMATS: Final = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-"""Names of the formats of these suffixes in Pillow."""
+"""Pillow's names of the allowed formats."""
 _MOST_PIXELS: Final = 1 << 26
 _PER_BYTE: Final = 16
 _BESIDES: Final = 60 << 20
-"""Bytes of memory for decoded pixels: for each byte of the file, of which photographs have one for two pixels, and besides."""
+"""Memory limit for decoded pixels, in bytes: a number for each byte of the file, plus a constant. A photograph has about one byte for two pixels."""
 _SIDE_NBYTES: Final = 48
-"""Bytes of Pillow's tables for resizing, for each pixel of a row or column."""
+"""Size of Pillow's resizing tables in bytes, for each pixel of a row or column."""
 _PIXEL_NBYTES: Final = {"1": 1, "L": 1, "P": 1, "I;16": 6, "I;16B": 6, "I;16L": 6, "I": 12}
-"""Bytes of a pixel in a mode of Pillow; 4 in others. Those of 16 bits are copied on their way to 8."""
+"""Pillow mode -> bytes per pixel; 4 for other modes. The 16-bit modes include copies made during conversion to 8 bits."""
 MODES: Final = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
-    """Return the pixels of an image file, resized if need be  # (size, size, channels) of 0 to 255.
+    """Return the pixels of an image file, (size, size, channels) from 0 to 255, resized if necessary.
 
     Raises:
-        DataError: the file is no image of a listed format, is damaged, has more than 64 Mi pixels, or far more than its bytes.
+        DataError: the file is not an image of an allowed format, is damaged, has more than 64 Mi pixels, or far more pixels than its size allows.
     """
     from PIL import Image
 
@@ -48,17 +48,17 @@ def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
             if width * height * each + (width + height) * _SIDE_NBYTES > _PER_BYTE * os.fstat(opened.fileno()).st_size + _BESIDES:
                 raise ValueError(f"it has {width} x {height} pixels in a file that is too small for them, so save it in a smaller size")
             found = _in_bytes(image)
-            if found.mode != wanted:  # else convert() would copy
+            if found.mode != wanted:  # convert() would copy
                 found = found.convert(wanted)
             if found.size != (size, size):
                 found = found.resize((size, size), Image.Resampling.BICUBIC)
             return np.asarray(found, np.float32).reshape(size, size, channels)
-    except Exception as error:  # of many types: decoders meet what they were not made for
+    except Exception as error:  # decoders raise errors of many types for malformed files
         raise DataError(f"{file} is no image that Pillow can read: {error}; remove it") from None
 
 
 def _in_bytes(image: Any) -> Any:
-    """Return the image; one of 16 bits a pixel with its upper eight, since Pillow's own conversion makes all above 255 white."""
+    """Return the image with 8 bits per value. 16-bit values keep their upper 8 bits; Pillow's own conversion turns all above 255 white."""
     from PIL import Image
 
     if not image.mode.startswith("I"):

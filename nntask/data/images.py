@@ -1,6 +1,6 @@
-"""Images with labels: a directory with a folder a class, read file by file with Pillow, or a NumPy file with its arrays.
+"""Labelled images: a directory with a folder for each class, read file by file with Pillow, or arrays in a NumPy file.
 
-Pixels are scaled to [-1, 1]. A patch is its pixels row by row, the channels of a pixel together. Pillow is imported when an image is read.
+Pixels are scaled to [-1, 1]. A patch is stored row by row, with the channels of a pixel adjacent. Pillow is imported when an image is read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from .texts import VALIDATION_SHARE
 IMAGES: Final = "images"
 _PER_BYTE: Final = 4
 _BESIDES: Final = 48 << 20
-"""Bytes of the arrays of an archive: for each of its own, and besides."""
+"""Memory limit for the arrays of an archive, in bytes: a number for each byte of the archive, plus a constant."""
 Floats = npt.NDArray[np.float32]
 
 
 class ImageSource:
-    """Images of one part of a dataset.
+    """Interface of the images of one split.
 
     Attributes:
-        path: where they are.
+        path: file or directory of the images.
+        labels: (n,) int32, classes of the images.
     """
 
     path: Path
@@ -42,29 +43,33 @@ class ImageSource:
 
     @property
     def name(self) -> str:
-        """What messages call them."""
+        """Name of the images in messages."""
         return str(self.path)
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """(size, size, channels) in [-1, 1].
+        """Return the pixels of an image, (size, size, channels) in [-1, 1].
+
+        Args:
+            number: number of the image.
+            shape: shape of images that the model takes.
 
         Raises:
-            DataError: the image cannot be read, or is of another size.
+            DataError: the image cannot be read, or has invalid values.
         """
         raise NotImplementedError
 
     def digest(self) -> str:
-        """A hash of what the images are."""
+        """Return a hash that identifies the images and their labels."""
         raise NotImplementedError
 
 
 class ImageFolder(ImageSource):
-    """Files of images; those of another size are resized.
+    """Image files in a directory; images of another size are resized.
 
     Args:
         path: the directory.
-        files: the images.
-        labels: (n,) their classes.
+        files: paths of the image files.
+        labels: (n,) int32, classes of the images.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], labels: npt.NDArray[np.int32]) -> None:
@@ -76,7 +81,7 @@ class ImageFolder(ImageSource):
         return (values / np.float32(127.5) - np.float32(1)).astype(np.float32)
 
     def digest(self) -> str:
-        """A hash of names, sizes and labels of the files."""
+        """Return a hash of the files' names, sizes and labels."""
         said = [
             f"{file.relative_to(self.path).as_posix()} {file.stat().st_size} {label}" for file, label in zip(self._files, self.labels, strict=True)
         ]
@@ -87,10 +92,10 @@ class ImageArray(ImageSource):
     """Images in a NumPy array, which may be a memory map.
 
     Args:
-        path: of the file.
-        images: (n, size, size) or (n, size, size, channels), integers from 0 to 255, or floats in [-1, 1].
-        labels: (n,) their classes.
-        chosen: numbers of the images of this part.
+        path: path of the NumPy file.
+        images: (n, size, size) or (n, size, size, channels), integers from 0 to 255 or floats in [-1, 1].
+        labels: (n,) int32, classes of the images.
+        chosen: numbers of the images that belong to this split.
     """
 
     def __init__(self, path: Path, images: npt.NDArray[Any], labels: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> None:
@@ -109,7 +114,7 @@ class ImageArray(ImageSource):
         return values.astype(np.float32).reshape(shape.size, shape.size, shape.channels)
 
     def digest(self) -> str:
-        """A hash of the images and their labels."""
+        """Return a hash of the images and their labels."""
         digest = hashlib.sha256(self.labels.tobytes())
         for number in self._chosen:
             digest.update(np.ascontiguousarray(self._images[number]).tobytes())
@@ -117,31 +122,31 @@ class ImageArray(ImageSource):
 
 
 class ImageRows:
-    """Sequences of patches with their labels.
+    """Images as sequences of patches, with their labels as targets.
 
     Args:
         source: the images.
-        objective: with their shape.
+        objective: training objective, whose `image` is the shape of the images.
     """
 
     names: Sequence[str] = ("images", "targets")
 
     def __init__(self, source: ImageSource, objective: Objective) -> None:
-        assert objective.image is not None  # it is about images
+        assert objective.image is not None  # an objective of images has a shape
         self.source, self.name, self._shape = source, source.name, objective.image
         self.length = self._shape.num_patches
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of images."""
         return len(self.source.labels)
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer images than `batch`."""
         return f"{self.name} has {self.num_sequences} images for training, and --batch is {batch}; use more images, or a smaller --batch"
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """images (n, N, P) fp32 and targets (n, 1) int32."""
+        """Return the arrays of a batch: images (n, N, P) fp32 and targets (n, 1) int32."""
         images = np.empty((len(numbers), self._shape.num_patches, self._shape.width), np.float32)
         for row, number in zip(images, numbers, strict=True):
             row[:] = patches(self.source.pixels(int(number), self._shape), self._shape)
@@ -149,22 +154,24 @@ class ImageRows:
 
 
 def patches(pixels: Floats, shape: ImageShape) -> Floats:
-    """(N, P) the patches of an image (size, size, channels), row by row."""
+    """Return the patches (N, P) of an image (size, size, channels), row by row."""
     side = shape.size // shape.patch
     cut = pixels.reshape(side, shape.patch, side, shape.patch, shape.channels).transpose(0, 2, 1, 3, 4)  # (rows, columns, p, p, channels)
     return np.ascontiguousarray(cut).reshape(shape.num_patches, shape.width)
 
 
 def open_images(path: str, val_path: str, objective: Objective) -> tuple[ImageSource, ImageSource | None]:
-    """Images for training and for validation; without a validation split, one in twenty is held out.
+    """Open images for training and for validation; without a validation split, one in twenty is held out.
 
     Args:
-        path: a directory of folders, one a class, whose names are the config's or in order of their numbers, or of folders of splits that have these;
-            or an .npz with `images` and `labels`, which is read whole; or an .npy of images, with labels in `NAME_labels.npy` beside it.
-        val_path: the same for validation; "" for none.
+        path: one of three forms. A directory with a folder for each class, named as in the config or else in the order of the class numbers; splits
+            may be folders above these. An .npz with `images` and `labels`, which is read whole. An .npy of images, with its labels in the file
+            `NAME_labels.npy` of the same directory.
+        val_path: images for validation, in the same forms; "" for none.
+        objective: training objective, with the shape and the classes of the images.
 
     Raises:
-        DataError: there are no images, or they are of another shape than the model's, or have labels that it does not have.
+        DataError: there are no images, their shape is not the model's, or their labels are not among the model's classes.
     """
     splits = split_directories(path, objective)
     whole = _opened(splits.get("train", path), objective, "--dataset-path")
@@ -178,12 +185,12 @@ def open_images(path: str, val_path: str, objective: Objective) -> tuple[ImageSo
 
 
 def split_directories(path: str, objective: Objective, flag: str = "--dataset-path") -> Mapping[Split, str]:
-    """Return the folder of each split of a directory of images; empty if its folders are classes.
+    """Return split -> folder for a directory of images; empty if its folders are classes.
 
-    A folder is a split if its name says so and it has folders and no images; names of the config's classes are classes.
+    A folder is a split if it has the name of a split and contains folders but no images. Folders named as classes of the config are classes.
 
     Raises:
-        DataError: several folders are of one split, or a folder is of no split.
+        DataError: several folders belong to one split, or a folder belongs to no split.
     """
     root = Path(path)
     folders = _subfolders(root) if root.is_dir() else []
@@ -202,7 +209,7 @@ def split_directories(path: str, objective: Objective, flag: str = "--dataset-pa
 
 
 def told_images(path: str, val_path: str, objective: Objective) -> str:
-    """Say which folders are taken for what; "" for a directory of classes or for arrays."""
+    """Return a report of the folders used for each split; "" for a directory of classes or for arrays."""
     splits = split_directories(path, objective)
     if not splits:
         return ""
@@ -222,7 +229,7 @@ def _has_images(folder: Path) -> bool:
 
 
 def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None], ImageSource]:
-    """A function from which part is asked for (True for what is held out, None for all) to the images."""
+    """Open images; return a function that selects them: True for the held-out ones, False for the others, None for all."""
     root = Path(path)
     if root.is_dir():
         files, labels = _folders(root, objective, flag)
@@ -241,7 +248,7 @@ def _chosen_of(files: list[Path], labels: npt.NDArray[np.int32], held: bool | No
 
 
 def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], npt.NDArray[np.int32]]:
-    """The files of a directory of classes, and their labels."""
+    """Return the files of a directory of classes, and their labels."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError(f"reading the images of {flag} {root} needs Pillow; pip install -e '.[images]', or give an .npz of arrays")
     channels = 0 if objective.image is None else objective.image.channels
@@ -269,22 +276,22 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
 
 
 def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-    """The images and labels of a NumPy file."""
+    """Return the images and labels of a NumPy file."""
     shape = objective.image
-    assert shape is not None  # it is about images
+    assert shape is not None  # an objective of images has a shape
     beside = path.with_name(f"{path.stem}_labels.npy")
     try:
         for file in (path, beside) if path.suffix == ".npy" else (path,):
             _check_head(file)
         if path.suffix == ".npy":
             images, labels = np.lib.format.open_memmap(path, mode="r"), np.array(np.lib.format.open_memmap(beside, mode="r"))
-        elif not zipfile.is_zipfile(path):  # else NumPy would take it for a pickle
+        elif not zipfile.is_zipfile(path):  # NumPy would read it as a pickle
             raise ValueError("it is not a whole .npz archive")
         else:
             _check_unpacked(path)
             with np.load(path, allow_pickle=False) as found:
                 images, labels = found["images"], found["labels"]
-    except Exception as error:  # of many types: NumPy reads a header as Python, and decoders meet what they were not made for
+    except Exception as error:  # errors have many types: NumPy evaluates a header as Python, and decoders meet malformed data
         raise DataError(
             f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
             "with a folder a class"
@@ -310,11 +317,13 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
 
 
 def _check_head(path: Path) -> None:
-    """Check that a file is a regular one, for which NumPy does not wait, and has as many bytes as its head claims, which NumPy reserves memory for.
+    """Check that a NumPy file is regular, so that reading cannot block, and that its header is not longer than the file.
+
+    NumPy allocates the claimed length of the header before it reads it.
 
     Raises:
         OSError: the file cannot be opened, or is a pipe or a device.
-        ValueError: its head claims more.
+        ValueError: the header claims more bytes than the file has.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         start, size = file.read(12), os.fstat(file.fileno()).st_size
@@ -323,10 +332,10 @@ def _check_head(path: Path) -> None:
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that an archive does not unpack to far more than its size, as all of it is held in memory.
+    """Check that an archive does not unpack to far more than its size, since all of it is held in memory.
 
     Raises:
-        ValueError: it does.
+        ValueError: it unpacks to far more.
     """
     with zipfile.ZipFile(path) as archive:
         nbytes = sum(member.file_size for member in archive.infolist())

@@ -1,4 +1,4 @@
-"""JSON lines: files with an object a line, or tables with an object a row, read one by one. A line that is none, or lacks a key, is named."""
+"""JSON lines: files with one object per line, or tables with one object per row, read one at a time. Errors name the file and line."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _HALVES: Final = re.compile("[\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
-    """The text with U+FFFD for each half of a pair of UTF-16, which JSON can say alone and UTF-8 cannot."""
+    """Return the text with U+FFFD in place of each lone surrogate, which JSON can express and UTF-8 cannot."""
     return _HALVES.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The object of a line, and where that is."""
+    """A JSON object `values`, and its position `where` as a file and line (or row), for error messages."""
 
     values: Mapping[str, Any]
     where: str
 
     def text(self, key: str) -> str:
-        """The string under a key.
+        """Return the string under a key.
 
         Raises:
-            DataError: there is none.
+            DataError: the key is missing or its value is not a string.
         """
         value = self.values.get(key)
         if not isinstance(value, str):
@@ -55,13 +55,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class JsonLines:
-    """The objects of one part of some files.
+    """The JSON objects of one split of some files.
 
     Args:
-        files: in order.
-        split: all lines, about one in twenty that is held out for validation, or the others.
-        select: only the first `select` of them; -1 for all.
-        nullable: column of tables that rows have without a value, too; "" for none.
+        files: files to read, in order.
+        split: "validation" for the lines held out, about one in twenty; "train" for the others; "all" for all lines.
+        select: number of lines to keep, from the first; -1 for all.
+        nullable: column of tables that is kept in rows that have no value for it; "" for none.
     """
 
     files: tuple[Path, ...]
@@ -70,10 +70,10 @@ class JsonLines:
     nullable: str = ""
 
     def __iter__(self) -> Iterator[Record]:
-        """The objects in order.
+        """Yield the objects in order.
 
         Raises:
-            DataError: a file cannot be read, or a line is no object.
+            DataError: a file cannot be read, or a line is not a JSON object.
         """
         for number, (line, where) in enumerate(self._lines()):
             if number == self.select:
@@ -90,16 +90,16 @@ class JsonLines:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no object."""
+        """Whether there are no lines."""
         return next(self._lines(), None) is None
 
     def num_lines(self) -> int:
-        """How many objects there are."""
+        """Return the number of lines."""
         found = sum(1 for _ in self._lines())
         return found if self.select < 0 else min(found, self.select)
 
     def digest(self) -> str:
-        """A hash of the lines and their order."""
+        """Return a hash of the lines and their order."""
         digest = hashlib.sha256()
         for number, (line, _) in enumerate(self._lines()):
             if number == self.select:
@@ -108,7 +108,7 @@ class JsonLines:
         return digest.hexdigest()
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        """The lines that are not blank, each with where it is."""
+        """Yield the lines of the split that are not blank, each with its position for messages."""
         for file in self.files:
             for line, where in _lines_of(file, self.nullable):
                 if line.strip() and (self.split == "all" or is_held_out(line) == (self.split == "validation")):
@@ -116,7 +116,7 @@ class JsonLines:
 
 
 def _lines_of(file: Path, nullable: str) -> Iterator[tuple[str, str]]:
-    """The lines of a file, or the rows of a table, each with where it is."""
+    """Yield the lines of a file, or the rows of a table as JSON, each with its position for messages."""
     if is_table(file.name):
         for number, row in enumerate(json_rows(file, nullable), 1):
             yield row, f"{file} row {number}"
@@ -128,15 +128,15 @@ def _lines_of(file: Path, nullable: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_begin(line: str, where: str, number: int) -> None:
-    """Refuse a file that is one value of JSON over several lines, by its first line.
+    """Check that a file is not one JSON value over several lines, by its first line.
 
     Args:
-        line: a line that is no object.
-        where: its place.
-        number: how many objects were read before it.
+        line: line that is not an object.
+        where: position of the line.
+        number: number of objects read before the line.
 
     Raises:
-        DataError: it is a first line that begins an array, or an object that it does not end.
+        DataError: the line is the first one, and it begins an array or an object that continues on the next line.
     """
     is_array = line.lstrip().startswith("[")
     if (not number or where.endswith(" line 1")) and (is_array or line.strip() == "{"):
@@ -146,10 +146,10 @@ def _check_begin(line: str, where: str, number: int) -> None:
 
 
 def _decoded(line: bytes, where: str, encoding: str) -> str:
-    """The text of a line.
+    """Return the text of a line.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: the line is not UTF-8.
     """
     try:
         return line.decode(encoding)
@@ -158,15 +158,17 @@ def _decoded(line: bytes, where: str, encoding: str) -> str:
 
 
 def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLines | None]:
-    """The lines for training and for validation; without a validation split, about one line in twenty, by a hash of the line.
+    """Return the lines for training and for validation.
+
+    Without a validation split, about one line in twenty is held out, chosen by a hash of the line.
 
     Args:
-        path: a file, a pattern of files, or a directory of files.
-        val_path: the same for validation; "" for none.
-        select: only the first lines for training; -1 for all.
+        path: file, pattern of files, or directory of files.
+        val_path: file, pattern or directory for validation; "" for none.
+        select: number of training lines to keep, from the first; -1 for all.
 
     Raises:
-        DataError: there is no such file, or none with a line.
+        DataError: there is no such file, or the files have no lines.
     """
     files = line_files(path)
     scored = scored_lines(val_path).train if val_path else files.validation
@@ -184,19 +186,19 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
 
 
 def line_files(path: str) -> DataFiles:
-    """The files of lines that --dataset-path names, by split.
+    """Return the files of JSON lines that --dataset-path names, by split.
 
     Raises:
-        DataError: there is none, or the layout of the directory leaves open what trains.
+        DataError: there is no such file, or the layout of the directory does not determine the training files.
     """
     return _with_some(data_files(path, "--dataset-path", _has_lines, _has_lines), path, "--dataset-path")
 
 
 def scored_lines(path: str) -> DataFiles:
-    """The files of lines that --val-path names.
+    """Return the files of JSON lines that --val-path names.
 
     Raises:
-        DataError: as `line_files`.
+        DataError: see `line_files`.
     """
     return _with_some(scored_files(path, "--val-path", _has_lines, _has_lines), path, "--val-path")
 
@@ -212,7 +214,7 @@ def _has_lines(name: str) -> bool:
 
 
 def first_keys(path: str) -> frozenset[str]:
-    """Keys of the first line; none where it cannot be read, which is said when the data are opened."""
+    """Return the keys of the first line; empty if it cannot be read, since opening the data reports the error."""
     try:
         return frozenset(next(iter(JsonLines(line_files(path).train))).values)
     except (DataError, StopIteration):
@@ -220,10 +222,10 @@ def first_keys(path: str) -> frozenset[str]:
 
 
 class RowTexts(Collection[Text]):
-    """All strings of some lines, those of messages included, as texts from which a tokenizer learns.
+    """All strings of some lines, including those of messages, as texts on which a tokenizer is trained.
 
     Args:
-        lines: the lines.
+        lines: lines whose strings are used.
     """
 
     def __init__(self, lines: JsonLines) -> None:
@@ -240,15 +242,15 @@ class RowTexts(Collection[Text]):
 
 
 class LineTexts(RowTexts):
-    """The strings under "text" of some lines, as texts; rows with an empty one, or null, are left out.
+    """The strings under "text" of some lines, as texts; rows whose text is empty or null are left out.
 
     Args:
-        lines: the lines.
+        lines: lines whose texts are used.
         split: "training" or "validation", for findings.
 
     Attributes:
-        num_rows: number of lines, those that are left out included.
-        findings: empty rows and unknown keys.
+        num_rows: number of lines, including those left out.
+        findings: findings about empty rows and unknown keys.
 
     Raises:
         DataError: a line has no text, or a key that is refused.
@@ -272,10 +274,10 @@ class LineTexts(RowTexts):
 
 
 def _text_of(record: Record) -> str:
-    """The text of a line as it is there; "" for null.
+    """Return the text of a line, unchanged; "" for null.
 
     Raises:
-        DataError: there is none.
+        DataError: the line has no text.
     """
     value = record.values.get(_TEXT, 0)
     return "" if value is None else value if isinstance(value, str) else record.text(_TEXT)
@@ -290,10 +292,10 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def line_corpus(path: str, val_path: str, select: int) -> Corpus:
-    """The texts of files of JSON lines.
+    """Return the corpus of files of JSON lines; the arguments are those of `json_lines`.
 
     Raises:
-        DataError: as `json_lines`; a row has no text or a key that is refused; or all texts are empty.
+        DataError: see `json_lines`; or a row has no text or a key that is refused; or all texts are empty.
     """
     lines, scored = json_lines(path, val_path, select)
     train = LineTexts(lines, "training")
@@ -316,6 +318,6 @@ def _check_filled(texts: LineTexts, where: str) -> None:
 
 
 def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
-    """Sentences about which files are taken for what, and files that are left out."""
+    """Return a report of the files used for each split, a sentence for each path, and findings about files left out."""
     files = [line_files(path), *([scored_lines(val_path)] if val_path else ())]
     return tuple(each.sentence for each in files if each.sentence), tuple(finding for each in files for finding in each.findings)

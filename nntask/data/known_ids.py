@@ -1,4 +1,4 @@
-"""Token ids that the model has a row for: a tokenizer may have more ids than the model, as long as none of those occurs."""
+"""Checks that token ids are inside the model's vocabulary. A tokenizer may have more ids than the model, as long as they do not occur."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from .tokenizer import Tokenizer
 
 
 def check_known(ids: npt.NDArray[np.integer], tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
-    """Check that the model has a row for each of some ids.
+    """Check that ids are inside the model's vocabulary.
 
     Args:
         ids: (n,) token ids.
-        tokenizer: the tokenizer that made them.
-        vocab_size: number of rows of the model.
-        where: where the ids are from, the subject of the error message.
+        tokenizer: tokenizer that produced the ids.
+        vocab_size: number of ids in the model's vocabulary.
+        where: origin of the ids, which becomes the subject of the error message.
 
     Raises:
-        DataError: it has none for one of them.
+        DataError: an id is not in the vocabulary.
     """
     if len(ids) and int(ids.max()) >= vocab_size:
         raise DataError(unknown(int(ids[first_unknown(ids, vocab_size)]), tokenizer, vocab_size, where))
 
 
 def first_unknown(ids: npt.NDArray[np.integer], vocab_size: int) -> int:
-    """Return the position of the first id that the model has no row for."""
+    """Return the position of the first id outside the model's vocabulary."""
     return int(np.argmax(ids >= vocab_size))
 
 
 def unknown(token: int, tokenizer: Tokenizer, vocab_size: int, where: str) -> str:
-    """Return the sentence that refuses an id; arguments as of `check_known`."""
+    """Return the error message about an id outside the vocabulary; the other arguments are those of `check_known`."""
     return (
         f"{where} has the token {tokenizer.word(token)} with the id {token}, and the model's vocabulary has the ids 0 to {vocab_size - 1}; "
         "leave it out of the text, or use the tokenizer that belongs to the model"

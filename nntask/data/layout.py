@@ -1,11 +1,10 @@
-"""Layouts of data directories: which files train, validate and test, decided from the names of the files alone.
+"""Layouts of data directories: assignment of files to training, validation and test, from a listing of the directory.
 
-`splits_of` is a pure function from a listing to splits. It knows, in this order: what `save_to_disk` of `datasets` writes, the card of a repository,
-the Hub's shards (``data/train-00000-of-00003.parquet``), and the names of splits in folders, then in files, with the keywords and the delimiters of
-`datasets`. A directory without any of these is a plain tree, whose files all train.
+`splits_of` is a pure function from a listing to splits. It recognises, in this order: directories written by `save_to_disk` of `datasets`; the
+dataset card of a repository; the Hub's shards (``data/train-00000-of-00003.parquet``); and split names in folders, then in files, with the keywords
+and delimiters of `datasets`. Any other directory is a plain tree, all of whose files are used for training.
 
-The training split trains, the validation split validates, and files of a test split are never training data. A layout that leaves open what trains is
-refused, and the message says what to pass.
+Files of a test split are never training data. A layout that does not determine the training files is refused, with a message that says what to pass.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ INFOS: Final = "dataset_infos.json"
 HEAD: Final = "refs/main"
 _SHARD: Final = re.compile(r"data/(\w[\w.]*)-(?P<number>\d{5})-of-(?P<count>\d{5})[^/]*\.[^/]*")
 _SNAPSHOT: Final = re.compile(r"^snapshots/[^/]+/")
-"""Beginning of the names of files in the Hub's cache."""
+"""Beginning of file names in the Hub's cache."""
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", INFOS, DICT})
-"""Files that describe a dataset wherever they are."""
+"""Names of files that describe a dataset, in any folder."""
 _ABOUT: Final = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|authors|contributing|requirements)([-_][^.]*)?(\.(md|txt|rst|html|cff|pdf))?"
     r"|config\.json|dummy_data\.zip",
     re.IGNORECASE,
 )
-"""Names of files that are about the data, where the directory shows other signs of being a dataset."""
+"""Names of files that describe the data if the directory also has other signs of a dataset."""
 
 
 def is_document(name: str) -> bool:
-    """Whether `splits_of` reads the content of a file."""
+    """Return whether `splits_of` needs the content of a file."""
     return name == HEAD or _SNAPSHOT.sub("", name) in (CARD, INFOS) or base_name(name) in (DICT, STATE)
 
 
 def splits_of(listing: Listing, is_data: Callable[[str], bool], has_rows: Callable[[str], bool]) -> Splits:
-    """Return what the files of a directory are for.
+    """Return the splits of a directory.
 
     Args:
-        listing: the directory.
-        is_data: whether a file, by its name, can hold data of the wanted form.
-        has_rows: whether a file, by its name, holds rows, as tables and JSON lines do; texts do not.
+        listing: files of the directory.
+        is_data: predicate on a file's name, whether the file can hold data of the wanted form.
+        has_rows: predicate on a file's name, whether the file holds rows (tables and JSON lines do, texts do not).
 
     Raises:
-        DataError: the layout leaves open what trains, or a file that describes it is damaged.
+        DataError: the layout does not determine the training files, or a file that describes it is damaged.
     """
     snapshot = _snapshot(listing)
     if snapshot:
@@ -78,7 +77,7 @@ def _is_metadata(name: str, listing: Listing) -> bool:
 
 
 def _snapshot(listing: Listing) -> str:
-    """The folder of the files of a repository in the Hub's cache; "" for any other directory.
+    """Return the folder of the current snapshot if the directory is a repository in the Hub's cache; "" for any other directory.
 
     Raises:
         DataError: there are several snapshots, and no reference to one of them.
@@ -95,10 +94,10 @@ def _snapshot(listing: Listing) -> str:
 
 
 def _card_config(listing: Listing) -> CardConfig | None:
-    """The config of the card that is used; None for a card without files.
+    """Return the config of the dataset card to use; None if the card names no files.
 
     Raises:
-        DataError: the card has several configs and no default.
+        DataError: the card has several configs and no single default.
     """
     configs = [each for each in card_configs(listing.documents.get(CARD, ""), f"{listing.root}/{CARD}") if each.patterns or each.folder]
     defaults = configs if len(configs) == 1 else [each for each in configs if each.is_default]
@@ -112,10 +111,10 @@ def _card_config(listing: Listing) -> CardConfig | None:
 
 
 def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> Splits | None:
-    """The splits that a config of the card names.
+    """Return the splits that a config of the card declares.
 
     Raises:
-        DataError: no file is what the card names.
+        DataError: no file matches the config.
     """
     layout = f"card, config {config.name}"
     if not config.patterns:
@@ -137,7 +136,7 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
 
 
 def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
-    """The splits of ``data/NAME-00000-of-00001.EXTENSION``; None without such a file.
+    """Return the splits of files ``data/NAME-00000-of-00001.EXTENSION``; None if there is no such file.
 
     Raises:
         DataError: a shard is missing.
@@ -162,10 +161,10 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
 
 
 def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
-    """The splits whose keywords are in names of folders, else of files; None for a plain tree.
+    """Return the splits by keywords in the names of folders, or else of files; None for a plain tree.
 
     Raises:
-        DataError: a file is of several splits, or most are of none.
+        DataError: a file belongs to several splits, or most files belong to none.
     """
     marked = {name: found for name in files if (found := splits_in_folders(name))}
     layout = "names of folders"
@@ -185,7 +184,7 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
     if not train:
         train, others = others, ()
     elif len(others) > len(marked) and not kept_apart:
-        return None  # a name by chance: nothing here is for validation or test
+        return None  # coincidence: no file is for validation or test
     elif len(others) >= len(marked) and kept_apart:
         raise DataError(
             f"{listing.where} has {named(train)} for training by name, and {named(others)} of no split; {_advice(listing, train[0])}, "
@@ -199,10 +198,10 @@ def _advice(listing: Listing, name: str) -> str:
 
 
 def _check_configs(listing: Listing, train: Sequence[str]) -> None:
-    """Refuse training files of several configs, by the old description of a repository.
+    """Check that the training files belong to one config of dataset_infos.json, the older description of a repository.
 
     Raises:
-        DataError: they are.
+        DataError: they belong to several configs.
     """
     configs = object_in(listing, INFOS) if INFOS in listing.documents else {}
     folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))

@@ -1,7 +1,7 @@
 """Masked language models: some tokens of a sequence are hidden, and predicted from all others (Devlin et al., 2018, BERT, section 3.1).
 
-A token is chosen with a probability of its own, special tokens never. Of the chosen ones 80 % become the mask token, 10 % a random token, and 10 %
-stay. What is chosen follows from the seed, the epoch, the number of the sequence and the position (`draws`); in validation it never changes.
+Each token is chosen independently with a given probability; special tokens are never chosen. Of the chosen tokens, 80 % become the mask token, 10 % a
+random token, and 10 % stay. The choice depends on seed, epoch, sequence number and position alone (`draws`); in validation it never changes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _REPLACED: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """How tokens are hidden.
+    """Parameters of the masking, and the masking of a sequence.
 
     Args:
         mask: id of the mask token.
         special: ids that are never chosen.
-        num_ids: ids that a random token is one of.
-        probability: of a token to be chosen.
-        seed: of the run.
+        num_ids: number of ids from which a random token is drawn.
+        probability: probability that a token is chosen.
+        seed: seed of the run.
     """
 
     mask: int
@@ -45,7 +45,7 @@ class Masking:
     seed: int
 
     def hidden(self, ids: npt.NDArray[np.int32], epoch: int, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The tokens of a sequence as the model sees them, and its targets, both (T,) int32."""
+        """Return the masked tokens of a sequence and its targets, both (T,) int32; targets of tokens that were not chosen are -1."""
         chosen, fate, word = (uniforms(self.seed, epoch, sequence, purpose, len(ids)) for purpose in (_CHOSEN, _FATE, _WORD))
         picked = (chosen < self.probability) & ~np.isin(ids, self.special)
         shown = np.where(picked & (fate < _MASKED), np.int32(self.mask), ids)
@@ -55,16 +55,16 @@ class Masking:
 
 
 def masking_of(tokenizer: Tokenizer | None, vocab_size: int, probability: float, seed: int) -> Masking:
-    """How tokens of a tokenizer are hidden.
+    """Return the masking for a tokenizer.
 
     Args:
-        tokenizer: the tokenizer; None if it is not known.
-        vocab_size: number of ids of the model.
-        probability: of a token to be chosen.
-        seed: of the run.
+        tokenizer: tokenizer of the data; None if it is unknown.
+        vocab_size: number of ids in the model's vocabulary.
+        probability: probability that a token is chosen.
+        seed: seed of the run.
 
     Raises:
-        DataError: it has no mask token, or one that the model has no row for, or is not known.
+        DataError: the tokenizer is unknown, or has no mask token, or one outside the model's vocabulary.
     """
     mask = None if tokenizer is None else tokenizer.special.mask
     if tokenizer is None or mask is None:
@@ -77,7 +77,7 @@ def masking_of(tokenizer: Tokenizer | None, vocab_size: int, probability: float,
 
 
 def special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """Ids that stand for no text."""
+    """Return the (n,) ids of special tokens, which represent no text."""
     found = set(tokenizer.special.eos) | ({tokenizer.special.bos} - {None})
     if isinstance(tokenizer, BpeTokenizer):
         found |= {index for index, token in tokenizer.inner.get_added_tokens_decoder().items() if token.special}
@@ -85,12 +85,12 @@ def special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
 
 
 class MaskedWindows:
-    """Sequences of a token file in which tokens are hidden; sequence i is tokens [iT, (i+1)T).
+    """Sequences of a token file with masked tokens; sequence i is tokens [iT, (i+1)T).
 
     Args:
-        file: the tokens.
-        length: T, tokens of a sequence.
-        masking: how they are hidden.
+        file: file of the tokens.
+        length: number of tokens in a sequence, T.
+        masking: masking to apply.
     """
 
     names: Sequence[str] = ("tokens", "targets", "factor")
@@ -100,15 +100,15 @@ class MaskedWindows:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self.file.num_tokens // self.length
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length)
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Tokens and targets, (n, T) int32 each."""
+        """Return tokens and targets, (n, T) int32 each."""
         rows = windows_of(self.file, numbers, self.length, self.length)
         found = [self._masking.hidden(ids, epoch, int(number)) for ids, number in zip(rows, numbers, strict=True)]
         tokens, targets = np.empty_like(rows), np.empty_like(rows)

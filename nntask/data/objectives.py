@@ -1,19 +1,20 @@
-"""What a model learns from its data, and which arrays that takes.
+"""Training objectives, and the arrays of a batch for each of them.
 
 =========  =========  ==============================================================================================================
 objective  form       arrays of a batch
 =========  =========  ==============================================================================================================
-causal     stream     tokens (B, T), targets (B, T); where texts are kept apart also documents (B, T) and factor (1,)
+causal     stream     tokens (B, T), targets (B, T); if texts are kept apart also documents (B, T) and factor (1,)
 causal     chat       tokens, targets (-1 outside answers), documents (0 padding, else number of the conversation), factor
-masked     stream     tokens, targets (-1 where nothing was masked), factor; where texts are kept apart also documents
+masked     stream     tokens, targets (-1 at tokens not chosen), factor; if texts are kept apart also documents
 seq2seq    stream     tokens (B, S), documents (B, S) (1 text, 0 padding), decoder_tokens (B, T), targets (B, T), factor: corrupted spans
 seq2seq    pairs      the same: an input and its output
 classify   labels     tokens (B, T), documents (B, T) (1 text, 0 padding), token_types (B, T) of pairs (see below), targets (B, 1)
 classify   images     images (B, N, P) fp32: N patches of P values, targets (B, 1)
 =========  =========  ==============================================================================================================
 
-Arrays are int32 but for images and factor, which are fp32. `factor` is 1 / number of targets of the whole batch that are not -1, 0 where there is
-none: the loss is their mean. Without it the loss is the mean over all positions. A model with one kind of tokens (RoBERTa) takes no token_types.
+Images and factor are fp32, all other arrays int32. `factor` is 1 / (number of targets in the whole batch that are not -1), or 0 if there are no such
+targets: the loss is the mean over them. Without `factor` the loss is the mean over all positions. A model with one token type (RoBERTa) takes no
+token_types.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ Kind = Literal["causal", "masked", "seq2seq", "classify"]
 Form = Literal["stream", "chat", "pairs", "labels", "images"]
 KINDS: Final[tuple[Kind, ...]] = ("causal", "masked", "seq2seq", "classify")
 IGNORED: Final = -1
-"""The target of a position that the loss leaves out."""
+"""Target of a position that the loss ignores."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageShape:
-    """Images as a model takes them: `size` x `size` pixels of `channels` values, in square patches of `patch` x `patch` pixels."""
+    """Shape of a model's images: `size` x `size` pixels of `channels` values, in square patches of `patch` x `patch` pixels."""
 
     size: int
     patch: int
@@ -44,36 +45,36 @@ class ImageShape:
 
     @property
     def num_patches(self) -> int:
-        """N, patches of an image."""
+        """Number of patches of an image, N."""
         return (self.size // self.patch) ** 2
 
     @property
     def width(self) -> int:
-        """P, values of a patch."""
+        """Number of values of a patch, P."""
         return self.patch**2 * self.channels
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is learnt, and the sizes of what it is learnt from.
+    """A training objective, with the form of its data and the sizes of sequences.
 
     Args:
-        kind: the value of --objective.
-        form: what the data are made of: a stream of texts, conversations, pairs of input and output, texts with labels, images.
-        length: T, tokens of a sequence; of seq2seq S, those of the input.
-        target_length: T of seq2seq, tokens of the output; None for what follows from S.
-        separates: whether attention is kept within one text, and rows share a sequence.
+        kind: value of --objective.
+        form: form of the data: a stream of texts, conversations, pairs of input and output, texts with labels, or images.
+        length: number of tokens in a sequence, T; for seq2seq, number of tokens in the input, S.
+        target_length: number of tokens in the output of seq2seq, T; None to derive it from S.
+        separates: whether attention stays within one text, and rows share a sequence.
         has_pairs: whether a row of `labels` has two texts.
-        num_token_types: kinds of tokens that the model knows, which tell two texts apart. The rows that are kept do not follow from it.
-        mask_probability: share of tokens that are predicted, of masked and of corrupted spans.
-        num_labels: classes of `labels` and `images`.
-        labels: their names; empty where they have none.
-        pad: id behind the end of a short row.
+        num_token_types: number of the model's token types, which distinguish the two texts of a pair; not part of the cache key of rows.
+        mask_probability: share of tokens that are predicted, for masked models and corrupted spans.
+        num_labels: number of classes, for `labels` and `images`.
+        labels: names of the classes; empty if they have none.
+        pad: id that fills the end of a short row.
         start: id before the first token of an output.
         template: file of a chat template; "" for the tokenizer's own.
         image: shape of images; None for text.
-        counts_positions: whether the model has a table of positions, so that texts in one sequence need positions of their own. The rows that are
-            kept do not follow from it.
+        counts_positions: whether the model has a table of positions, so that each text in a sequence needs positions of its own; not part of the
+            cache key of rows.
     """
 
     kind: Kind = "causal"
@@ -111,23 +112,30 @@ class Objective:
 
     @property
     def scored_names(self) -> tuple[str, ...]:
-        """Names of the arrays for a sum of losses, which needs nothing that is said of the whole batch."""
+        """Names of the arrays for a sum of losses, which needs no array that describes the whole batch."""
         return tuple(name for name in self.names if name not in OF_BATCH)
 
     @property
     def is_plain(self) -> bool:
-        """Whether each token is predicted from those before it, as in a batch of tokens and targets alone."""
+        """Whether a batch has only tokens and targets, so that each token is predicted from all tokens before it."""
         return self.names == ("tokens", "targets")
 
 
 def factor_of(targets: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-    """(1,) 1 / number of targets that count, 0 where there is none."""
+    """Return (1,) fp32, 1 / (number of targets that are not ignored); 0 if all are ignored."""
     count = int((targets != IGNORED).sum())
     return np.array([1 / count if count else 0.0], np.float32)
 
 
 def random_batch(objective: Objective, size: int, vocab_size: int, seed: int | Sequence[int]) -> Batch:
-    """A batch of random ids that count in full, for measurements."""
+    """Return a batch of random ids without ignored positions, for measurements.
+
+    Args:
+        objective: training objective, which determines the arrays.
+        size: number of sequences, B.
+        vocab_size: number of ids in the model's vocabulary.
+        seed: seed of the random numbers.
+    """
     draw = np.random.Generator(np.random.PCG64(seed))
     length = objective.length if objective.image is None else objective.image.num_patches
     target = 1 if objective.kind == "classify" else objective.target_length or length
@@ -140,7 +148,7 @@ def random_batch(objective: Objective, size: int, vocab_size: int, seed: int | S
         if name == "factor":
             arrays[name] = np.array([1 / (size * target)], np.float32)
         elif name == "images":
-            assert objective.image is not None  # they have a shape
+            assert objective.image is not None  # an objective of images has a shape
             arrays[name] = draw.random((size, length, objective.image.width), np.float32)
         elif name in ("documents", "token_types"):
             arrays[name] = np.full((size, length), int(name == "documents"), np.int32)

@@ -1,6 +1,6 @@
-"""Files of text opened for reading, compressed ones unpacked on the way: gzip, bzip2 and xz by the standard library.
+"""Opening of text files, with transparent decompression of gzip, bzip2 and xz by the standard library.
 
-The first bytes of a file say what it is, whatever its name. Formats that are not read, and pointers of Git LFS in place of data, are named.
+The format is recognised by a file's first bytes, not by its name. Errors name unsupported formats, and Git LFS pointers in place of data.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..errors import DataError
 from ..io.regular_file import open_regular
 
 PACKED: Final = (".gz", ".bz2", ".xz", ".zst")
-"""Suffixes of compressed files, which `inner_suffix` looks behind."""
+"""Suffixes of compressed files, which `inner_suffix` strips."""
 _READERS: Final[Mapping[bytes, tuple[str, Callable[[IO[bytes]], Any]]]] = {
     b"\x1f\x8b\x08": ("gzip", gzip.open),
     b"BZh": ("bzip2", bz2.open),
     b"\xfd7zXZ\x00": ("xz", lzma.open),
 }
 _BZIP2_BLOCK: Final = (b"\x31\x41\x59\x26\x53\x59", b"\x17\x72\x45\x38\x50\x90")
-"""What follows ``BZh`` and a digit in a bzip2 file, and in no text."""
+"""Bytes that follow ``BZh`` and a digit in a bzip2 file, but not in a text."""
 _UNREAD: Final = {
     b"\x28\xb5\x2f\xfd": "is compressed by Zstandard, which is not read; unpack it with zstd -d",
     b"PK\x03\x04": "is a zip archive, which is not read; unpack it with unzip",
@@ -40,21 +40,21 @@ _HEAD_NBYTES: Final = 512
 _LONGEST_LINE: Final = 16 << 20
 _UNPACKED_PER_BYTE: Final = 256
 _UNPACKED_BESIDES: Final = 16 << 20
-"""Bytes of unpacked content: for each byte of the file, and besides. Texts have about four, and those that repeat themselves a hundred."""
+"""Limit on unpacked content, in bytes: a number for each byte of the file, plus a constant. Texts have about 4 bytes, repetitive ones 100."""
 
 
 def inner_suffix(name: str) -> str:
-    """The suffix of a name, in lower case, without that of a compression."""
+    """Return the suffix of a file name in lower case, after a suffix of `PACKED` has been stripped."""
     root, suffix = os.path.splitext(name.lower())
     return os.path.splitext(root)[1] if suffix in PACKED else suffix
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, unpacked; errors of reading it within the block become those of data.
+    """Open a file for reading, decompressed; errors of reading within the block are raised as `DataError`.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or is of a format that is not read.
+        DataError: the file cannot be read, is damaged, or is of an unsupported format.
     """
     kind = ""
     try:
@@ -75,20 +75,16 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def lines_in(file: IO[bytes], path: Path) -> Iterable[bytes]:
-    """Return the lines of a file that `opened` has opened; a file that is not compressed bounds them itself.
+    """Return the lines of a file from `opened`, limited in size if the file is compressed.
 
     Raises:
-        DataError: at a line that unpacks to more than 16 MiB and more than the file has; or if all of them unpack to far more than the file.
+        DataError: a line unpacks to more than 16 MiB and to more bytes than the file has; or all lines unpack to far more than the file.
     """
     return file if isinstance(file, io.BufferedReader) else _unpacked_lines(file, path)
 
 
 def _unpacked_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """The lines of a compressed file.
-
-    Raises:
-        DataError: a line unpacks to more bytes than the file has, and to more than 16 MiB; or all of them to far more than the file.
-    """
+    """Yield the lines of a compressed file; raises the errors of `lines_in`."""
     most, left = longest_line(path), most_unpacked(path)
     while line := file.readline(most + 1):
         check_line(len(line), most, path)
@@ -99,35 +95,35 @@ def _unpacked_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
 
 
 def most_unpacked(path: Path) -> int:
-    """Return how many bytes the content of a file may have when it is unpacked."""
+    """Return the limit on the unpacked content of a file, in bytes."""
     return _UNPACKED_PER_BYTE * path.stat().st_size + _UNPACKED_BESIDES
 
 
 def too_large(path: Path) -> DataError:
-    """Return the error of a file that unpacks to more than `most_unpacked`."""
+    """Return the error for a file that unpacks to more than `most_unpacked`."""
     return DataError(f"{path} unpacks to more than {most_unpacked(path):,} bytes, far more than texts do; unpack it to use it")
 
 
 def longest_line(path: Path) -> int:
-    """Return the largest size of a line of a file: 16 MiB, or that of the file, which only a compressed file exceeds."""
+    """Return the limit on the size of a line, in bytes: 16 MiB or the file's size, which only compressed files can exceed."""
     return max(_LONGEST_LINE, path.stat().st_size)
 
 
 def check_line(size: int, most: int, path: Path) -> None:
-    """Check the size of a line, or of its beginning.
+    """Check the size of a line, or of the part read so far.
 
     Raises:
-        DataError: it is larger than `most`.
+        DataError: the size exceeds `most`.
     """
     if size > most:
         raise DataError(f"{path} has a line that unpacks to more than {most:,} bytes, and a line is held in memory; unpack the file to use it")
 
 
 def check_head(path: Path, head: bytes) -> None:
-    """Refuse a file whose first bytes are those of a format that is not read.
+    """Check that a file's first bytes are not those of an unsupported format.
 
     Raises:
-        DataError: they are.
+        DataError: the format is not supported.
     """
     if head.startswith(tuple(_UNREAD)):
         what = next(what for magic, what in _UNREAD.items() if head.startswith(magic))
@@ -141,7 +137,7 @@ def _check_tar(path: Path, head: bytes) -> None:
 
 
 def _reader_of(head: bytes) -> tuple[str, Callable[[IO[bytes]], Any] | None]:
-    """Name of the compression of a file that begins so, and what unpacks it; None for a file that is not compressed."""
+    """Return (name, opener) of the compression that a file's first bytes show; ("", None) for a file that is not compressed."""
     for magic, (kind, reader) in _READERS.items():
         if head.startswith(magic) and (kind != "bzip2" or head[4:10] in _BZIP2_BLOCK):
             return kind, reader

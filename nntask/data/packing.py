@@ -1,6 +1,6 @@
-"""Several texts in one sequence, which attention keeps apart: positions with equal numbers in `documents` see each other, others do not.
+"""Several texts in one sequence, kept apart by attention: positions attend to each other only if their numbers in `documents` are equal.
 
-A stream is cut into sequences wherever they end. Rows are put behind each other in their order, as long as the next one fits as a whole.
+A stream is cut into sequences of equal length, even within a text. Rows fill a sequence in order, as long as the next row fits as a whole.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .token_file import TokenFile
 
 
 def documents_of(ids: npt.NDArray[np.int32], begin: int, end: int) -> npt.NDArray[np.int32]:
-    """(n, T) number of the text of each token in its sequence, from 1.
+    """Return (n, T) int32, the number of each token's text within its sequence, from 1.
 
     Args:
         ids: (n, T) tokens of a stream.
         begin: id before each text.
-        end: id behind each text; where it is `begin`, one id between two texts belongs to the second, as its first token.
+        end: id after each text; if it equals `begin`, the one id between two texts is the first token of the second.
     """
     edges = np.zeros(ids.shape, np.int32)
     if begin == end:
@@ -34,7 +34,7 @@ def documents_of(ids: npt.NDArray[np.int32], begin: int, end: int) -> npt.NDArra
 
 
 def positions_in(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """(n, T) position of each token in its text, from 0, of texts behind each other with these numbers (n, T)."""
+    """Return (n, T) int32, the position of each token in its text, from 0; `documents` (n, T) has the number of each token's text."""
     at = np.arange(documents.shape[1], dtype=np.int32)
     begins = np.ones(documents.shape, bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -43,10 +43,10 @@ def positions_in(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 class PlacedTexts:
-    """Examples with the positions of tokens in their texts, for models that have a table of positions.
+    """Examples with the position of each token in its text, for models that have a table of positions.
 
     Args:
-        examples: several texts in one sequence.
+        examples: examples with several texts in a sequence.
     """
 
     def __init__(self, examples: Examples) -> None:
@@ -55,15 +55,15 @@ class PlacedTexts:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self._examples.num_sequences
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         return self._examples.too_few(batch)
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of the examples, and positions (n, T) int32."""
+        """Return the arrays of the examples, and positions (n, T) int32."""
         found = self._examples.arrays(numbers, epoch)
         return {**found, "positions": positions_in(found["documents"])}
 
@@ -71,13 +71,14 @@ class PlacedTexts:
 class SeparateWindows:
     """Sequences of a token file for a model that predicts the next token, with the texts in a sequence kept apart.
 
-    What follows the end of a text is no target; where one id is between two texts, the first text is followed by it and the second begins with it.
+    The token after the end of a text is not a target. If `begin` equals `end`, the one id between two texts is both the last target of the first text
+    and the first token of the second.
 
     Args:
-        file: the tokens.
-        length: T, tokens of a sequence.
+        file: file of the tokens.
+        length: number of tokens in a sequence, T.
         begin: id before each text.
-        end: id behind each text.
+        end: id after each text.
     """
 
     names: Sequence[str] = ("tokens", "targets", "documents", "factor")
@@ -87,15 +88,15 @@ class SeparateWindows:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self.file.num_sequences(self.length)
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length + 1)
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Tokens, targets and documents, (n, T) int32 each."""
+        """Return tokens, targets and documents, (n, T) int32 each."""
         rows = windows_of(self.file, numbers, self.length, self.length + 1)
         tokens, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
         if self._begin != self._end:
@@ -104,11 +105,14 @@ class SeparateWindows:
 
 
 class SeparateMaskedWindows(MaskedWindows):
-    """Sequences of a token file in which tokens are hidden, with the texts in a sequence kept apart.
+    """Sequences of a token file with masked tokens, with the texts in a sequence kept apart.
 
     Args:
+        file: file of the tokens.
+        length: number of tokens in a sequence, T.
+        masking: masking to apply.
         begin: id before each text.
-        end: id behind each text.
+        end: id after each text.
     """
 
     names: Sequence[str] = ("tokens", "targets", "documents", "factor")
@@ -118,18 +122,18 @@ class SeparateMaskedWindows(MaskedWindows):
         self._begin, self._end = begin, end
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Tokens, targets and documents, (n, T) int32 each."""
+        """Return tokens, targets and documents, (n, T) int32 each."""
         found = super().arrays(numbers, epoch)
-        ids = np.where(found["targets"] == IGNORED, found["tokens"], found["targets"])  # before any was hidden
+        ids = np.where(found["targets"] == IGNORED, found["tokens"], found["targets"])  # the ids before masking
         return {**found, "documents": documents_of(ids, self._begin, self._end)}
 
 
 def packed(lengths: Iterable[int], limit: int) -> Iterator[int]:
-    """The numbers of the rows that begin a sequence, and at the end how many rows there are.
+    """Yield the numbers of the rows that begin a sequence, and finally the number of rows.
 
     Args:
-        lengths: of the rows, each at most `limit`.
-        limit: T, positions of a sequence.
+        lengths: length of each row, at most `limit`.
+        limit: number of positions in a sequence, T.
     """
     used, number = limit, 0
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Tokenised datasets as portable directories: train.bin, val.bin and tokenizer.json, from text of any source."""
+"""Export of tokenised datasets as portable directories with train.bin, val.bin and tokenizer.json, from text of any source."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .tokenized import findings_of, tokenizer_of, write_tokens
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDataset:
-    """Facts of a directory of tokens that was written.
+    """Summary of a written directory of tokens.
 
     Args:
         num_train: number of training tokens.
         num_validation: number of validation tokens.
-        tokenizer: the tokenizer's name.
-        vocab_size: number of the tokenizer's ids.
-        notes: what of the tokenizer's files is not followed, and what of the texts is replaced, a sentence each.
+        tokenizer: name of the tokenizer.
+        vocab_size: number of ids of the tokenizer.
+        notes: notes about ignored settings of the tokenizer's files and about replaced bytes of texts, a sentence each.
     """
 
     num_train: int
@@ -38,13 +38,13 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
     """Tokenise a dataset into a new directory, which appears when it is complete (`nntask.io.atomic_write`).
 
     Args:
-        spec: the choice of dataset and tokenizer.
-        output: the directory to write.
-        report: called with a sentence before each piece of work that takes seconds.
+        spec: choice of dataset and tokenizer.
+        output: directory to write.
+        report: function called with a sentence before each piece of work that takes seconds.
 
     Raises:
-        UsageError: `output` exists and is not empty, or cannot be written, or `spec` names token ids.
-        DataError: the data is missing or broken, or a text has a token beyond the ids that `spec` allows.
+        UsageError: `output` exists and is not empty, or cannot be written, or `spec` names a token file or images.
+        DataError: the data are missing or broken, or a text has a token outside the vocabulary of `spec`.
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":

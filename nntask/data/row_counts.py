@@ -1,4 +1,4 @@
-"""Counts of what rows lose while they are encoded, as findings for the header of a run and summary.json."""
+"""Counts of rows that are cut, changed or left out during encoding, as findings for the header of a run and summary.json."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .objectives import Objective
 from .row_keys import ROW_KEYS, RowKind, unknown_keys
 
 _MOST_NAMED: Final = 8
-"""Unknown keys that a sentence names."""
+"""Largest number of unknown keys that a finding names."""
 
 
 class RowTally:
-    """Counts of some rows.
+    """Counters of the rows of a part of a split.
 
     Attributes:
         numbers: key of `_SENTENCES` -> number of rows or answers.
@@ -26,11 +26,16 @@ class RowTally:
         self.numbers, self.unknown = Counter[str](), Counter[str]()
 
     def add(self, key: str, number: int = 1) -> None:
-        """Count rows under a key of `_SENTENCES`."""
+        """Add to the count of a key of `_SENTENCES`."""
         self.numbers[key] += number
 
     def check(self, kind: RowKind, rows: Iterable[Mapping[str, Any]], where: str) -> None:
-        """Count the unknown keys of a row, or of the messages of one; each key once a row.
+        """Check the keys of a row, or of the messages of a row, and count the unknown ones, each at most once.
+
+        Args:
+            kind: kind of `rows`, which determines the known keys.
+            rows: the row, or its messages.
+            where: position of the row, for error messages.
 
         Raises:
             DataError: a key is refused.
@@ -40,10 +45,10 @@ class RowTally:
 
 
 class RowCounts(RowTally):
-    """Counts of one split.
+    """Counters of the rows of a split.
 
     Args:
-        objective: what is learnt, with the lengths that rows are cut to.
+        objective: training objective, with the lengths to which rows are cut.
         split: "training" or "validation"; "" for rows of both.
 
     Attributes:
@@ -62,7 +67,7 @@ class RowCounts(RowTally):
                 self.unknown[f'"{key}"'] += num_rows
 
     def findings(self) -> Iterator[Finding]:
-        """Return what there is to say."""
+        """Yield a finding for each counter that is not 0, and one for all unknown keys."""
         before = "validation_" if self._split == "validation" else ""
         split = self._split and f"{self._split} "
         for key, sentence in _SENTENCES.items():

@@ -1,8 +1,12 @@
-"""Rows of token ids in files: fields of any lengths, read row by row with ``pread``. A directory that appears when it is complete.
+"""Row files: directories of rows of token ids, whose fields have any lengths and are read row by row with ``pread``.
 
-`values.bin` has the ids (int32, little-endian) of all fields of all rows behind each other, `ends.bin` (int64) where each field ends, after a 0;
-`begins.bin` (int64), where there is one, the rows that begin a packed sequence, and at its end the number of rows. `checksums.json` has checksums of
-the blocks of each (`nntask.io.block_checksums`), which are compared when a block is first read, and at the heads of the files on opening.
+A directory is written atomically and contains:
+
+- `values.bin` (int32, little-endian): the ids of all fields of all rows, concatenated;
+- `ends.bin` (int64): a 0, then the end of each field in `values.bin`;
+- `begins.bin` (int64), only for packed rows: the number of the first row of each sequence, then the number of rows;
+- `checksums.json`: checksums of the blocks of the other files (`nntask.io.block_checksums`), verified when a block is first read, and at the heads
+  of the files on opening.
 """
 
 from __future__ import annotations
@@ -32,13 +36,13 @@ Row = Sequence[npt.NDArray[np.int32]]
 
 
 class RowFile:
-    """Rows on disk.
+    """An open directory of rows.
 
     Args:
-        path: their directory.
-        num_fields: fields of a row.
-        name: what messages call the rows; the path unless given.
-        is_written: whether the directory is complete, and so has checksums.
+        path: the directory.
+        num_fields: number of fields of a row.
+        name: name of the rows in messages; "" for the path.
+        is_written: whether the directory is complete, and therefore has checksums.
 
     Raises:
         DataError: a file is missing, cut short, or changed since it was written.
@@ -68,18 +72,18 @@ class RowFile:
 
     @property
     def num_sequences(self) -> int:
-        """Packed sequences; rows, where none are packed."""
+        """Number of packed sequences; number of rows if the rows are not packed."""
         return os.fstat(self._open[_BEGINS]).st_size // _END.itemsize - 1 if _BEGINS in self._open else self.num_rows
 
     def sequence(self, number: int) -> list[Row]:
-        """The rows of a sequence."""
+        """Return the rows of a sequence."""
         if _BEGINS not in self._open:
             return [self.row(number)]
         begin, end = self._read(_BEGINS, _END, number, 2)
         return [self.row(each) for each in range(int(begin), int(end))]
 
     def row(self, number: int) -> Row:
-        """The fields of a row.
+        """Return the fields of a row, (n,) int32 each.
 
         Raises:
             DataError: the files cannot be read.
@@ -89,7 +93,7 @@ class RowFile:
         return np.split(values.astype(np.int32), ends[1:-1] - ends[0])
 
     def _check_heads(self) -> None:
-        """Read the checksums, and compare the heads of the files with them."""
+        """Read the checksums, and verify the heads of the files."""
         values = read_object(self.path / _CHECKSUMS, "the checksums")
         sizes = {name: os.fstat(fd).st_size for name, fd in self._open.items()}
         try:
@@ -103,11 +107,11 @@ class RowFile:
             self._compare(name, 0, min(size, HEAD_NBYTES))
 
     def _compare(self, name: str, begin: int, end: int) -> None:
-        """Check that the bytes [begin, end) of a file are those that were written.
+        """Verify the checksums of the bytes [begin, end) of a file.
 
         Raises:
             OSError: the file cannot be read.
-            DataError: the bytes changed.
+            DataError: the bytes have changed since they were written.
         """
         if name not in self._checksums:
             return
@@ -139,13 +143,14 @@ class RowFile:
 
 
 def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None, findings: Callable[[], Iterable[Finding]] = tuple) -> None:
-    """Write rows, one at a time.
+    """Write rows to a new directory, one at a time.
 
     Args:
-        path: the directory, which appears when it is complete.
-        pack: T, positions of the sequences that rows are packed into; a row has as many as its first field without its last id, which is a target
-            only. None for a sequence a row.
-        findings: called when all rows are written; returns what they lost, which is kept beside them.
+        path: directory to write; it appears when it is complete.
+        rows: rows in order.
+        pack: number of positions of a packed sequence, T; a row takes one position fewer than its first field has ids, since the last id is a target
+            only. None to make each row a sequence.
+        findings: function called when all rows are written; returns their findings, which are stored in the directory.
     """
     with written_aside(path) as new:
         new.mkdir()
@@ -165,7 +170,7 @@ def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None, finding
 
 
 def _write_packs(directory: Path, num_fields: int, limit: int) -> None:
-    """Write which rows begin a packed sequence."""
+    """Write the file of the rows that begin a packed sequence of at most `limit` positions."""
     rows = RowFile(directory, num_fields, is_written=False)
     try:
         with (directory / _BEGINS).open("wb") as file:

@@ -1,7 +1,7 @@
-"""Keys of rows and of messages that other programs write: each is used, ignored for a reason, or refused since it changes what the row means.
+"""Known keys of rows and messages: each is used, ignored for a reason, or refused because ignoring it would change the meaning of the row.
 
-A refused key with nothing in it (null, an empty string, list or object, false), or with its usual value, is ignored. Any other key is unknown: it is
-ignored as well, and counted by `RowCounts`, so that a run names it once.
+A refused key is ignored if its value is empty (null, false, or an empty string, list or object) or the usual one. Unknown keys are ignored and
+counted by `RowCounts`, so that a run reports each once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Use = Literal["used", "written", "ignored", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """What becomes of a key.
+    """Rule for a key.
 
     Args:
-        use: used; written by the chat template, or the row is refused; ignored; refused.
-        reason: what it is used for, why it is ignored, or what to do instead.
-        usual: value of a refused key that asks for what is done anyway.
+        use: "used", "ignored" or "refused"; or "written", for a key that the chat template must write, else the row is refused.
+        reason: purpose of a used key, reason why a key is ignored, or remedy for a refused key.
+        usual: value of a refused key that is accepted because it requests the default behaviour.
     """
 
     use: Use
@@ -85,7 +85,7 @@ _IDS: Final = {
     ),
 }
 _TABLE_INDEX: Final = _all("ignored", "names the row", "__index_level_0__", "Unnamed: 0")
-"""The index of pandas, in tables and in CSV files that were converted."""
+"""Index columns that pandas writes to tables, and to CSV files."""
 _CORPORA: Final = {
     **_all("ignored", "names what the text is from", "title", "doc_id", "docid", "digest", "blob_id", "hexsha", "warc_record_id", "warcinfo"),
     **_all("ignored", "names what the text is from", "dump", "segment", "cc_segment", "bucket", "file_path", "filename", "path", "repo_name", "ext"),
@@ -98,7 +98,7 @@ _CORPORA: Final = {
     **_all("ignored", "measures the text", "original_nlines", "minhash_cluster_size", "bff_contained_ngram_count_before_dedupe", "embedding"),
     **_all("ignored", "a class, which --objective classify learns", "label"),
 }
-"""Keys of public corpora: C4, the Pile, OpenWebText, FineWeb, Dolma, RedPajama, SlimPajama, DCLM, OSCAR, Cosmopedia, PG-19 and their like."""
+"""Keys of public corpora such as C4, the Pile, OpenWebText, FineWeb, Dolma, RedPajama, SlimPajama, DCLM, OSCAR, Cosmopedia and PG-19."""
 _SECOND_TEXTS: Final = ("text_pair", "text2", "text_b", "sentence2")
 
 ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
@@ -172,7 +172,7 @@ ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
         **_all("refused", "a message is a whole one; join it with what it begins", "prefix", "partial"),
     },
 }
-"""Kind of row -> key -> what becomes of it."""
+"""Kind of row -> key -> rule."""
 
 _OTHER_FORMATS: Final = (
     (
@@ -183,21 +183,21 @@ _OTHER_FORMATS: Final = (
     (frozenset(("prompt", "completion")), 'a prompt and its completion; write them as {"messages": [...]} or {"text": "..."}'),
     (frozenset(("instruction", "output")), 'an instruction and its output; write them as {"messages": [...]} or {"text": "..."}'),
 )
-"""Keys of a row in a format of other programs, and what it holds."""
+"""Keys that identify the format of another program, with a description of its rows and the remedy, for error messages."""
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a value says no more than a missing key."""
+    """Return whether a value is equivalent to a missing key."""
     return value is None or value is False or value in ("", [], {})
 
 
 def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[str]:
-    """Return the keys of a row or a message that nobody knows.
+    """Return the keys of a row or message that have no rule.
 
     Args:
-        values: the row or the message.
-        kind: what it is.
-        where: the place of the row, for messages.
+        values: row or message.
+        kind: kind of `values`.
+        where: position of the row, for error messages.
 
     Raises:
         DataError: a key is refused.
@@ -214,6 +214,6 @@ def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[s
 
 
 def format_hint(keys: Iterable[str]) -> str:
-    """Return what a row of another program's format holds, and what to write instead; "" for an unknown one."""
+    """Return a description of a row in a known format of another program, with the remedy; "" for any other row."""
     found = set(keys)
     return next((hint for names, hint in _OTHER_FORMATS if names <= found), "")

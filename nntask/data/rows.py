@@ -1,4 +1,4 @@
-"""Rows as sequences: pairs of input and output, texts with labels, conversations. Short ones are padded, long ones were cut when encoded."""
+"""Rows as training sequences: pairs of input and output, texts with labels, conversations. Long rows are cut when encoded, short ones padded here."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .spans import rows_of_pairs
 from .tokenizer import Tokenizer
 
 NUM_FIELDS: Final[dict[Form, int]] = {"pairs": 2, "labels": 3, "chat": 2}
-"""Fields of a row: input and output; ids, their types and the label; ids and whether each is of an answer."""
+"""Form -> number of fields: input and output; ids, their types, and the label; ids, and whether each belongs to an answer."""
 
 
 class Rows:
-    """Sequences of rows.
+    """Sequences of a row file.
 
     Args:
-        file: the rows.
-        objective: what is learnt of them.
+        file: file of encoded rows.
+        objective: training objective.
     """
 
     def __init__(self, file: RowFile, objective: Objective) -> None:
@@ -40,11 +40,11 @@ class Rows:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self.file.num_sequences
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         found, packs = self.num_sequences, " packed into sequences" if self._objective.separates else ""
         advice = f"use more rows, or --batch {found}" if found else "use more rows"
         if not found and self._objective.form == "chat":
@@ -52,7 +52,7 @@ class Rows:
         return f"{self.name} has {found} row{'' if found == 1 else 's'}{packs}, and --batch is {batch}; {advice}"
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of the objective but `factor`."""
+        """Return the arrays of the objective, except `factor`."""
         sequences = [self.file.sequence(int(number)) for number in numbers]
         if self._objective.form == "pairs":
             return rows_of_pairs([(each[0][0], each[0][1]) for each in sequences], self._objective)
@@ -85,14 +85,17 @@ class Rows:
 
 
 def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, vocab_size: int, counts: RowCounts) -> Iterator[Row]:
-    """The rows of lines, cut to the objective's lengths.
+    """Yield the encoded rows of lines, cut to the objective's lengths.
 
     Args:
-        counts: counts what the rows lose.
+        lines: lines to encode.
+        objective: training objective.
+        tokenizer: tokenizer that encodes the texts.
+        vocab_size: number of ids in the model's vocabulary.
+        counts: counters of rows that are cut, changed or left out.
 
     Raises:
-        DataError: a line has not what the objective takes, or a token that is none of the model's `vocab_size`; or the tokenizer has no chat
-            template.
+        DataError: a line lacks a value that the objective needs, or has a token outside the vocabulary; or the tokenizer has no chat template.
     """
     encoder = RowEncoder(tokenizer)
     if objective.form == "chat":
@@ -105,7 +108,7 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, v
         counts.num_rows += 1
         if objective.form == "pairs":
             counts.check("pairs", [line.values], line.where)
-            assert objective.target_length is not None  # filled in
+            assert objective.target_length is not None  # `config.objective` has set it
             source, _, is_cut = encoder.row(line.text("input"), None, objective.length)
             target, _, target_is_cut = encoder.row(line.text("target"), None, objective.target_length)
             check_known(np.concatenate((source, target)), tokenizer, vocab_size, line.where)
@@ -126,7 +129,7 @@ def encoded_rows(lines: JsonLines, objective: Objective, tokenizer: Tokenizer, v
 def _conversations(
     lines: JsonLines, objective: Objective, template: ChatProcess, encoder: RowEncoder, counts: RowCounts
 ) -> Iterator[tuple[Record, Row]]:
-    """The rows of conversations, each with its line; one with nothing to learn is left out."""
+    """Yield the rows of conversations, each with its line; conversations without anything to learn are left out."""
     limit = objective.length + 1  # the last id is a target only
     for line, text, answers in template.rows(lines, counts):
         counts.num_rows += 1
@@ -139,10 +142,10 @@ def _conversations(
 
 
 def label_of(line: Record, objective: Objective) -> int:
-    """The number of a line's label.
+    """Return the class number of a line's label.
 
     Raises:
-        DataError: it is neither a class nor the name of one.
+        DataError: the label is neither a class number nor the name of a class.
     """
     value = line.values.get("label")
     if isinstance(value, str) and value in objective.labels:

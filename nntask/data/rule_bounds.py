@@ -1,9 +1,9 @@
-r"""Rules of tokenizers that are known to be bounded: their time and memory follow the length of a text.
+r"""Tables of tokenizer rules that are known to be bounded: their time and memory are proportional to the length of a text.
 
-The rules of a tokenizer.json (normalizer, pre-tokenizer, post-processor, decoder) are a program: replacements multiply a text, and regular
-expressions such as ``(a|aa)+$`` try an exponential number of ways. A rule is bounded if it is in the tables below. Others may be harmless, but that
-is not proved, so its tokenizer works in a confined process (`ConfinedRules`). Regular expressions are compared as text with published ones; the only
-ones that are judged by their form are runs of one class of characters.
+The rules of a tokenizer.json (normalizer, pre-tokenizer, post-processor, decoder) are a program: replacements can multiply a text, and regular
+expressions such as ``(a|aa)+$`` can try an exponential number of ways. A rule counts as bounded if it is in the tables below. A tokenizer with any
+other rule may be harmless, but this is not proved, so it runs in a sandboxed process (`ConfinedRules`). Regular expressions are compared as text with
+published ones; the only ones that are judged by their form are runs of one class of characters.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import Any, Final
 from ..gguf.pre_tokenizers import RULES
 
 _MOST_GROWTH: Final = 16
-"""Most bytes that all steps on texts, or all steps on tokens, may make of one byte. LLaMA's rules make 12: a sign of three bytes is put before each
-part of a text, and replaces each space."""
+"""Largest growth, in bytes per byte of text, of all steps on texts together, and of all steps on tokens together. LLaMA's rules grow a text 12 times:
+a sign of three bytes is put before each part of a text, and replaces each space."""
 _LONGEST_WORD: Final = 256
-"""Longest addition to a word, and longest text that is searched for."""
+"""Largest number of characters of an addition to a word, and of a text that is searched for."""
 _LONGEST_PREFIX: Final = 32
 _LONGEST_PIECE: Final = 100
-"""Longest token of a Unigram model, and longest word of a WordPiece model, whose times are proportional to it. Published ones have 16 and 100."""
+"""Largest number of characters of a token of a Unigram model, and of a word of a WordPiece model; their times are proportional to it. Published
+models have 16 and 100."""
 _LONGEST_FORM: Final = 36
-"""Bytes of the longest text of a `Precompiled` normalizer. The longest compatibility form of Unicode has 33."""
+"""Largest size in bytes of a replacement of a `Precompiled` normalizer. The longest compatibility form of Unicode has 33."""
 _MOST_STEPS: Final = 32
 _MOST_PIECES: Final = 16
 _MOST_AROUND: Final = 256
-"""Most ids that a template puts around a text."""
+"""Largest number of ids that a template puts around a text."""
 _LONGEST_VALUE: Final = 1 << 14
-"""Bytes of a token or a list of numbers. A Unigram model is a tree as deep as its longest token, and freeing a deep one overflows the stack."""
+"""Largest size in bytes of a token or a list of numbers. A Unigram model is a tree as deep as its longest token, and freeing a deep one overflows the
+stack."""
 _PUBLISHED: Final = frozenset(
     {
         *(pattern for rule in RULES for pattern in rule.patterns if "(?=" not in pattern),  # looks ahead from each digit to the last one
@@ -44,9 +46,9 @@ _PUBLISHED: Final = frozenset(
 )
 """Regular expressions of published tokenizers."""
 _RUN: Final = re.compile(r"(?:\\[sSdDwWrnt]|\\[pP]\{\w+\}|[^\\\[\](){}|*+?.^$]|\[\^?(?:\\.(?:\{\w+\})?|[^\\\[\]])+\])(?:\+|\{[1-9],?[1-9]?\})?")
-"""One class of characters, repeated or not, which is searched without a step back that matters."""
+"""Pattern of expressions with one class of characters, repeated or not, whose search needs no costly backtracking."""
 _LEAST: Final = re.compile(r" \{([1-9]),\}")
-"""The least number of spaces that a run of them has."""
+"""Pattern of expressions for a run of spaces; its group is the smallest length of the run."""
 _PLAIN: Final = frozenset(
     {
         *("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Nmt"),
@@ -54,11 +56,11 @@ _PLAIN: Final = frozenset(
         *("RobertaProcessing", "BertProcessing", "ByteFallback", "Fuse"),
     }
 )
-"""Steps without numbers and texts of their own."""
+"""Steps whose cost depends on no number or text in the file."""
 _FORMS: Final[Mapping[str, int]] = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
-"""Most bytes that Unicode's forms make of a byte. They do so once, so they count only where a step before them has made characters of its own."""
+"""Unicode form -> largest growth in bytes per byte. A text grows only once, so they count only after a step that has inserted characters."""
 _ONCE: Final = (("ByteLevel", 0, 2), ("Precompiled", 0, 2), ("TemplateProcessing", 2, 3))
-"""Steps that lengthen a text each time, and the sections in which they do."""
+"""Steps that lengthen a text each time they are applied, as (type, first section, last section excluded): at most one of each is accepted."""
 _LISTS: Final = ("normalizers", "pretokenizers", "processors", "decoders")
 _SECTIONS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -67,14 +69,14 @@ def unbounded_rule(content: Mapping[str, Any]) -> str:
     """Return the first rule of a tokenizer.json that is not known to be bounded, as text; "" if there is none.
 
     Args:
-        content: the sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder.
+        content: sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder.
     """
     steps = {section: list(_flat(content.get(section))) for section in _SECTIONS}
     growth = 1.0
     for section, found in steps.items():
         if len(found) > _MOST_STEPS:
             return f"{len(found)} steps of {section}"
-        growth = growth if section == "pre_tokenizer" else 1.0  # which works on the output of the normalizer
+        growth = growth if section == "pre_tokenizer" else 1.0  # it works on the output of the normalizer
         for step in found:
             if not _is_bounded(step):
                 return _as_text(step)
@@ -89,7 +91,7 @@ def unbounded_rule(content: Mapping[str, Any]) -> str:
 
 
 def unbounded_model(inner: Any) -> str:
-    """Return what of a tokenizer's model is not known to be bounded, as text; "" if there is nothing.
+    """Return the first property of a tokenizer's model that is not known to be bounded, as text; "" if there is none.
 
     Args:
         inner: a `tokenizers.Tokenizer`.
@@ -105,7 +107,7 @@ def unbounded_model(inner: Any) -> str:
     for token in inner.get_added_tokens_decoder().values():
         is_normal = token.normalized and inner.normalizer is not None
         word = inner.normalizer.normalize_str(token.content) if is_normal else token.content
-        if (token.lstrip or token.rstrip) and not word.strip():  # each of n spaces is followed to the end of the run
+        if (token.lstrip or token.rstrip) and not word.strip():  # the tokenizer searches to the end of the run from each of n spaces
             return f"an added token of {len(token.content)} spaces that takes those next to it"
     return ""
 
@@ -113,7 +115,7 @@ def unbounded_model(inner: Any) -> str:
 def has_long_value(text: bytes) -> bool:
     """Return whether a tokenizer.json has `_LONGEST_VALUE` bytes without a quotation mark, except in tables of its normalizer.
 
-    The model, nearly all of the file, is not parsed.
+    The model, which is nearly all of the file, is not parsed.
     """
     half, quote = _LONGEST_VALUE // 2, re.compile(rb'(?<!\\)"')
     without = [at for at in range(0, len(text) - half + 1, half) if quote.search(text, at, at + half) is None]
@@ -121,7 +123,7 @@ def has_long_value(text: bytes) -> bool:
         return False
     try:
         tables = [str(step.get("precompiled_charsmap")).encode() for step in _flat(normalizer_of(text))]
-    except (ValueError, RecursionError):  # no tokenizer
+    except (ValueError, RecursionError):  # not a tokenizer
         return True
     spans = [(begin, begin + len(table)) for table in tables if table and (begin := text.find(table)) >= 0]
     return any(not any(begin <= at and at + half <= end for begin, end in spans) for at in without)
@@ -133,30 +135,30 @@ def sections_of(inner: Any) -> dict[str, Any]:
 
 
 def without_rules(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json with its tokens alone."""
+    """Return a tokenizer.json without its rules, truncation and padding."""
     return {**content, **dict.fromkeys((*_SECTIONS, "truncation", "padding"))}
 
 
 def with_rules(content: Mapping[str, Any], rules: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json with the rules of another one."""
+    """Return a tokenizer.json with the rules replaced by those of another one."""
     return {**content, **{section: rules.get(section) for section in _SECTIONS}}
 
 
 def normalizer_of(text: bytes) -> Mapping[str, Any] | None:
-    """Return the normalizer in a tokenizer.json, which works already while the file is loaded, as it brings added tokens to its form.
+    """Return the normalizer in a tokenizer.json, which already runs when the file is loaded, since it normalises added tokens.
 
-    The model, nearly all of the file, is not parsed if it comes last.
+    The model, which is nearly all of the file, is not parsed if it comes last.
 
     Raises:
         ValueError: the text is not JSON.
-        RecursionError: it is nested too deeply.
+        RecursionError: the text is nested too deeply.
     """
     size = 1 << 16
     while size < len(text):
         found = _before_model(text[:size].decode("utf-8", "ignore"))
         if found is not None:
             values, rest = found
-            if text.find(b'"normalizer"', rest) < 0 and text.find(b"\\u00", rest) < 0:  # a second one would replace the first, also in other letters
+            if text.find(b'"normalizer"', rest) < 0 and text.find(b"\\u00", rest) < 0:  # a second key, possibly escaped, would replace it
                 normalizer: Mapping[str, Any] | None = values.get("normalizer")
                 return normalizer
             break
@@ -166,7 +168,7 @@ def normalizer_of(text: bytes) -> Mapping[str, Any] | None:
 
 
 def _before_model(text: str) -> tuple[dict[str, Any], int] | None:
-    """Return the values of an object before its key "model", and the number of bytes before that key's value; None if the text does not reach it."""
+    """Return the values of a JSON object before its key "model", and the offset of that key's value in bytes; None if the text ends before it."""
     decode, space = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
 
     def after(sign: str, position: int) -> int:
@@ -190,7 +192,7 @@ def _before_model(text: str) -> tuple[dict[str, Any], int] | None:
 
 
 def _flat(component: Any) -> Iterable[Mapping[str, Any]]:
-    """The steps of a component, sequences resolved."""
+    """Yield the steps of a component, with sequences flattened."""
     waiting = [] if component is None else [component]
     while waiting:
         step = waiting.pop()
@@ -207,7 +209,7 @@ def _is_bounded(step: Mapping[str, Any]) -> bool:
 
 
 def _is_known(pattern: Any) -> bool:
-    """Whether the pattern of a step is a text, or a regular expression that is known."""
+    """Return whether the pattern of a step is a short text, or a regular expression that is known to be bounded."""
     if not isinstance(pattern, Mapping):
         return False
     regex = pattern.get("Regex")
@@ -221,12 +223,12 @@ def _is_short(step: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_replaced(step: Mapping[str, Any], *keys: str) -> bool:
-    """Whether a decoder replaces texts that are not empty; an empty one occurs at each character."""
+    """Return whether the texts that a decoder replaces are short and not empty; an empty one would occur at every character."""
     return all(_is_short(step, key) and step[key] != "" for key in keys)
 
 
 def _is_bounded_template(step: Mapping[str, Any]) -> bool:
-    """Whether a template has each text once, and few tokens."""
+    """Return whether a template contains each text exactly once, and few tokens."""
     tokens = step.get("special_tokens")
     if not isinstance(tokens, Mapping):
         return False
@@ -245,7 +247,7 @@ def _is_bounded_template(step: Mapping[str, Any]) -> bool:
 
 
 def _is_bounded_charsmap(step: Mapping[str, Any]) -> bool:
-    """Whether the table of a `Precompiled` normalizer makes no character longer than Unicode's own forms do."""
+    """Return whether no replacement in the table of a `Precompiled` normalizer is longer than `_LONGEST_FORM`."""
     try:
         table = base64.b64decode(str(step.get("precompiled_charsmap")))
     except (binascii.Error, ValueError):
@@ -271,12 +273,12 @@ _CHECKS: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
 
 
 _GROWTHS: Final[Mapping[str, int]] = {"Precompiled": 2, "BertNormalizer": 2, "ByteLevel": 2, "WordPiece": 2}
-"""Growth of steps whose texts are fixed: spaces around Chinese characters, letters for bytes, spaces between words. For `Precompiled` it is that of
-common characters in published tables; a single character may become `_LONGEST_FORM` bytes."""
+"""Growth of steps whose insertions are fixed: spaces around Chinese characters, letters for bytes, spaces between words. For `Precompiled` it is the
+growth of common characters in published tables; a single character may become `_LONGEST_FORM` bytes."""
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Return the largest number of bytes that a step makes of a byte; texts between added tokens may have one character each."""
+    """Return the largest growth of a step, in bytes per byte. Texts between added tokens may have one character each."""
     kind = step["type"]
     if kind == "Metaspace":
         nbytes = len(str(step.get("replacement")).encode())
@@ -295,6 +297,6 @@ def _state_of(component: Any) -> Any:
 
 
 def _as_text(step: Mapping[str, Any]) -> str:
-    """A step, shortened."""
+    """Return a step as JSON, cut after 100 characters."""
     text = json.dumps(step)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,8 +1,7 @@
-"""The order of training sequences: a seeded permutation per epoch, and a cursor that names the exact position in it.
+"""Order of training sequences: a seeded permutation per epoch, and a cursor that records the exact position in it.
 
-An epoch visits every sequence at most once;
-sequences that do not fill a last batch are left out of that epoch. The permutation is computed position by position, so its memory does not grow
-with the stream.
+An epoch visits every sequence at most once; sequences that do not fill a last batch are left out of that epoch. The permutation is computed position
+by position, so its memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from .objectives import IGNORED, factor_of
 from .token_file import TokenFile
 
 VALIDATION: Final = -1
-"""The epoch of data that are only scored."""
+"""Epoch number of validation data, whose random choices never change."""
 _ROUNDS: Final = 6
 
 
 class Examples(Protocol):
-    """Training data as sequences that are read by number.
+    """Interface of training data as sequences that are read by number.
 
     Attributes:
-        name: what messages call them.
-        names: names of the arrays of a batch of them.
-        length: tokens of a sequence, or patches of an image.
+        name: name of the data in messages.
+        names: names of the arrays of a batch.
+        length: number of tokens in a sequence, or of patches in an image.
     """
 
     name: str
@@ -39,17 +38,17 @@ class Examples(Protocol):
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Arrays of sequences, those of a batch but for `factor`; each is a function of the number, the epoch and the seed alone.
+        """Return the arrays of some sequences, except `factor`; a sequence depends only on its number, the epoch and the seed.
 
         Args:
-            numbers: (n,) of the sequences.
-            epoch: whose random choices are made; `VALIDATION` for those that never change.
+            numbers: (n,) int64, numbers of the sequences.
+            epoch: epoch that determines the random choices; `VALIDATION` for choices that never change.
 
         Raises:
             DataError: the data cannot be read, or are broken.
@@ -57,11 +56,11 @@ class Examples(Protocol):
 
 
 class Windows:
-    """Sequences of a token file for a model that predicts the next token; sequence i is tokens [iT, (i+1)T), its targets are one further.
+    """Sequences of a token file for a model that predicts the next token; sequence i is tokens [iT, (i+1)T), and its targets start one token later.
 
     Args:
-        file: the tokens.
-        length: T, tokens of a sequence.
+        file: file of the tokens.
+        length: number of tokens in a sequence, T.
     """
 
     names: Sequence[str] = ("tokens", "targets")
@@ -71,21 +70,21 @@ class Windows:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self.file.num_sequences(self.length)
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length + 1)
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Tokens and targets, (n, T) int32 each."""
+        """Return tokens and targets, (n, T) int32 each."""
         rows = windows_of(self.file, numbers, self.length, self.length + 1)  # (n, T + 1)
         return {"tokens": np.ascontiguousarray(rows[:, :-1]), "targets": np.ascontiguousarray(rows[:, 1:])}
 
 
 def windows_of(file: TokenFile, numbers: npt.NDArray[np.int64], stride: int, count: int) -> npt.NDArray[np.int32]:
-    """(n, count) the tokens from number x stride on, for each number."""
+    """Return (n, count) int32: for each number, the `count` tokens from position ``number * stride`` on."""
     rows = np.empty((len(numbers), count), np.int32)
     for row, number in zip(rows, numbers, strict=True):
         row[:] = file.window(int(number) * stride, count)
@@ -93,7 +92,7 @@ def windows_of(file: TokenFile, numbers: npt.NDArray[np.int64], stride: int, cou
 
 
 def too_few_tokens(file: TokenFile, length: int, found: int, batch: int, need: int) -> str:
-    """Says that a file has `found` sequences of `length` tokens, and would have to have `need` tokens for a batch."""
+    """Return the error message for a file that has `found` sequences of `length` tokens and needs `need` tokens for a batch."""
     return (
         f"{file.name} is too short: {file.num_tokens} tokens give {found} sequences of {length}, and --batch is {batch}; "
         f"use at least {need} tokens" + (f", or --batch {found}" if found else "")
@@ -101,10 +100,10 @@ def too_few_tokens(file: TokenFile, length: int, found: int, batch: int, need: i
 
 
 def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Images of `positions` under the permutation of range(count) that belongs to (seed, epoch).
+    """Return the images of `positions` under the permutation of range(count) that is determined by (seed, epoch).
 
-    The permutation is a Feistel network over the next even power of two, applied again until its value is below `count` (cycle walking; Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002), which is a bijection for any round function.
+    The permutation is a Feistel network over the next even power of two, applied repeatedly until its value is below `count` (cycle walking; Black
+    and Rogaway, "Ciphers with arbitrary finite domains", 2002), which is a bijection for any round function.
 
     Args:
         positions: (n,) int64, each in [0, count).
@@ -134,10 +133,10 @@ def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, k
 
 
 class Shuffled:
-    """Examples in another order, always the same: files are often sorted by label, and their first ones would all have the same.
+    """Examples in a fixed shuffled order. Files are often sorted by label, so their first rows would all have the same label.
 
     Args:
-        examples: the examples.
+        examples: examples to shuffle.
     """
 
     def __init__(self, examples: Examples) -> None:
@@ -145,15 +144,15 @@ class Shuffled:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self._examples.num_sequences
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         return self._examples.too_few(batch)
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of sequences by their numbers in the new order."""
+        """Return the arrays of sequences; `numbers` are positions in the shuffled order."""
         return self._examples.arrays(permuted(numbers, self.num_sequences, 0, 0), epoch)
 
 
@@ -161,13 +160,13 @@ class BatchStream:
     """Endless batches of training data; equal seeds and cursors give equal batches.
 
     Args:
-        examples: the data.
-        batch: B, sequences per batch.
+        examples: training data.
+        batch: number of sequences per batch, B.
         seed: seed of the shuffling.
         cursor: position of the first batch; None for the beginning.
-        select: use only the first `select` sequences; -1 for all.
-        rows: indices of the sequences of each batch that are returned; None for all. The others are not read, unless something is said of the whole
-            batch (`factor`); where there are no rows at all, nothing is read.
+        select: number of sequences to use, from the first; -1 for all.
+        rows: indices of the sequences of each batch to return; None for all. The others are read only if a batch has a `factor`, which depends on the
+            whole batch. If `rows` is empty, nothing is read.
 
     Raises:
         DataError: there are fewer than `batch` sequences.
@@ -199,14 +198,14 @@ class BatchStream:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in an epoch."""
+        """Number of whole batches in an epoch."""
         return self.num_sequences // self.batch
 
     def next(self) -> Batch:
-        """The next batch; the cursor advances by B sequences.
+        """Return the next batch, and advance the cursor by B sequences.
 
         Raises:
-            DataError: the data cannot be read, or hold an id beyond the vocabulary.
+            DataError: the data cannot be read, or contain an id outside the vocabulary.
         """
         epoch, position = self.cursor.epoch, self.cursor.position
         if position + self.batch > self.num_sequences:
@@ -219,18 +218,18 @@ class BatchStream:
 
 
 def with_factor(batch: Batch) -> Batch:
-    """The batch with what is said of all of it."""
+    """Return the batch with `factor`, which is computed from all of its targets."""
     return Batch({**batch.arrays, "factor": factor_of(batch.targets)}, batch.begin)
 
 
 def in_order(examples: Examples, batch: int, num_batches: int) -> list[Batch]:
-    """The first `num_batches` batches without shuffling, for evaluation; fewer when there is less. They have no `factor`.
+    """Return the first `num_batches` batches without shuffling, for evaluation; fewer if the data are short. They have no `factor`.
 
-    A last batch with too few sequences is padded with zeros and targets -1, which the loss ignores.
+    A last batch with too few sequences is padded with zeros, and with targets of -1, which the loss ignores.
 
     Args:
-        examples: the data.
-        batch: B, sequences per batch.
+        examples: validation data.
+        batch: number of sequences per batch, B.
         num_batches: largest number of batches.
     """
     total = examples.num_sequences

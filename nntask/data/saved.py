@@ -1,4 +1,4 @@
-"""Directories that `save_to_disk` of `datasets` wrote: a Dataset, or a DatasetDict of several splits; the tables are those that state.json lists."""
+"""Directories written by `save_to_disk` of `datasets`: a Dataset, or a DatasetDict of several splits, whose tables are listed in state.json."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
 
 
 def _tables(listing: Listing, folder: str) -> tuple[str, ...]:
-    """The tables that the state.json of a saved dataset lists; none if it is another file of that name.
+    """Return the tables that the state.json of a saved dataset lists; none if the file is not of a saved dataset.
 
     Raises:
-        DataError: a table is missing, or is reordered by another file.
+        DataError: a table is missing, or the rows are reordered by a table of indices.
     """
     prefix = f"{folder}/" if folder else ""
     if f"{prefix}{STATE}" not in listing.documents:
@@ -71,10 +71,10 @@ def _tables(listing: Listing, folder: str) -> tuple[str, ...]:
 
 
 def object_in(listing: Listing, name: str) -> Mapping[str, Any]:
-    """The object in a document of a listing.
+    """Return the JSON object in a document of a listing.
 
     Raises:
-        DataError: the document is something else.
+        DataError: the document is not a JSON object.
     """
     try:
         found = json.loads(listing.documents[name])
@@ -86,10 +86,10 @@ def object_in(listing: Listing, name: str) -> Mapping[str, Any]:
 
 
 def _rest(listing: Listing, found: Splits, is_data: Callable[[str], bool]) -> Splits:
-    """The splits of saved tables if the wanted form reads them, with all other files as metadata.
+    """Return the splits of saved tables, with all other files as metadata.
 
     Raises:
-        DataError: tables are not of the wanted form.
+        DataError: the wanted form of data cannot be read from tables.
     """
     if not all(is_data(name) for name in found.train):
         raise DataError(f"{listing.where} holds tables of save_to_disk, which this dataset does not read; use --dataset text or --dataset jsonl")

@@ -1,11 +1,11 @@
-"""Seams of a text: offsets at which it may be cut so that the chunks, encoded alone, have the tokens of the whole.
+"""Seams of a text: offsets at which it can be cut so that the chunks, encoded separately, have the tokens of the whole text.
 
-A tokenizer normalises a text, splits it (pre-tokenization), and encodes each piece alone. A seam is an offset at which every step of that tokenizer
-treats the two sides independently. Two kinds are looked for: before a single space between two letters, and after a line feed between the end of a
-word or sentence and a letter. For each kind and each step there is a rule below; if one of the steps has none, the tokenizer has no seams of that
-kind, and a text is encoded whole. Text without a seam stays together however long it is.
+A tokenizer normalises a text, splits it into pieces (pre-tokenization), and encodes each piece alone. A seam is an offset at which every step of the
+tokenizer treats the two sides independently. Two kinds are considered: before a single space between two letters, and after a line feed between the
+end of a word or sentence and a letter. For each kind and each step there is a rule below. If any step has no rule, the tokenizer has no seams of that
+kind, and texts are encoded whole. Text without a seam is never cut, regardless of its length.
 
-Where the pieces of a tokenizer may go across a seam (SentencePiece's BPE has one piece, the text), none of its tokens may: merges make tokens only.
+If a piece may extend across a seam (SentencePiece's BPE has the whole text as one piece), no token of the vocabulary may: merges only produce tokens.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ _LETTER: Final = (
     "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0131\u0134-\u013e\u0141-\u0148\u014a-\u017f\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0410-\u044f"
     "\u0561-\u0586\u05d0-\u05ea\u0621-\u063a\u0641-\u064a\u0905-\u0939\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fff\uac00-\ud7a3"
 )
-"""Letters that stay letters and never join a neighbour, whatever Unicode form a text is brought to."""
+"""Letters that remain letters and never combine with a neighbour in any Unicode normalisation form."""
 _END: Final = ".,;:!?)}\\]\"'\u3002\uff0c\u3001\uff01\uff1f\uff1b\uff1a\u300d\u300f\uff09"
 _SEAMS: Final[Mapping[Kind, str]] = {"space": f"(?<=[{_LETTER}]) (?=[{_LETTER}])", "line": f"(?<=[{_LETTER}{_END}])\n(?=[{_LETTER}])"}
 _MARKS: Final = "\u0300-\u036f\u093c\u3099\u309a"
-"""Marks into which these letters may be taken apart."""
+"""Combining marks that occur in decompositions of these letters."""
 _METASPACE: Final = "\u2581"
 _LOCAL: Final = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"})
-"""Normalizers that take a character at a time, or one and its combining marks."""
+"""Normalizers that process one character at a time, with its combining marks."""
 _LOCAL_AT_SPACES: Final = frozenset({"Nmt", "Precompiled"})
-"""Normalizers that turn line feeds into spaces."""
+"""Normalizers that are local at spaces only, because they turn line feeds into spaces."""
 _WORDS: Final = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
 _SEARCHED: Final = 1 << 14
-"""Characters at the end of a text that are searched for a seam at once."""
+"""Number of characters that are searched for a seam at a time, from the end of a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seams:
-    """The seams of the texts of one tokenizer.
+    """Finder of seams in the texts of one tokenizer.
 
     Args:
-        pattern: places that may be seams; None if there are none.
-        drops_space: whether the space after a seam is left out, since the tokenizer puts one before every text.
-        near: (regular expression, normalizer, characters) to find added tokens within so many characters of a seam, where there may be none.
+        pattern: expression that matches candidates for seams; None if the tokenizer has no seams.
+        drops_space: whether the space after a seam is dropped, because the tokenizer puts a space before every text.
+        near: (regular expression, normalizer, distance) for added tokens: none may occur within this number of characters of a seam.
     """
 
     pattern: re.Pattern[str] | None
@@ -55,7 +55,7 @@ class Seams:
 
     @classmethod
     def of(cls, inner: Any) -> Seams:
-        """Return the seams of a `tokenizers.Tokenizer`."""
+        """Return the finder of seams for a `tokenizers.Tokenizer`."""
         sections = sections_of(inner)
         normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
         kinds = [kind for kind in _SEAMS if _is_seam(kind, normalizers, splitters, inner)]
@@ -67,10 +67,10 @@ class Seams:
         """Cut a text at seams.
 
         Args:
-            pieces: the text in pieces that end anywhere.
+            pieces: text in pieces that may end anywhere.
 
         Yields:
-            Chunks of the text to encode alone, about as long as the pieces.
+            Chunks of the text to encode separately, about as long as the pieces.
         """
         waiting: list[str] = []
         for piece in pieces:
@@ -85,7 +85,7 @@ class Seams:
             yield "".join(waiting)
 
     def _last(self, text: str) -> int | None:
-        """The last seam of a text that is far enough from both ends; None if it has none."""
+        """Return the last seam of a text that is far enough from both ends; None if there is none."""
         if self.pattern is None:
             return None
         margin = max((size for _, _, size in self.near), default=1)
@@ -101,14 +101,14 @@ class Seams:
 
 
 def _finds(near: tuple[re.Pattern[str], Any, int], text: str, cut: int) -> bool:
-    """Whether an added token may be near a seam."""
+    """Return whether an added token may be near a seam."""
     pattern, normalizer, size = near
     window = text[max(cut - size, 0) : cut + size]
     return pattern.search(window if normalizer is None else normalizer.normalize_str(window)) is not None
 
 
 def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:
-    """Expressions for added tokens: those of the text as it is, and those of the normalised text."""
+    """Return the expressions for added tokens, one for the text itself and one for the normalised text."""
     added = inner.get_added_tokens_decoder().values()
     if not added:
         return ()
@@ -121,7 +121,7 @@ def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:
 
 
 def _is_seam(kind: Kind, normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], inner: Any) -> bool:
-    """Whether places of a kind are seams."""
+    """Return whether candidates of a kind are seams."""
     if not all(_normalizes_apart(kind, step, normalizers) for step in normalizers):
         return False
     is_replaced = any(_replaces_space(step) for step in normalizers)
@@ -135,14 +135,16 @@ def _is_seam(kind: Kind, normalizers: list[dict[str, Any]], splitters: list[dict
 
 
 def _replaces_space(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer writes spaces as SentencePiece does."""
+    """Return whether a normalizer replaces spaces as SentencePiece does."""
     return bool(step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _METASPACE)
 
 
 def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[dict[str, Any]]) -> bool:
-    """Whether a normalizer treats both sides of a seam alone as it treats the whole.
+    """Return whether a normalizer gives the same result for the two sides of a seam separately as for the whole text.
 
     Args:
+        kind: kind of the seam.
+        step: the normalizer.
         others: all normalizers of the tokenizer.
     """
     name = step["type"]
@@ -161,10 +163,12 @@ def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[dict[str
 
 
 def _splits_apart(kind: Kind, step: Mapping[str, Any], is_replaced: bool) -> bool | None:
-    """What a pre-tokenizer does at a seam: True if a piece ends there, False if one may go across, None if nothing is known.
+    """Return whether a pre-tokenizer ends a piece at a seam: True if always, False if a piece may extend across it, None if unknown.
 
     Args:
-        is_replaced: whether the normalizers write spaces as SentencePiece does.
+        kind: kind of the seam.
+        step: the pre-tokenizer.
+        is_replaced: whether the normalizers replace spaces as SentencePiece does.
     """
     name = step["type"]
     if name == "Metaspace":
@@ -192,7 +196,13 @@ def _by_pattern(kind: Kind, pattern: str) -> bool | None:
 
 
 def _merges_apart(inner: Any, space: str, kind: Kind) -> bool:
-    """Whether no token of a BPE goes across a seam, so that no merge does."""
+    """Return whether no token of a BPE extends across a seam, so that no merge does.
+
+    Args:
+        inner: a `tokenizers.Tokenizer`.
+        space: character that represents a space in tokens.
+        kind: kind of the seam.
+    """
     model = inner.model
     if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.ignore_merges:
         return False

@@ -1,9 +1,9 @@
-"""Span corruption of T5 (Raffel et al., 2020, section 3.1.4): spans of a text are replaced by sentinels, and the output is what they hid.
+"""Span corruption of T5 (Raffel et al., 2020, section 3.1.4): spans of a text are replaced by sentinels, and the output is the hidden spans.
 
-A sequence is cut into as many spans to hide as spans that stay, in turn, which begin with one that stays. The input has the spans that stay with a
-sentinel behind each, the output has each sentinel with what it hid; both end with the end-of-text id. The first sentinel is the largest id, the
-next one the id below. Lengths follow from the length of the text alone, so every sequence has the same. Letters: L tokens of text, S of the input, T
-of the output.
+A sequence is divided into spans that alternately stay and are hidden, beginning with one that stays. The input has the spans that stay, each followed
+by a sentinel. The output has each sentinel, followed by the span that it hides. Both end with the end-of-text id. The first sentinel has the largest
+id, and each next one the id below. The lengths of input and output depend only on the length of the text, so they are equal for all sequences.
+Letters: L tokens of text, S of the input, T of the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tokenizer import BpeTokenizer, Tokenizer
 
 MEAN_SPAN: Final = 3.0
 NUM_SENTINELS: Final = 100
-"""Ids that a tokenizer trained for this leaves free; T5's has as many."""
+"""Number of ids that a tokenizer trained for span corruption reserves for sentinels, as in T5."""
 _HIDDEN, _SHOWN = 3, 4
 _FIRST: Final = "<extra_id_0>"
 _SECOND: Final = "<extra_id_1>"
@@ -36,9 +36,9 @@ class SpanSizes:
     """Sizes of a corrupted sequence.
 
     Args:
-        text: L, tokens that are read.
-        hidden: of them, tokens that are hidden.
-        spans: how many spans these are.
+        text: number of tokens of the text, L.
+        hidden: number of these tokens that are hidden.
+        spans: number of hidden spans.
     """
 
     text: int
@@ -47,26 +47,28 @@ class SpanSizes:
 
     @property
     def input(self) -> int:
-        """S, with the end-of-text id."""
+        """Number of tokens of the input, S, with the end-of-text id."""
         return self.text - self.hidden + self.spans + 1
 
     @property
     def output(self) -> int:
-        """T, with the end-of-text id."""
+        """Number of tokens of the output, T, with the end-of-text id."""
         return self.hidden + self.spans + 1
 
 
 def sizes_of(text: int, probability: float) -> SpanSizes:
-    """The sizes for L tokens of which a share is hidden, in spans of `MEAN_SPAN` tokens on average."""
+    """Return the sizes for a text of L tokens, a share `probability` of which is hidden in spans of `MEAN_SPAN` tokens on average."""
     hidden = min(max(round(text * probability), 1), text - 1)
     return SpanSizes(text, hidden, min(max(round(hidden / MEAN_SPAN), 1), text - hidden))
 
 
 def longest(length: int, target_length: int | None, probability: float) -> SpanSizes | None:
-    """The longest text whose input has at most S tokens and whose output at most T; None where two tokens are too many.
+    """Return the sizes of the longest text that fits into S and T; None if a text of two tokens does not fit.
 
     Args:
-        target_length: T; None for any.
+        length: largest number of tokens of the input, S.
+        target_length: largest number of tokens of the output, T; None for no limit.
+        probability: share of the text's tokens that are hidden.
     """
     best, low, high = None, 2, 2 * length + 2 * int(length / (1 - probability))
     while low <= high:
@@ -80,10 +82,10 @@ def longest(length: int, target_length: int | None, probability: float) -> SpanS
 
 
 def first_sentinel(tokenizer: Tokenizer | None, vocab_size: int, count: int) -> int:
-    """The id of the first of `count` sentinels: the tokenizer's own, else the last id of the model's vocabulary.
+    """Return the id of the first of `count` sentinels: the tokenizer's own, or else the last id of the model's vocabulary.
 
     Raises:
-        DataError: these ids mean something else.
+        DataError: the tokenizer has too few sentinels, or uses the last ids of the vocabulary for other tokens.
     """
     inner = tokenizer.inner if isinstance(tokenizer, BpeTokenizer) else None
     own = None if inner is None else inner.token_to_id(_FIRST)
@@ -106,11 +108,11 @@ class CorruptedSpans:
     """Sequences of a token file with hidden spans; sequence i is tokens [iL, (i+1)L).
 
     Args:
-        file: the tokens.
-        objective: with S and T.
-        tokenizer: for its sentinels and its end-of-text id, which is left out where it is not known.
-        vocab_size: number of ids of the model.
-        seed: of the run.
+        file: file of the tokens.
+        objective: training objective, with S and T.
+        tokenizer: tokenizer with the sentinels and the end-of-text id; None if it is unknown, which leaves out the end-of-text id.
+        vocab_size: number of ids in the model's vocabulary.
+        seed: seed of the run.
 
     Raises:
         DataError: the tokenizer leaves no ids for sentinels.
@@ -120,8 +122,8 @@ class CorruptedSpans:
 
     def __init__(self, file: TokenFile, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> None:
         sizes = longest(objective.length, objective.target_length, objective.mask_probability)
-        assert sizes is not None  # `config.objective` has asked
-        assert objective.target_length is not None  # which it has filled in
+        assert sizes is not None  # `config.objective` has checked it
+        assert objective.target_length is not None  # `config.objective` has set it
         self.file, self.name, self.length = file, file.name, objective.length
         self._sizes, self._objective, self._seed = sizes, objective, seed
         self._first = first_sentinel(tokenizer, vocab_size, sizes.spans)
@@ -129,20 +131,20 @@ class CorruptedSpans:
 
     @property
     def num_sequences(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return self.file.num_tokens // self._sizes.text
 
     def too_few(self, batch: int) -> str:
-        """Says that there are fewer than `batch` of them, and what to do."""
+        """Return the error message for fewer sequences than `batch`."""
         return too_few_tokens(self.file, self._sizes.text, self.num_sequences, batch, batch * self._sizes.text)
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Tokens and documents (n, S), decoder_tokens and targets (n, T), int32 each."""
+        """Return tokens and documents (n, S), decoder_tokens and targets (n, T), int32 each."""
         rows = windows_of(self.file, numbers, self._sizes.text, self._sizes.text)
         return rows_of_pairs([self.corrupted(ids, epoch, int(number)) for ids, number in zip(rows, numbers, strict=True)], self._objective)
 
     def corrupted(self, ids: npt.NDArray[np.int32], epoch: int, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Input and output of a text of L tokens."""
+        """Return the input (S,) and the output (T,) for a text of L tokens."""
         sizes = self._sizes
         hidden = lengths_of(sizes.hidden, uniforms(self._seed, epoch, sequence, _HIDDEN, max(sizes.hidden - 1, 0)), sizes.spans)
         stay = sizes.text - sizes.hidden
@@ -160,18 +162,20 @@ class CorruptedSpans:
 
 
 def lengths_of(total: int, drawn: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
-    """(count,) lengths of at least 1 that add up to `total`, each way as probable.
+    """Return (count,) lengths of at least 1 that add up to `total`; all such divisions are equally probable.
 
     Args:
-        drawn: (total - 1,) numbers: where the smallest ones are, a new length begins.
+        total: sum of the lengths.
+        drawn: (total - 1,) random numbers; the positions of the smallest ones are the boundaries between lengths.
+        count: number of lengths.
     """
     cuts = np.sort(np.argsort(drawn, kind="stable")[: count - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]])).astype(np.int64)
 
 
 def rows_of_pairs(pairs: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]], objective: Objective) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of inputs and outputs, which are cut or padded to S and T; an output is read one position later, behind the start id."""
-    assert objective.target_length is not None  # filled in
+    """Return the arrays of pairs of input and output, cut or padded to S and T. The decoder reads the start id, then the output."""
+    assert objective.target_length is not None  # `config.objective` has set it
     shape, target_shape = (len(pairs), objective.length), (len(pairs), objective.target_length)
     tokens, documents = np.full(shape, objective.pad, np.int32), np.zeros(shape, np.int32)
     decoder_tokens, targets = np.full(target_shape, objective.pad, np.int32), np.full(target_shape, IGNORED, np.int32)

@@ -1,4 +1,4 @@
-"""What a user says about data."""
+"""The user's choice of data and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class DataSpec:
         path: for "text", "jsonl" and "images", a file or directory; for "WikiText-103", a directory, or "" for one in the cache; for "train.bin", the
             file of token ids or the directory with a train.bin.
         val_path: validation text or token ids; "" for the validation split of the dataset, if it has one.
-        select: only the first `select` texts (rows of WikiText, sequences of a token file); -1 for all.
+        select: number of texts to use, from the first (rows of WikiText, sequences of a token file); -1 for all.
         tokenizer: "auto", "bpe", "bytes", or the name of a tokenizer on the Hub, which may be in `tokenizer_path` already.
         tokenizer_path: directory with a tokenizer.json; "" to train a tokenizer on the text.
         vocab_size: number of ids in the model's vocabulary.
-        objective: what is learnt, with the sizes of sequences.
+        objective: training objective, with the sizes of sequences.
     """
 
     dataset: str = "stdlib"
@@ -38,7 +38,7 @@ class DataSpec:
     objective: Objective = field(default_factory=Objective)
 
     def name_of(self, split: SplitName) -> str:
-        """Return the name of a split in messages, by the flag that named its data."""
+        """Return the name of a split in messages, which contains the flag that names its data."""
         if split == "validation" and self.val_path:
             return f"--val-path {self.val_path}"
         return f"the {split} split of " + (f"--dataset-path {self.path}" if self.path else f"--dataset {self.dataset}")

@@ -1,8 +1,8 @@
-"""The ids that begin and end a text for a tokenizer, as the files beside its tokenizer.json declare them, and the content of these files.
+"""Ids that begin and end a text, as declared by the companion files of a tokenizer.json, and the content of these files.
 
-Sources, in order: ids in generation_config.json, then in config.json; the words in tokenizer_config.json and special_tokens_map.json; and special
-tokens under the usual names of the model families. An id counts only if it is a special token of the tokenizer, since transformers writes 1 and 2
-into the config of every LLaMA without ids of its own.
+The sources are, in order: ids in generation_config.json, then in config.json; the words in tokenizer_config.json and special_tokens_map.json; and
+special tokens with the usual names of the model families. An id counts only if it is a special token of the tokenizer, since transformers writes 1
+and 2 into the config of every LLaMA that declares no ids.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _WORDS: Final = (TOKENIZER_CONFIG, SPECIAL_TOKENS)
 _KEPT: Final = (GENERATION, *_WORDS, CHAT_TEMPLATE)
 SPECIAL_FILES: Final = (*_KEPT, _CONFIG, ADDED_TOKENS)
-"""Names of the files beside tokenizer.json that are read."""
+"""Names of the companion files that are read."""
 _PAIRS: Final = ((END_OF_TEXT, END_OF_TEXT), ("<|begin_of_text|>", "<|end_of_text|>"), ("<s>", "</s>"), ("[CLS]", "[SEP]"))
-"""(begin, end) of a text as words: GPT-2, Llama 3, Llama 2, BERT."""
+"""Words that (begin, end) a text in GPT-2, Llama 3, Llama 2 and BERT."""
 
 MASK: Final = "[MASK]"
 _MASKS: Final = (MASK, "<mask>")
-"""The mask token as a word: BERT, RoBERTa."""
+"""Words of the mask token in BERT and RoBERTa."""
 
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """The ids around a text, and the files that declare them.
+    """Special ids of a tokenizer, and the files that declare them.
 
     Args:
-        bos: id before a text; None where no file declares one.
-        eos: ids that end a text, the id behind training texts first; empty where no file declares one.
-        files: name -> content of the files to save beside tokenizer.json, which declare the same ids.
-        mask: id that hides a token from a masked language model; None where there is none.
-        flaws: why chat templates among the files are not read, a clause each.
+        bos: id before a text; None if no file declares one.
+        eos: ids that end a text, beginning with the one that follows training texts; empty if no file declares one.
+        files: name -> content of the companion files to save with tokenizer.json, which declare the same ids.
+        mask: id that hides a token from a masked language model; None if there is none.
+        flaws: reasons why chat templates among the files are not read, a clause each.
     """
 
     bos: int | None = None
@@ -57,18 +57,18 @@ class Special:
     flaws: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys bos_token_id and eos_token_id of Hugging Face's configs; the latter is a list where several ids end a text."""
+        """Return the keys bos_token_id and eos_token_id of Hugging Face's configs; the latter is a list if several ids end a text."""
         return {"bos_token_id": self.bos, "eos_token_id": list(self.eos) if len(self.eos) > 1 else self.eos[0] if self.eos else None}
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The files beside a tokenizer.json.
+    """Companion files of a tokenizer.json.
 
     Args:
         files: name -> text of the files to save with the tokenizer.
         objects: name -> content of all JSON files.
-        flaws: why chat templates are not read, a clause each.
+        flaws: reasons why chat templates are not read, a clause each.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class Companions:
 
 
 def companions(directory: Path, *, has_template: bool = False) -> Companions:
-    """Read the files beside a tokenizer.json.
+    """Read the companion files of a tokenizer.json.
 
     Args:
         directory: directory of the tokenizer's files, or a GGUF file.
-        has_template: whether another chat template is used, so that one that cannot be read here is a flaw and no error.
+        has_template: whether another chat template replaces the tokenizer's own, so that an unreadable one is a flaw, not an error.
 
     Raises:
         DataError: a file is broken.
@@ -108,16 +108,16 @@ def companions(directory: Path, *, has_template: bool = False) -> Companions:
 
 
 def special_of(inner: Any, beside: Companions) -> Special:
-    """Return the ids around texts of a tokenizer.
+    """Return the special ids of a tokenizer.
 
     Args:
         inner: a `tokenizers.Tokenizer`.
-        beside: the files beside it.
+        beside: companion files of the tokenizer.
     """
     files, objects = dict(beside.files), beside.objects
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
-    if (bos or eos) and _CONFIG in objects:  # config.json is not copied, so generation_config.json takes its ids
+    if (bos or eos) and _CONFIG in objects:  # config.json is not saved, so its ids move to generation_config.json
         ids = Special(bos[0] if bos else None, eos).to_dict()
         files[GENERATION] = json.dumps({**objects.get(GENERATION, {}), **ids}, indent=2) + "\n"
     bos, eos = bos or _by_word(objects, "bos_token", inner), eos or _by_word(objects, "eos_token", inner)
@@ -132,9 +132,9 @@ def special_of(inner: Any, beside: Companions) -> Special:
 
 
 def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return a tokenizer_config.json with all chat templates of a directory that has several, each in a file, as transformers writes them.
+    """Return replacements for the files of a directory that has several chat templates, each in a file, as transformers writes them.
 
-    The config lists them by name, and no file of one template stands above the list.
+    The new tokenizer_config.json lists all templates by name. chat_template.jinja becomes empty, since it would take precedence over the list.
     """
     named = {file.stem: _text(file) for file in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
     if not named:
@@ -158,8 +158,10 @@ def _text(file: Path) -> str:
 
 
 def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int], inner: Any) -> tuple[int, ...]:
-    """The ids under a key (one id or a list) of the first file that has a special token there; of a list all that are tokens, as a model says more
-    than one end on purpose."""
+    """Return the ids under a key, one id or a list, from the first file that has a special token there.
+
+    All ids of a list that are tokens are returned, since a model may deliberately declare several ends.
+    """
     for name in (GENERATION, _CONFIG):
         value = objects.get(name, {}).get(key)
         found = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int and each >= 0]
@@ -169,7 +171,7 @@ def _by_id(objects: Mapping[str, Mapping[str, Any]], key: str, special: set[int]
 
 
 def _by_word(objects: Mapping[str, Mapping[str, Any]], key: str, inner: Any) -> tuple[int, ...]:
-    """The id of the token that a key names by its word, or by an object with the word under "content"."""
+    """Return the id of the token that a key names by its word, or by an object with the word under "content"; () if there is none."""
     for name in _WORDS:
         value = objects.get(name, {}).get(key)
         word = value.get("content") if isinstance(value, Mapping) else value

@@ -1,9 +1,9 @@
-r"""Proofs that a regular expression, by which a pre-tokenizer splits texts, splits at a seam and treats both sides alone as it treats the whole.
+r"""Proofs that a pre-tokenizer's regular expression splits at a seam and gives the same pieces for each side alone as for the whole text.
 
-A seam has two characters, one on each side. The expression is taken apart into alternatives, and these into items (a class of characters and how
-often it repeats). No match may hold a character of the left side's class followed by one of the right side's; then no attempt to match crosses the
-seam. There must be nothing that looks back, and the only look ahead is ``\s+(?!\S)`` followed by the alternative ``\s+``, which give the same pieces
-whether the text ends at the seam or goes on. An expression that this grammar does not cover is not proved.
+A seam has one character on each side. The expression is parsed into alternatives, and these into items: a class of characters and a repetition count.
+If no match can contain a character of the left side's class followed by one of the right side's, then no attempt to match crosses the seam. There
+must be no lookbehind, and the only lookahead may be ``\s+(?!\S)`` followed by the alternative ``\s+``: these two give the same pieces whether the
+text ends at the seam or continues. An expression that this grammar does not cover is not proved.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Side = Literal["word", "space", "line", "letter"]
-"""A class of characters: any that is no whitespace, the space, line feed, letters."""
+"""Class of characters: any character that is not whitespace, the space, the line feed, or letters."""
 
 _ALL: Final[frozenset[Side]] = frozenset(("word", "space", "line", "letter"))
 GPT_2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The expression of `ByteLevel`."""
+"""Expression of the pre-tokenizer `ByteLevel`."""
 _AHEAD: Final = r"\s+(?!\S)"
 _SPACES: Final = r"\s+"
 _ITEM: Final = re.compile(
@@ -32,7 +32,7 @@ _OTHERS: Final = frozenset({r"\p{N}", r"\p{P}", r"\p{S}", r"\p{M}", r"\d"})
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One item of an alternative: the sides of which it may match a character, and how often."""
+    """Item of an alternative: the classes of which it may match a character, the smallest count, and whether it repeats."""
 
     sides: frozenset[Side]
     least: int
@@ -40,15 +40,15 @@ class _Item:
 
 
 def splits(pattern: str, left: Side, right: Side) -> bool | None:
-    """Say what an expression does at a seam.
+    """Return whether an expression splits at a seam.
 
     Args:
-        pattern: a regular expression in Oniguruma's syntax; matches and the text between them are pieces.
+        pattern: regular expression in Oniguruma's syntax; matches and the text between them are pieces.
         left: class of the character before the seam.
         right: class of the character after the seam.
 
     Returns:
-        True if a piece always ends at the seam, False if one may go across it while all other ends stay, None if nothing is proved.
+        True if a piece always ends at the seam; False if a piece may extend across it, but all other boundaries stay; None if nothing is proved.
     """
     alternatives = _alternatives(pattern)
     for number, alternative in enumerate(alternatives):
@@ -63,7 +63,7 @@ def splits(pattern: str, left: Side, right: Side) -> bool | None:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The alternatives of an expression; groups and sets stay whole."""
+    """Return the alternatives of an expression; groups and sets are not divided."""
     found, level, is_set, escaped = [""], 0, False, False
     for char in pattern:
         if not escaped and not is_set:
@@ -80,7 +80,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _items(alternative: str) -> list[_Item] | None:
-    """The items of an alternative; None if one is not known."""
+    """Return the items of an alternative; None if the grammar does not cover one."""
     found, position = [], 0
     while position < len(alternative):
         item = _ITEM.match(alternative, position)
@@ -100,7 +100,7 @@ def _items(alternative: str) -> list[_Item] | None:
 
 
 def _sides_of(item: re.Match[str]) -> frozenset[Side]:
-    """The sides of which an item may match a character, too many rather than too few."""
+    """Return a superset of the classes of which an item may match a character."""
     if item["ends"]:
         return frozenset(("word", "letter"))
     text = item["set"] or item["escape"] or item["char"]
@@ -139,7 +139,7 @@ def _sides_of_member(member: str) -> set[Side]:
 
 
 def _crosses(items: list[_Item], left: Side, right: Side) -> bool:
-    """Whether a match may have a character of the left class directly before one of the right class."""
+    """Return whether a match may have a character of the left class directly before one of the right class."""
     for number, item in enumerate(items):
         if left not in item.sides:
             continue

@@ -1,4 +1,4 @@
-"""Splits of a directory: the words that name them, and files with names of splits. Nothing here reads a file."""
+"""Splits of a directory: the keywords that name splits, and the assignment of files by name. Nothing here reads a file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Listing:
     """Files of a directory.
 
     Args:
-        where: the flag and the directory, for messages.
-        root: the directory, as the user named it.
-        files: paths below it with "/", in the order in which they would be read; no hidden ones.
-        documents: contents of the files that `is_document` names.
+        where: flag and directory, for error messages.
+        root: path of the directory, as given by the user.
+        files: paths relative to the directory, separated by "/", in reading order and without hidden files.
+        documents: path -> content of the files that `is_document` selects.
     """
 
     where: str
@@ -38,16 +38,16 @@ class Listing:
 
     @property
     def flag(self) -> str:
-        """The flag that named the directory."""
+        """Flag that names the directory."""
         return self.where.partition(" ")[0]
 
     def in_order(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of its files, in its order."""
+        """Return the given files, in the order of the listing."""
         wanted = set(names)
         return tuple(name for name in self.files if name in wanted)
 
     def below(self, folder: str) -> Listing:
-        """The files in one folder, with names below it."""
+        """Return the listing of one folder, with paths relative to it."""
         cut = len(folder) + 1
         files = tuple(name[cut:] for name in self.files if name.startswith(f"{folder}/"))
         documents = {name[cut:]: content for name, content in self.documents.items() if name.startswith(f"{folder}/")}
@@ -56,11 +56,13 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What a listing means: paths of its files, in its order.
+    """Assignment of a listing's files to splits, in the order of the listing.
 
     Args:
-        layout: name of the layout, "" for a plain tree.
-        train, validation, test: files of each split, each possibly empty; a plain tree has only the first.
+        layout: name of the recognised layout; "" for a plain tree.
+        train: files for training; all data files of a plain tree.
+        validation: files of the validation split; may be empty.
+        test: files of the test split; may be empty.
         others: files with data that belong to no split.
         metadata: files that describe the data.
     """
@@ -73,12 +75,12 @@ class Splits:
     metadata: tuple[str, ...] = ()
 
     def within(self, folder: str) -> Splits:
-        """The same with names from the directory above `folder`."""
+        """Return the same splits with paths relative to the parent directory of `folder`."""
         groups = (self.train, self.validation, self.test, self.others, self.metadata)
         return Splits(self.layout, *(tuple(f"{folder}/{name}" for name in names) for names in groups))
 
     def sentence(self, where: str) -> str:
-        """One line that says which files were taken for what."""
+        """Return a report, in one line, of the files used for each split."""
         said = [f"training {named(self.train)}"]
         said += [f"validation {named(self.validation)}"] if self.validation else []
         said += [f"test {named(self.test)}, not read"] if self.test else []
@@ -88,7 +90,7 @@ class Splits:
 
 
 def named(files: Sequence[str]) -> str:
-    """Number of files with the names of the first ones, as a terminal may see them: control characters are escaped."""
+    """Return the number of files and the names of the first ones, with control characters escaped."""
     more = ", ..." if len(files) > _MOST_NAMES else ""
     names = ", ".join(files[:_MOST_NAMES])
     shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in names)
@@ -96,17 +98,17 @@ def named(files: Sequence[str]) -> str:
 
 
 def base_name(name: str) -> str:
-    """The last component of a path."""
+    """Return the last component of a path."""
     return name.rpartition("/")[2]
 
 
 def splits_in(name: str) -> frozenset[Split]:
-    """The splits whose keywords are words of a name, in any case."""
+    """Return the splits whose keywords are words of a name, in upper or lower case."""
     return frozenset(_KEYWORDS[found.group(1).lower()] for found in _WORD.finditer(name))
 
 
 def split_folders(names: Iterable[str]) -> Mapping[Split, tuple[str, ...]]:
-    """The folders that are named after one split each, by split."""
+    """Return split -> folders whose names contain the keywords of this split only."""
     found: dict[Split, tuple[str, ...]] = {}
     for name in names:
         splits = splits_in(name)
@@ -117,19 +119,21 @@ def split_folders(names: Iterable[str]) -> Mapping[Split, tuple[str, ...]]:
 
 
 def splits_in_folders(name: str) -> frozenset[Split]:
-    """The splits whose keywords are words of the folders of a path."""
+    """Return the splits whose keywords are words of the folders in a path."""
     return frozenset[Split]().union(*(splits_in(folder) for folder in name.split("/")[:-1]))
 
 
 def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str, ...]], *, folders: bool = False) -> Splits:
-    """Splits from files that have names of splits: of those for training one, of the others all.
+    """Return the splits for files with declared split names: exactly one name is used for training, the others by their keywords.
 
     Args:
-        by_split: name -> files.
-        folders: whether a split can be passed as a folder of its name, else by a pattern.
+        listing: files of the directory.
+        layout: name of the layout.
+        by_split: declared name of a split -> files.
+        folders: whether advice can name a split by its folder instead of a pattern.
 
     Raises:
-        DataError: several splits may be for training, or the one that is shares a file with another.
+        DataError: several splits may be for training, or the training split shares a file with another split.
     """
     train = [name for name in by_split if "train" in splits_in(name)] or [name for name in by_split if not splits_in(name)]
     exact = [name for name in train if name.lower() == "train"] or train
@@ -154,7 +158,7 @@ def named_splits(listing: Listing, layout: str, by_split: Mapping[str, tuple[str
 
 
 def _pattern(files: Sequence[str]) -> str:
-    """A pattern that names the files of a split: their common beginning."""
+    """Return a pattern for the files of a split, built from their common prefix."""
     first, last = min(files), max(files)
     common = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), min(len(first), len(last)))
     return first if first == last else first[:common].rstrip("0123456789") + "*"

@@ -1,6 +1,6 @@
-"""Rows of parquet and arrow files: as texts of their own, as the lines of one text, or as JSON lines.
+"""Rows of parquet and arrow files, read as separate texts, as the lines of one text, or as JSON lines.
 
-pyarrow is imported when a table is read. Whether an arrow file is a stream or an IPC file (Feather 2) is seen from its first bytes.
+pyarrow is imported when a table is read. The first bytes of an arrow file show whether it is a stream or an IPC file (Feather 2).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ _ROWS_AT_ONCE: Final = 4096
 _MAGIC_NBYTES: Final = 512
 _RULES: Final = ROW_KEYS["text"]
 _BATCH_NBYTES: Final = 16 << 20
-"""Bytes of a batch of rows that are all the longest text of a dictionary."""
+"""Limit on the size of a batch in bytes, if each of its rows is the longest text of a dictionary."""
 _PER_BYTE: Final = 64
 _BESIDES: Final = 48 << 20
-"""Bytes of an unpacked column of a row group: for each byte of the file, and besides."""
+"""Limit on an unpacked column of a row group, in bytes: a number for each byte of the file, plus a constant."""
 _EMPTY, _TRAIN, _VALIDATION = range(3)
 
 
 def is_table(name: str) -> bool:
-    """Whether a file is a table, by its name."""
+    """Return whether a file is a table, by its name."""
     return name.lower().endswith(TABLES)
 
 
 class TableTexts(Collection[Text]):
-    """The rows of tables, each a text of its own; empty rows are left out.
+    """The rows of tables, each as a separate text; empty rows are left out.
 
     Args:
-        files: the tables, in order.
-        counts: counts empty rows and unknown columns of all splits.
+        files: paths of the tables, in order.
+        counts: counters of empty rows and unknown columns, over all splits.
 
     Raises:
         DataError: a table cannot be read or has no column of texts, or a row has a key that is refused.
     """
 
     def __init__(self, files: tuple[Path, ...], counts: RowCounts) -> None:
-        self._files, self._splits = files, bytearray()  # of each row, which costs a hash of its text
+        self._files, self._splits = files, bytearray()  # split of each row, kept because it takes a hash of the text
         self._kept = bytes([_TRAIN, _VALIDATION])
         for file in files:
             self._splits += bytes((_VALIDATION if is_held_out(row) else _TRAIN) if row else _EMPTY for row in _counted_rows(file, counts))
@@ -60,7 +60,7 @@ class TableTexts(Collection[Text]):
         counts.add("rows_empty", self._splits.count(_EMPTY))
 
     def of(self, split: Literal["train", "validation"]) -> TableTexts:
-        """Return the rows that are held out for validation, about one in twenty, or the others, without reading the tables again."""
+        """Return the rows held out for validation, about one in twenty, or the others, without reading the tables again."""
         found = copy.copy(self)
         found._kept = bytes([_TRAIN if split == "train" else _VALIDATION])
         return found
@@ -81,21 +81,21 @@ class TableTexts(Collection[Text]):
 
 @dataclass(frozen=True, slots=True)
 class RowText(Text):
-    """The rows of several files, of which each is a line, as one text. A row without a newline at its end gets one.
+    """The rows of several files as the lines of one text. A row without a newline at its end gets one.
 
     Args:
         files: parquet, arrow or text files, in order.
-        select: only the first `select` rows; -1 for all.
+        select: number of rows to use, from the first; -1 for all.
     """
 
     files: tuple[Path, ...] = ()
     select: int = -1
 
     def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
-        """The text in pieces of whole rows, about 1 MiB each.
+        """Yield the text in pieces of whole rows, about 1 MiB each.
 
         Args:
-            replaced: counter of the bytes of text files that are replaced.
+            replaced: counter of replaced bytes of text files; None to count nothing.
 
         Raises:
             DataError: a file cannot be read, or has no column of texts.
@@ -113,11 +113,11 @@ class RowText(Text):
 
 
 def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
-    """The rows of one file.
+    """Yield the rows of a file.
 
     Args:
         file: a parquet, arrow or text file.
-        replaced: counter of the bytes of text files that are replaced.
+        replaced: counter of replaced bytes of text files; None to count nothing.
 
     Raises:
         DataError: the file cannot be read or has no column of texts, or pyarrow is missing.
@@ -131,10 +131,10 @@ def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
 
 
 def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
-    """The texts of the rows of a table, whose unknown columns are counted.
+    """Yield the texts of the rows of a table, and count its unknown columns.
 
     Raises:
-        DataError: as `rows_of`; or a row has a value in a column that is refused.
+        DataError: see `rows_of`; or a row has a value in a column that is refused.
     """
     text, others, num_rows = "", list[str](), 0
 
@@ -155,11 +155,11 @@ def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
 
 
 def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
-    """The rows of a table as JSON objects; keys without a value are left out, since a table gives every row the keys of all.
+    """Yield the rows of a table as JSON objects, without null values, since a table gives every row the keys of all rows.
 
     Args:
-        file: the table.
-        nullable: column that is kept without a value, too.
+        file: path of the table.
+        nullable: column whose nulls are kept; "" for none.
 
     Raises:
         DataError: the file cannot be read, or pyarrow is missing.
@@ -173,7 +173,11 @@ def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
 
 
 def _lines(pieces: Iterable[str], file: Path) -> Iterator[str]:
-    """The lines of a text in pieces, each with its line feed.
+    """Yield the lines of a text, each with its line feed.
+
+    Args:
+        pieces: text in pieces that may end anywhere.
+        file: path of the text's file, for the limit and for error messages.
 
     Raises:
         DataError: a line of a compressed file is too large; see `longest_line`.
@@ -210,11 +214,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _batches(file: Path, columns_of: Callable[[Any], list[str]]) -> Iterator[Any]:
-    """The rows of a table in batches.
+    """Yield the rows of a table in batches.
 
     Args:
-        file: the table.
-        columns_of: the wanted columns of a schema; may refuse.
+        file: path of the table.
+        columns_of: function from a schema to the names of the columns to read; may raise DataError.
+
+    Raises:
+        DataError: the table cannot be read, or pyarrow is missing.
     """
     check_tables([file])
     import pyarrow as pa
@@ -234,10 +241,10 @@ def _batches(file: Path, columns_of: Callable[[Any], list[str]]) -> Iterator[Any
 
 
 def _text_column(file: Path, schema: Any) -> str:
-    """The column of texts of a table with that schema.
+    """Return the name of a table's column of texts.
 
     Raises:
-        DataError: there is none, or it holds something else.
+        DataError: there is no such column, or it does not contain strings.
     """
     import pyarrow as pa
 
@@ -253,7 +260,7 @@ def _text_column(file: Path, schema: Any) -> str:
 
 
 def _opened(file: Path, magic: bytes) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
-    """The schema of a table, and a function from column names to batches of their rows."""
+    """Return the schema of a table, and a function from column names to batches of rows with these columns."""
     import pyarrow as pa
 
     if file.suffix.lower() == ".parquet" or magic.startswith(b"PAR1"):
@@ -271,7 +278,7 @@ def _opened(file: Path, magic: bytes) -> tuple[Any, Callable[[list[str]], Iterat
 
 
 def _parquet_batches(file: Path, table: Any, columns: list[str]) -> Iterator[Any]:
-    """The rows of a parquet file in batches, of fewer rows where a dictionary has long texts, each of which any number of rows may be."""
+    """Yield the rows of a parquet file in batches, with fewer rows if a dictionary has long texts, since every row may be the longest one."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
@@ -289,7 +296,7 @@ def _parquet_batches(file: Path, table: Any, columns: list[str]) -> Iterator[Any
 
 
 def _dictionaries(arrays: Iterable[Any]) -> Iterator[Any]:
-    """The dictionaries of arrays and of the arrays inside them."""
+    """Yield the dictionaries of arrays and of the arrays nested in them."""
     import pyarrow as pa
 
     for array in arrays:
@@ -302,20 +309,20 @@ def _dictionaries(arrays: Iterable[Any]) -> Iterator[Any]:
 
 
 def _whole(batch: Any) -> Any:
-    """The batch, whose texts are checked to be UTF-8.
+    """Return the batch, after checking that its texts are UTF-8.
 
     Raises:
-        pyarrow.ArrowInvalid: they are not.
+        pyarrow.ArrowInvalid: a text is not UTF-8.
     """
     batch.validate(full=True)
     return batch
 
 
 def _within(file: Path, batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, which have been checked, until they have far more bytes than the file.
+    """Yield the batches after checking them, as long as their total size stays within `most_unpacked`.
 
     Raises:
-        DataError: they have.
+        DataError: the total size exceeds the limit.
         pyarrow.ArrowInvalid: a text is not UTF-8.
     """
     left = most_unpacked(file)
@@ -329,8 +336,12 @@ def _within(file: Path, batches: Iterable[Any]) -> Iterator[Any]:
 def _check_unpacked(file: Path, about: Any) -> None:
     """Check that no column of a parquet file unpacks to far more than the size of the file.
 
+    Args:
+        file: path of the table.
+        about: metadata of the parquet file.
+
     Raises:
-        DataError: one does.
+        DataError: a column unpacks to far more.
     """
     most = _PER_BYTE * file.stat().st_size + _BESIDES
     for group in range(about.num_row_groups):

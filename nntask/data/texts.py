@@ -1,4 +1,4 @@
-"""Texts and corpora before tokenisation. Texts are read piece by piece."""
+"""Texts and corpora before tokenisation. Texts are read in pieces, never as a whole."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from .findings import Finding
 from .opening import most_unpacked, opened, too_large
 
 VALIDATION_SHARE: Final = 20
-"""One text in so many is held out for validation where a dataset has no validation split."""
+"""About one text in VALIDATION_SHARE is held out for validation if a dataset has no validation split."""
 PIECE_NBYTES: Final = 1 << 20
 _MOST_WRONG: Final = 0.1
-"""Share of bytes that are not UTF-8, at the head of a file, above which it is no text."""
+"""Largest share of bytes that are not UTF-8 at the head of a text; a file with more is not a text."""
 _SOME_WRONG: Final = 0.001
 _FEW: Final = 8
-"""A file with a larger share, more such bytes than these few, and most of its bytes above 127 among them, is text in an older encoding."""
+"""Criterion for a text in an older encoding: the share exceeds `_SOME_WRONG`, there are more than `_FEW` such bytes, and they are the majority of the
+bytes above 127."""
 _BOM: Final = "\ufeff"
 _MARKS: Final = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 @dataclass(slots=True)
 class Replaced:
-    """Counter of the bytes of texts that were not UTF-8.
+    """Counter of the bytes of texts that are not UTF-8.
 
     Attributes:
-        nbytes: number of bytes that were replaced.
-        total: number of bytes that were read.
-        files: files in which bytes were replaced.
+        nbytes: number of replaced bytes.
+        total: number of bytes read.
+        files: files with replaced bytes.
     """
 
     nbytes: int = 0
@@ -41,21 +42,24 @@ class Replaced:
     files: list[Path] = field(default_factory=list)
 
     def add(self, path: Path, wrong: int, total: int) -> None:
-        """Count the bytes of a piece of a file."""
+        """Count the bytes of a piece of a file: `wrong` of its `total` bytes are replaced."""
         self.nbytes, self.total = self.nbytes + wrong, self.total + total
         if wrong and self.files[-1:] != [path]:
             self.files.append(path)
 
 
 def decoded(file: IO[bytes], path: Path, replaced: Replaced | None = None) -> Iterator[str]:
-    """Decode a file in UTF-8, in pieces of about 1 MiB that end at the end of a line, or within a line that is longer than 1 MiB.
+    """Yield the text of a UTF-8 file in pieces of about 1 MiB, which end with a line or within a line that is longer than 1 MiB.
 
     Bytes that are not UTF-8 are replaced by U+FFFD. A byte order mark at the head of the file is left out.
 
     Args:
-        file: the file, at its beginning.
-        path: its path, for the counter.
-        replaced: counter of the bytes that are replaced.
+        file: open file, at its beginning.
+        path: path of the file, for the counter and for error messages.
+        replaced: counter of replaced bytes; None to count nothing.
+
+    Raises:
+        DataError: a compressed file unpacks to far more than its size.
     """
     rest, is_head, is_last, left = b"", True, False, most_unpacked(path)
     while not is_last:
@@ -82,9 +86,9 @@ class Text:
     """One text of a corpus.
 
     Args:
-        name: its name in the corpus.
-        path: its file; None if the text is `content`.
-        content: the text itself, if it is in no file.
+        name: name of the text in the corpus.
+        path: file of the text; None if the text is `content`.
+        content: the text itself, if it has no file.
     """
 
     name: str
@@ -92,10 +96,10 @@ class Text:
     content: str = ""
 
     def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
-        """The text in pieces, as of `decoded`.
+        """Yield the text in the pieces of `decoded`.
 
         Args:
-            replaced: counter of the bytes that are replaced.
+            replaced: counter of replaced bytes; None to count nothing.
 
         Raises:
             DataError: the file cannot be read.
@@ -107,7 +111,7 @@ class Text:
             yield from decoded(file, self.path, replaced)
 
     def digest(self) -> bytes:
-        """The SHA-256 of the text in UTF-8."""
+        """Return the SHA-256 of the text in UTF-8."""
         digest = hashlib.sha256()
         for piece in self.pieces():
             digest.update(piece.encode("utf-8"))
@@ -115,11 +119,11 @@ class Text:
 
 
 class Texts(Collection[Text]):
-    """Several collections of texts as one.
+    """Concatenation of several collections of texts.
 
     Args:
-        members: the collections, in order.
-        select: only the first `select` texts; -1 for all.
+        members: collections in order.
+        select: number of texts to use, from the first; -1 for all.
     """
 
     def __init__(self, members: Sequence[Collection[Text]], select: int = -1) -> None:
@@ -142,14 +146,14 @@ class Texts(Collection[Text]):
 
 
 def in_files(texts: Collection[Text]) -> Iterator[Text]:
-    """Yield the texts of a collection that are files, without reading others."""
+    """Yield the texts of a collection that are files, without reading any other texts."""
     for member in texts.innermost() if isinstance(texts, Texts) else (texts,):
         if isinstance(member, tuple):
             yield from (text for text in member if text.path is not None)
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a row is held out for validation, by a hash of its text."""
+    """Return whether a row is held out for validation, by a hash of its text."""
     return int.from_bytes(hashlib.sha256(text.strip().encode("utf-8", "surrogateescape")).digest()[:8], "little") % VALIDATION_SHARE == 0
 
 
@@ -159,9 +163,10 @@ class Corpus:
 
     Args:
         name: name of the file or directory.
-        train, validation: the texts.
-        sentences: which files were taken for what.
-        findings: files and rows that are left out.
+        train: texts for training.
+        validation: texts for validation; may be empty.
+        sentences: reports of the files used for each split.
+        findings: findings about files and rows that are left out.
     """
 
     name: str
@@ -171,7 +176,10 @@ class Corpus:
     findings: tuple[Finding, ...] = ()
 
     def fingerprints(self) -> tuple[str, str]:
-        """A hash of the training texts, and a hash of the training and validation texts. Both depend on the texts and their order, not on names."""
+        """Return a hash of the training texts, and one of the training and validation texts.
+
+        Both depend on the texts and their order, not on names.
+        """
         digest = hashlib.sha256()
         for text in self.train:
             digest.update(text.digest())
@@ -183,18 +191,18 @@ class Corpus:
 
 
 def check_texts(texts: Collection[Text], path: str, flag: str) -> None:
-    """Check that files are texts, by the first MiB of each; a text in UTF-8 costs its reading and decoding.
+    """Check that files are UTF-8 texts, by reading and decoding the first MiB of each.
 
     Args:
-        texts: the texts; those that are in no file, or in tables, pass.
-        path: the file or directory of the user that they are from.
-        flag: the command-line flag that named it, for the message.
+        texts: texts to check; texts without a file, and rows of tables, pass.
+        path: file or directory that the user named.
+        flag: command-line flag that names the path, for error messages.
 
     Raises:
-        DataError: a file holds NUL bytes, or is in another encoding; or it cannot be read.
+        DataError: a file contains NUL bytes, is in another encoding, or cannot be read.
     """
     for text in in_files(texts):
-        assert text.path is not None  # it is a file
+        assert text.path is not None  # `in_files` yields files only
         with opened(text.path) as file:
             head = file.read(PIECE_NBYTES)
         wrong = _what_is_wrong(head)
@@ -204,7 +212,7 @@ def check_texts(texts: Collection[Text], path: str, flag: str) -> None:
 
 
 def _what_is_wrong(head: bytes) -> str:
-    """Says how much of the bytes is not UTF-8; "" if it is little, which is counted when the text is encoded."""
+    """Return why bytes are not a UTF-8 text, as a clause; "" if at most a few are wrong, which are counted when the text is encoded."""
     if mark := next((name for mark, name in _MARKS.items() if head.startswith(mark)), ""):
         return f"it begins with the byte order mark of {mark}"
     if b"\0" in head:

@@ -1,11 +1,11 @@
-"""A stream of token ids in a file, read window by window.
+"""Token files: streams of token ids on disk, read window by window.
 
-The file has no header and is little-endian: uint16, or uint32 when a sidecar ``<file>.json`` holds ``{"dtype": "uint32"}``. It is read with
-``pread``, never whole and never through a memory map, so a file larger than memory takes the memory of one window. Files with the header of another
-program, and ids of four or eight bytes without a sidecar, are refused with the command or the sidecar that mends them.
+A token file has no header and is little-endian: uint16, or uint32 if a sidecar ``<file>.json`` contains ``{"dtype": "uint32"}``. It is read with
+``pread``, never whole and never through a memory map, so a file larger than memory needs the memory of one window only. Files with the header of
+another program, and ids of four or eight bytes without a sidecar, are refused with the command or the sidecar that fixes them.
 
-Every id that this module returns is inside the vocabulary, and is the one that was written if the sidecar has checksums, as nntask's own have: a
-window is checked when it is read, and the head of the file when it is opened.
+Every returned id is inside the vocabulary. If the sidecar has checksums, as nntask's own sidecars have, it is also the id that was written. A window
+is checked when it is read, and the head of the file when it is opened.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": 
 SCAN_NBYTES: Final = 64 << 20
 _CHUNK_NBYTES: Final = 4 << 20
 _LARGEST_SIDECAR: Final = 1 << 16
-"""Bytes of a sidecar, without those of its checksums."""
+"""Largest size of a sidecar in bytes, without its checksums."""
 _CHECKSUMS: Final = "blocks"
-"""Key of the checksums in a sidecar, which is sealed (`nntask.io.sealed_json`) if it has them."""
+"""Key of the checksums in a sidecar; a sidecar with checksums is sealed (`nntask.io.sealed_json`)."""
 _LLM_C: Final = {20240520: "uint16", 20240801: "uint32"}
-"""First number of llm.c's header -> element type of the ids behind it."""
+"""First number of llm.c's header -> element type of the ids that follow the header."""
 _LLM_C_NBYTES: Final = 1024
 _NUMPY: Final = b"\x93NUMPY"
 _FEWEST: Final = 64
-"""Numbers at the head of a file from which the size of its ids is told."""
+"""Smallest number of 16-bit values from which the size of a file's ids is guessed."""
 _DISTINCT: Final = 8
 _SAMPLES: Final = 64
 _SAMPLE_NBYTES: Final = 64 << 10
@@ -46,23 +46,23 @@ _MADE_AGAIN: Final = "it is nntask's own cache, which the next run makes again"
 
 
 class TokenFile:
-    """Token ids on disk.
+    """An open token file.
 
     Args:
-        path: the file.
-        vocab_size: ids must be below this number.
+        path: path of the file.
+        vocab_size: number of ids in the model's vocabulary; ids must be smaller.
         scan_nbytes: number of bytes at the head of the file that are checked on opening.
-        flag: the command-line flag that named the file, for error messages.
-        name: the data of the user that the ids were made of, for messages; "" for a file of the user. The checksums of a file that nntask can make
-            again are required, and those at its head are compared on opening.
+        flag: command-line flag that names the file, for error messages.
+        name: name, in messages, of the user's data from which a cached file was made; "" for a file of the user. A cached file must have checksums,
+            and those of its head are verified on opening.
 
     Attributes:
-        name: what messages call the data: `name`, or the path of a file of the user.
-        dtype: element type.
-        is_declared: whether a sidecar says it.
+        name: name of the data in messages: the argument `name`, or the path of a file of the user.
+        dtype: element type of the ids.
+        is_declared: whether a sidecar declares the element type.
 
     Raises:
-        DataError: the file is missing, empty, not a whole number of tokens, holds an id beyond the vocabulary, or changed since it was written.
+        DataError: the file is missing, empty or not a whole number of tokens, contains an id outside the vocabulary, or changed since it was written.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class TokenFile:
             )
         self.num_tokens = nbytes // self.dtype.itemsize
         self._checksums = self._checksums_of(digits, nbytes)
-        if name:  # its ids were inside the vocabulary when it was written
+        if name:  # the ids of a cached file were checked when it was written
             self._compare(0, min(nbytes, scan_nbytes, HEAD_NBYTES))
         else:
             self._scan(min(nbytes, scan_nbytes))
 
     def window(self, first: int, count: int) -> npt.NDArray[np.int32]:
-        """Tokens [first, first + count): (count,) int32.
+        """Return the tokens [first, first + count), (count,) int32.
 
         Raises:
-            DataError: the window leaves the file, the file cannot be read or changed since it was written, or an id is beyond the vocabulary.
+            DataError: the window exceeds the file, the file cannot be read or has changed since it was written, or an id is outside the vocabulary.
         """
         if first < 0 or count < 1 or first + count > self.num_tokens:
             raise DataError(f"{self._where} holds tokens 0 to {self.num_tokens - 1}; asked for {count} from {first}")
@@ -108,16 +108,16 @@ class TokenFile:
         return ids.astype(np.int32)
 
     def num_sequences(self, length: int) -> int:
-        """Number of whole sequences of `length` tokens whose shifted targets are in the file too."""
+        """Return the number of whole sequences of `length` tokens whose shifted targets are also in the file."""
         return max(self.num_tokens - 1, 0) // length
 
     def fingerprint(self) -> str:
-        """A hash of the element type, the size, and 64 evenly spaced windows of 64 KiB, or the whole content of a file of at most 4 MiB.
+        """Return a hash of the element type, the size, and the content: all of it up to 4 MiB, otherwise 64 evenly spaced windows of 64 KiB.
 
-        The path does not enter the hash; a change between two windows of a large file escapes it.
+        The hash does not depend on the path. It misses a change between two windows of a large file.
 
         Raises:
-            DataError: the file cannot be read, or changed since it was written.
+            DataError: the file cannot be read, or has changed since it was written.
         """
         nbytes = self.num_tokens * self.dtype.itemsize
         digest = hashlib.sha256(f"{self.dtype.name} {nbytes} ".encode())
@@ -139,7 +139,7 @@ class TokenFile:
         self.close()
 
     def _compared(self, first: int, count: int) -> npt.NDArray[Any]:
-        """Tokens [first, first + count) as they were written."""
+        """Return the tokens [first, first + count), after verifying their checksums."""
         self._compare(first * self.dtype.itemsize, (first + count) * self.dtype.itemsize)
         return self._read(first, count)
 
@@ -158,7 +158,11 @@ class TokenFile:
         return np.frombuffer(data, self.dtype)
 
     def _checksums_of(self, digits: Any, nbytes: int) -> BlockChecksums | None:
-        """The checksums in the sidecar of a file of `nbytes`; None if it has none."""
+        """Return the checksums of a file of `nbytes` bytes; None if its sidecar has none.
+
+        Raises:
+            DataError: a cached file has no checksums, or the checksums do not fit the file's size.
+        """
         if digits is None and not self._is_cache:
             return None
         if digits is None:
@@ -169,7 +173,7 @@ class TokenFile:
             raise DataError(f"{self._where} changed since {_sidecar(self.path).name} was written: {error}; {self._of_changes()}") from None
 
     def _compare(self, begin: int, end: int) -> None:
-        """Check that the bytes [begin, end) are those that were written, if there are checksums."""
+        """Verify the checksums of the bytes [begin, end), if the file has checksums."""
         if self._checksums is None:
             return
         try:
@@ -183,7 +187,7 @@ class TokenFile:
             raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum; {self._of_changes()}")
 
     def _advice(self, owner: str) -> str:
-        """What to do: nothing about a file of the cache, or what its owner may do."""
+        """Return the remedy for error messages: `owner` for a file of the user; a cached file needs none."""
         return _MADE_AGAIN if self._is_cache else owner
 
     def _of_changes(self) -> str:
@@ -193,7 +197,7 @@ class TokenFile:
         )
 
     def _check_format(self, nbytes: int) -> None:
-        """Check that a file of a size has no header, and no longer ids than it seems to have."""
+        """Check that a file of `nbytes` bytes has no header, and that its ids are not longer than its element type."""
         head = os.pread(self._fd, _CHUNK_NBYTES, 0)
         number = int.from_bytes(head[:4], "little")
         if number in _LLM_C and nbytes >= _LLM_C_NBYTES:
@@ -215,11 +219,11 @@ class TokenFile:
             )
 
     def _high(self) -> int:
-        """The largest upper half that an id of four bytes has."""
+        """Return the largest upper half of a four-byte id in the vocabulary."""
         return (self.vocab_size - 1) >> 16
 
     def _scan(self, nbytes: int) -> None:
-        """Check the ids in the first `nbytes`; the others are checked when they are read."""
+        """Check the ids in the first `nbytes` bytes; the others are checked when they are read."""
         count, step = nbytes // self.dtype.itemsize, _CHUNK_NBYTES // self.dtype.itemsize
         for first in range(0, count, step):
             self._check(self._read(first, min(step, count - first)), first)
@@ -235,9 +239,14 @@ class TokenFile:
 
 
 def _size_of(numbers: npt.NDArray[np.uint16], vocab_size: int, nbytes: int) -> int:
-    """The size of the ids of a file without a sidecar, told from its first numbers of two bytes: 4 or 8 if no ids of two bytes look so, else 2.
+    """Return the size of ids in bytes, guessed from the head of a file without a sidecar: 4 or 8 if two-byte ids never look like it, otherwise 2.
 
-    Upper halves of longer ids are small, and lower halves are not: of many different values, most of them larger than any upper half.
+    The upper halves of longer ids are small. The lower halves have many different values, most of them larger than any upper half.
+
+    Args:
+        numbers: head of the file as 16-bit numbers.
+        vocab_size: number of ids in the model's vocabulary.
+        nbytes: size of the file in bytes.
     """
     high, lower, upper = (vocab_size - 1) >> 16, numbers[::4], numbers[1::2]
     if len(numbers) < _FEWEST or nbytes % 4 or int(upper.max()) > high:
@@ -253,7 +262,11 @@ def _sidecar(path: Path) -> Path:
 
 
 def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
-    """Element type of `path` and its checksums, from its sidecar; None for what the sidecar does not say."""
+    """Return the element type and the checksums from the sidecar of `path`; None for each that is missing.
+
+    Raises:
+        DataError: the sidecar cannot be read or is damaged.
+    """
     sidecar = _sidecar(path)
     try:
         nbytes = path.stat().st_size if path.is_file() else 0
@@ -276,12 +289,12 @@ def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
 
 
 def write_sidecar(path: Path, content: Path, dtype: np.dtype[Any]) -> None:
-    """Write the sidecar of `path`: the element type, so that its content is never taken for that of another program, and checksums.
+    """Write the sidecar of `path`, which declares the element type, so that no other format is guessed, and has checksums.
 
     Args:
-        path: the token file.
-        content: path of a file with its content, before it has its name.
-        dtype: the element type.
+        path: final path of the token file.
+        content: present path of the file's content, before it is renamed to `path`.
+        dtype: element type of the ids.
     """
     with written_aside(_sidecar(path)) as new:
         new.write_text(sealed({"dtype": dtype.name, _CHECKSUMS: block_checksums(content)}), encoding="utf-8")

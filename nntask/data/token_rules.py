@@ -1,6 +1,6 @@
-"""Rules of a tokenizer at work: texts to ids and back, in this process or in a confined one.
+"""Application of a tokenizer's rules, from texts to ids and back, in this process or in a sandboxed one.
 
-Both kinds have the same methods and the same results. `ConfinedRules` are for tokenizers whose rules are not known to be bounded (`rule_bounds`).
+Both kinds have the same methods and give the same results. `ConfinedRules` is for tokenizers whose rules are not known to be bounded (`rule_bounds`).
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ Offsets = Sequence[tuple[int, int]]
 
 _SECONDS: Final = 5
 _NBYTES_A_SECOND: Final = 1 << 17
-"""Seconds of a processor for a text, and bytes for which it gets another one; honest rules take a second for a MiB or more."""
+"""Processor time for a text: a number of seconds, plus one for each `_NBYTES_A_SECOND` bytes. Ordinary rules encode 1 MiB or more in a second."""
 _NBYTES: Final = 48 << 20
 _NBYTES_A_BYTE: Final = 512
-"""Memory for a text, and for each of its bytes: tokens, their words and offsets, and their numbers in Python."""
+"""Memory for a text in bytes: a constant, and a number for each byte of the text (tokens, their words and offsets, and their numbers in Python)."""
 _OPENING_NBYTES: Final = 64 << 20
 _OPENING_A_BYTE: Final = 48
-"""Memory for a tokenizer, and for each byte of its file."""
+"""Memory for a tokenizer in bytes: a constant, and a number for each byte of its file."""
 _ANSWER: Final = 1 << 20
 _ANSWER_A_BYTE: Final = 64
-"""Largest answer for a text or ids, in bytes, and more for each byte of theirs."""
+"""Largest size of an answer in bytes: a constant, and a number for each byte of the text or the ids."""
 _WORDING: Final = Wording("the process that encodes texts", "texts are not encoded any more, as the server is shutting down; ask another one")
 
 
 class TokenRules(Protocol):
-    """The rules of a tokenizer."""
+    """Interface of a tokenizer's rules."""
 
     @property
     def sections(self) -> Mapping[str, Any]:
-        """The rules as sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder."""
+        """Rules as sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """Return the (n,) ids of each text; with `special`, including those that the template puts around it.
+        """Return the (n,) ids of each text; with `special`, including the ids that the template puts around the text.
 
         Raises:
-            DataError: the rules fail at a text, or take too much time or memory for it.
+            DataError: the rules fail for a text, or take too much time or memory.
         """
 
     def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
-        """Return (n,) ids of a text or a pair with the template around it, n at most `limit`; the type of each; and whether a text was cut."""
+        """Return the (n,) ids of a text or pair with its template, n at most `limit`; the type of each; and whether a text was cut."""
 
     def with_offsets(self, text: str) -> tuple[Ids, Offsets]:
         """Return the (n,) ids of a text without the template, and the first and last (excluded) character of each."""
 
     def around(self, text: str) -> tuple[list[int], list[bool]]:
-        """Return the ids of a text with the template, and which of them the template has put there."""
+        """Return the ids of a text with its template, and whether each was added by the template."""
 
     def num_around(self, *, is_pair: bool) -> int:
         """Return the number of ids that the template puts around a text or a pair."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens left out."""
+        """Return the text of ids, without special tokens."""
 
     def close(self) -> None:
-        """End a process that the rules have; encoding that goes on there fails."""
+        """End the rules' process, if they have one; pending calls fail."""
 
 
 class LocalRules:
-    """Rules in this process.
+    """Rules that are applied in this process.
 
     Args:
         inner: a `tokenizers.Tokenizer`.
-        where: the place of its files, for messages.
+        where: location of the tokenizer's files, for error messages.
     """
 
     def __init__(self, inner: Any, where: object = "the tokenizer") -> None:
@@ -125,19 +125,19 @@ class LocalRules:
             return str(self._inner.decode(list(ids), skip_special_tokens=True))
 
     def close(self) -> None:
-        """There is no process."""
+        """Do nothing, since there is no process."""
 
 
 class ConfinedRules:
-    """Rules in a confined process.
+    """Rules that are applied in a sandboxed process.
 
     Args:
         tokens: a `tokenizers.Tokenizer` without rules.
-        sections: the rules as sections of a tokenizer.json, also one that leaves out what has a default.
-        where: the place of the files, for messages.
+        sections: rules as sections of a tokenizer.json; values that have a default may be missing.
+        where: location of the tokenizer's files, for error messages.
 
     Raises:
-        DataError: the rules are broken, or take too much time or memory already where they are read.
+        DataError: the rules are broken, or loading them takes too much time or memory.
     """
 
     def __init__(self, tokens: Any, sections: Mapping[str, Any], where: object) -> None:
@@ -198,7 +198,7 @@ class ConfinedRules:
 
 
 def cut_lengths(first: int, second: int, most: int) -> tuple[int, int]:
-    """Return the lengths of two texts that have `most` tokens together at most; the longer one is cut first."""
+    """Return the lengths of two texts after cutting them to at most `most` tokens in total; the longer one is cut first."""
     if first + second <= most:
         return first, second
     short = min(first, second, most // 2)
@@ -207,10 +207,10 @@ def cut_lengths(first: int, second: int, most: int) -> tuple[int, int]:
 
 @contextmanager
 def _panics(where: object) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` package, which is no `Exception`, into an error of the text.
+    """Turn a panic of the `tokenizers` package, which is not an `Exception`, into an error about the text.
 
     Raises:
-        DataError: there was one.
+        DataError: the package panicked within the block.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The confined side of `ConfinedRules`: a tokenizer that encodes and decodes."""
+"""Service in the process of `ConfinedRules`: encodes and decodes with one tokenizer."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..errors import DataError
 from .token_rules import LocalRules
 
 IMPORTED: Final = ("tokenizers", "encodings.idna")
-"""Modules that encoding imports only when it begins."""
+"""Modules that encoding imports lazily."""
 
 
 class TokenService:
-    """A tokenizer.
+    """A service that encodes and decodes with one tokenizer.
 
     Args:
-        content: the tokenizer.json as text under "content"; the place of its file under "where", for messages; and under "ignores_special" whether
-            special tokens in texts are text.
+        content: three values: the tokenizer.json as text under "content"; the location of its file, for messages, under "where"; and whether special
+            tokens in texts are encoded as ordinary text, under "ignores_special".
 
     Attributes:
-        facts: number of ids that the template puts around a text, and around a pair; and the sections of the rules.
+        facts: three values: the number of ids that the template puts around a text, the number for a pair, and the sections of the rules.
 
     Raises:
         DataError: the tokenizer is broken.
@@ -39,7 +39,14 @@ class TokenService:
         self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True), self._rules.sections]
 
     def __call__(self, content: tuple[str, list[Any]]) -> Any:
-        """Return what a method of `LocalRules` returns, arrays as lists."""
+        """Call a method of `LocalRules`, and return its result with arrays as lists.
+
+        Args:
+            content: name of the method, and its arguments.
+
+        Raises:
+            DataError: the rules fail for a text.
+        """
         method, arguments = content
         if method == "encode":
             text, special = arguments

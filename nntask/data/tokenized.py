@@ -1,8 +1,8 @@
-"""Texts as token files in the cache, and the tokenizers that make them.
+"""Cache of tokenised texts, and of the tokenizers trained on them.
 
-Text is tokenised once and kept under the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary size. A cached file is
-complete once it has its name (`nntask.io.atomic_write`): a process that fails leaves no file, and a process that is killed leaves a hidden directory
-that the next process removes.
+Text is tokenised once and stored in the cache directory, keyed by a hash of the text, the tokenizer and the vocabulary size. Cached files are written
+atomically (`nntask.io.atomic_write`): a process that fails leaves no file, and a process that is killed leaves a hidden directory that the next
+process removes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _LARGEST_CHECKSUM: Final = 1 << 20
 
 
 def tokenizer_key(spec: DataSpec) -> str:
-    """A key for the cache: it differs between tokenizers that may give a text different tokens."""
+    """Return a cache key, which differs between tokenizers that may give a text different tokens."""
     if spec.tokenizer_path:
         tokenizer, file = named_tokenizer(spec), Path(spec.tokenizer_path)
         digest = hashlib.sha256(stored_tokenizer(file))
         digest.update(f" {tokenizer.begin_of_text} {tokenizer.end_of_text}{tokenizer.terms}".encode())
-        if tokenizer.vocab_size > spec.vocab_size:  # so that texts are encoded, and their ids checked, for each model
+        if tokenizer.vocab_size > spec.vocab_size:  # texts are encoded, and their ids checked, for each vocabulary size
             digest.update(f" {spec.vocab_size}".encode())
         return digest.hexdigest()
     kind = ("bpe" if have_tokenizers() else "bytes") if spec.tokenizer == "auto" else spec.tokenizer
@@ -52,22 +52,22 @@ def tokenizer_key(spec: DataSpec) -> str:
 
 
 def named_tokenizer(spec: DataSpec) -> Tokenizer:
-    """The tokenizer at the path of a spec; its own chat template need not be readable if the spec names another."""
+    """Load the tokenizer at the path of a spec; its own chat template need not be readable if the spec names another."""
     return load_tokenizer(spec.tokenizer_path, has_template=bool(spec.objective.template))
 
 
 def _own_terms(spec: DataSpec) -> str:
-    """How a tokenizer that is trained here differs by what is learnt."""
+    """Return the part of the cache key by which tokenizers trained here differ between objectives."""
     return {"masked": " mask", "seq2seq": " sentinels" if spec.objective.form == "stream" else ""}.get(spec.objective.kind, "")
 
 
 def reads_bytes(spec: DataSpec) -> bool:
-    """Whether the tokenizer of a spec is plain bytes, to which every file is a text."""
+    """Return whether the tokenizer of a spec is plain bytes, which accepts any file as text."""
     return not spec.tokenizer_path and (spec.tokenizer == "bytes" or not have_tokenizers())
 
 
 def tokenizer_of(spec: DataSpec, corpus: Corpus, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of `spec`: loaded from its path, plain bytes, or trained on the corpus."""
+    """Return the tokenizer of `spec`: loaded from its path, plain bytes, or trained on the corpus."""
     if spec.tokenizer_path:
         return named_tokenizer(spec)
     if reads_bytes(spec):
@@ -79,9 +79,9 @@ def tokenizer_of(spec: DataSpec, corpus: Corpus, report: Callable[[str], None]) 
 
 
 def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer of `spec`; one that is trained here is kept in `directory`, which holds what it encodes.
+    """Return the tokenizer of `spec`; a tokenizer trained here is cached in `directory`, with the data that it encodes.
 
-    A tokenizer that changed since it was written is trained again, and all that the directory holds is made again with it.
+    If the cached tokenizer has changed since it was written, the directory is removed, and the tokenizer is trained again.
     """
     if spec.tokenizer_path or reads_bytes(spec):
         return tokenizer_of(spec, corpus, report)
@@ -107,13 +107,13 @@ def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Ca
 
 
 def _remove(directory: Path) -> None:
-    """Remove a directory of the cache at once, unless another process did."""
+    """Remove a cache directory atomically, unless another process has removed it."""
     with contextlib.suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=directory.parent) as aside:
         os.rename(directory, Path(aside) / directory.name)
 
 
 def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:
-    """The first pieces of the texts, about `nbytes` characters in all."""
+    """Yield the first pieces of the texts, about `nbytes` characters in total."""
     seen = 0
     for text in texts:
         for piece in text.pieces():
@@ -124,7 +124,7 @@ def first_pieces(texts: Iterable[Text], nbytes: int) -> Iterator[str]:
 
 
 def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], name: str) -> TokenFile:
-    """The token file of `texts`, which messages call `name`: from the cache, or written now if it is not there or changed since it was written."""
+    """Return the token file of `texts` at `path`, which is written first if it is missing or corrupt. Messages refer to the texts as `name`."""
     if path.is_file():
         try:
             return TokenFile(path, vocab_size=vocab_size, name=name)
@@ -135,7 +135,7 @@ def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voc
 
 
 def made_again(error: DataError) -> str:
-    """Return the sentence about a file of the cache that cannot be used and is made again."""
+    """Return the report that a cached file cannot be used and is rebuilt."""
     return f"{str(error).partition(';')[0]}; it is nntask's own cache and is made again"
 
 
@@ -143,18 +143,18 @@ def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voca
     """Write the token file of `texts`: each text is followed by the end-of-text id, and preceded by the begin-of-text id if that is a different id.
 
     Args:
-        texts: the texts, in the order of the file.
-        path: the token file to write; its sidecar and its findings (`findings_of`) go beside it.
-        tokenizer: the tokenizer that encodes the texts.
-        vocab_size: number of ids of the model.
-        report: called with a sentence before the work.
-        about: end of that sentence; the path unless given.
+        texts: texts in the order of the file.
+        path: token file to write; its sidecar and its findings (`findings_of`) are written to the same directory.
+        tokenizer: tokenizer that encodes the texts.
+        vocab_size: number of ids in the model's vocabulary.
+        report: function called with a sentence before the work.
+        about: end of that sentence; "" for the path.
 
     Returns:
         The number of tokens.
 
     Raises:
-        DataError: the tokenizer has no end-of-text id, or a text has a token that the model has no row for.
+        DataError: the tokenizer has no end-of-text id, or a text has a token outside the model's vocabulary.
     """
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
     around = np.array([tokenizer.begin_of_text, tokenizer.end_of_text])
@@ -178,7 +178,11 @@ def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voca
 
 
 def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replaced) -> Iterator[npt.NDArray[np.int64]]:
-    """The token ids of a text, chunk by chunk."""
+    """Yield the token ids of a text, chunk by chunk.
+
+    Raises:
+        DataError: a token is outside the model's vocabulary.
+    """
     num_lines = 0
     for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
         if len(ids) and int(ids.max()) >= vocab_size:
@@ -190,7 +194,7 @@ def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replac
 
 
 def findings_of(path: Path) -> tuple[Finding, ...]:
-    """The findings about the texts of a token file, which were written with it."""
+    """Return the findings about the texts of a token file, which were written with it."""
     return read_findings(_findings_path(path))
 
 
@@ -199,7 +203,7 @@ def _findings_path(path: Path) -> Path:
 
 
 def _replacement(replaced: Replaced, split: str) -> Finding:
-    """The finding about bytes that were replaced, in the texts of a split."""
+    """Return the finding about replaced bytes in the texts of a split."""
     more = f" and {len(replaced.files) - 1} more files" if len(replaced.files) > 1 else ""
     what = "validation texts" if split == "val" else "training texts"
     return Finding(
@@ -212,7 +216,7 @@ def _replacement(replaced: Replaced, split: str) -> Finding:
 
 
 class cache_errors:
-    """Turns an I/O error of the cache into one that names the environment variable of the cache's directory."""
+    """Context that turns an I/O error of the cache into one that names the environment variable of the cache directory."""
 
     def __enter__(self) -> None:
         return None

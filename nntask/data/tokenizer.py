@@ -1,4 +1,4 @@
-"""Text to token ids and back: a byte-level BPE that is trained on the data with `tokenizers`, or plain bytes where that package is missing.
+"""Tokenizers, from text to token ids and back: a byte-level BPE trained on the data with `tokenizers`, or plain bytes if that package is missing.
 
 Both cover every possible text, so encoding never fails. In a corpus each text is preceded by `begin_of_text` and followed by `end_of_text`.
 """
@@ -24,14 +24,14 @@ _NUM_BYTES: Final = 256
 
 
 class Tokenizer(Protocol):
-    """The interface of tokenizers.
+    """Interface of tokenizers.
 
     Attributes:
         name: "bytes" or "bpe".
-        vocab_size: the largest id plus one.
-        notes: what its files say and is not followed, a sentence each.
-        terms: what its tokens follow from besides the bytes of its file; "" if nothing.
-        special: the ids around texts, as far as they are known, and the files that declare them.
+        vocab_size: largest id plus one.
+        notes: notes about settings in the tokenizer's files that are ignored, a sentence each.
+        terms: cache key of all that determines the tokens besides the bytes of the tokenizer's file; "" if nothing does.
+        special: special ids, as far as they are known, and the files that declare them.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def begin_of_text(self) -> int:
-        """The id before every text: a begin-of-text id, or the end-of-text id of the previous text.
+        """Id before every text: a begin-of-text id, or the end-of-text id of the previous text.
 
         Raises:
             DataError: no file declares the end-of-text id.
@@ -50,33 +50,33 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_text(self) -> int:
-        """The id behind every text.
+        """Id after every text.
 
         Raises:
             DataError: no file declares the end-of-text id.
         """
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """(n,) token ids of each text; with `special`, including the ids that the tokenizer's template puts around a text."""
+        """Return the (n,) token ids of each text; with `special`, including the ids that the tokenizer's template puts around a text."""
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Encode a text that is read in pieces, with bounded memory where it can be cut (`Seams`).
+        """Encode a text that is read in pieces, with bounded memory if the text has seams (`Seams`).
 
         Yields:
-            Chunks of the text, and the (n,) token ids of each; one after another they are those of the whole text.
+            Chunks of the text, and the (n,) token ids of each; concatenated, they are the ids of the whole text.
         """
 
     def word(self, token: int) -> str:
-        """The token of an id as it is written in a text."""
+        """Return the word of a token id, for messages."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become replacement characters."""
+        """Return the text of `ids`; bytes that are not UTF-8 become replacement characters."""
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """(vocab_size,) number of bytes of text per id, 0 for special tokens; None where the number depends on neighbouring tokens."""
+        """Return (vocab_size,), the number of bytes of text per id, 0 for special tokens; None if it depends on neighbouring tokens."""
 
     def close(self) -> None:
-        """End a process that the tokenizer has; texts that are encoded there fail."""
+        """End the tokenizer's process, if it has one; pending calls fail."""
 
     def save(self, directory: Path) -> None:
         """Write the files that `load_tokenizer` reads to `directory`."""
@@ -86,11 +86,11 @@ class ByteTokenizer:
     """A tokenizer whose ids 0 to 255 are bytes; a text ends with id 256 if the model's vocabulary has that id, else with a newline.
 
     Args:
-        vocab_size: number of ids of the model.
-        files: name -> content of the files that are kept with it: a chat template.
+        vocab_size: number of ids in the model's vocabulary.
+        files: name -> content of the files to save with the tokenizer, such as a chat template.
 
     Raises:
-        DataError: the model has fewer than 256 ids.
+        DataError: the vocabulary has fewer than 256 ids.
     """
 
     name = "bytes"
@@ -105,32 +105,32 @@ class ByteTokenizer:
         self.special = Special(self.begin_of_text, (self.end_of_text,), files or {})
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """(n,) bytes of each text in UTF-8; `special` has no effect."""
+        """Return the (n,) UTF-8 bytes of each text; `special` has no effect."""
         return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int64) for text in texts]
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """The pieces, and the (n,) bytes of each."""
+        """Yield the pieces, and the (n,) bytes of each."""
         return ((piece, self.encode([piece])[0]) for piece in pieces)
 
     def word(self, token: int) -> str:
-        """The number of a byte."""
+        """Return the number of a byte as text."""
         return str(token)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the bytes `ids`; ids beyond 255 are left out."""
+        """Return the text of the bytes `ids`; ids above 255 are left out."""
         return bytes(i for i in ids if i < _NUM_BYTES).decode("utf-8", "replace")
 
     def byte_lengths(self) -> npt.NDArray[np.int64]:
-        """(vocab_size,) ones, and 0 for the end of text."""
+        """Return (vocab_size,), 1 for each byte and 0 for the end of text."""
         lengths = np.ones(self.vocab_size, np.int64)
         lengths[_NUM_BYTES:] = 0
         return lengths
 
     def close(self) -> None:
-        """There is no process."""
+        """Do nothing, since there is no process."""
 
     def save(self, directory: Path) -> None:
-        """Write a chat template if there is one; plain bytes need no table."""
+        """Write the companion files, such as a chat template; plain bytes need no vocabulary file."""
         _save_files(self.special, directory)
 
 
@@ -138,15 +138,16 @@ class BpeTokenizer:
     """A tokenizer of the `tokenizers` package.
 
     Args:
-        inner: a `tokenizers.Tokenizer`; of a tokenizer with confined rules, its tokens alone.
-        beside: the files beside it; none for a tokenizer that was trained in this process.
-        rules: what makes ids of texts and texts of ids; those of `inner` if None.
-        where: its directory, for messages.
-        notes, terms: see `Tokenizer`.
+        inner: a `tokenizers.Tokenizer`; without its rules if these run in a sandboxed process.
+        beside: companion files of the tokenizer; None for a tokenizer trained in this process.
+        rules: rules that encode and decode; None for the rules of `inner`.
+        where: directory of the tokenizer, for error messages.
+        notes: notes about settings in the tokenizer's files that are ignored, a sentence each.
+        terms: cache key of all that determines the tokens besides the bytes of the tokenizer's file; "" if nothing does.
 
     Attributes:
-        inner: the tokenizer's tokens: words, ids, which are special.
-        rules: see above.
+        inner: vocabulary of the tokenizer: words, ids, and special tokens.
+        rules: rules that encode and decode.
     """
 
     name = "bpe"
@@ -168,11 +169,11 @@ class BpeTokenizer:
         self._where = where
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """(n,) token ids of each text; with `special`, including the ids of the template in tokenizer.json."""
+        """Return the (n,) token ids of each text; with `special`, including the ids of the template in tokenizer.json."""
         return self.rules.encode(texts, special=special)
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
+        """Yield chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
         waiting = iter(pieces)
         first = list(itertools.islice(waiting, 2))
         chunks = iter(first) if len(first) < 2 else self._seams().cut(itertools.chain(first, waiting))
@@ -182,22 +183,22 @@ class BpeTokenizer:
         return Seams.of(self.inner) if isinstance(self.rules, LocalRules) else Seams(None, False)
 
     def word(self, token: int) -> str:
-        """The token of an id, as the vocabulary has it."""
+        """Return the word of a token id in the vocabulary."""
         return str(self.inner.id_to_token(token))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Return the text of `ids`, without special tokens."""
         return self.rules.decode(ids)
 
     @property
     def begin_of_text(self) -> int:
-        """The begin-of-text id if the tokenizer's template starts a text with it, else the end-of-text id of the previous text."""
+        """Begin-of-text id if the tokenizer's template starts a text with it, otherwise the end-of-text id of the previous text."""
         bos = self.special.bos
         return self.end_of_text if bos is None or self.rules.around("")[0][:1] != [bos] else bos
 
     @property
     def end_of_text(self) -> int:
-        """The first of the ids that end a text.
+        """First of the ids that end a text.
 
         Raises:
             DataError: no file declares an end-of-text id.
@@ -210,7 +211,7 @@ class BpeTokenizer:
         return self.special.eos[0]
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """(vocab_size,) number of bytes per id: in the byte-level alphabet, one character of a token is one byte. None for other alphabets."""
+        """Return (vocab_size,), the number of bytes per id: in the byte-level alphabet a character of a token is a byte. None for other alphabets."""
         decoder = self.rules.sections["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":  # the byte-level alphabet of GPT-2 (Radford et al., 2019)
             return None
@@ -221,16 +222,16 @@ class BpeTokenizer:
         return lengths
 
     def content(self) -> str:
-        """The text of its tokenizer.json."""
+        """Return the text of the tokenizer.json."""
         return self.rules.content if isinstance(self.rules, ConfinedRules) else str(self.inner.to_str(pretty=False))
 
     def close(self) -> None:
-        """End the process of confined rules, also under a text."""
+        """End the process of sandboxed rules, even while it encodes a text."""
         self.rules.close()
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and its companion files to `directory`."""
-        (directory / TOKENIZER_FILE).write_text(self.content(), encoding="utf-8")  # save() takes no path that is not UTF-8
+        (directory / TOKENIZER_FILE).write_text(self.content(), encoding="utf-8")  # save() cannot write to a path that is not UTF-8
         _save_files(self.special, directory)
 
 
@@ -240,11 +241,11 @@ def _save_files(special: Special, directory: Path) -> None:
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) -> Tokenizer:
-    """The tokenizer in a tokenizer.json.
+    """Load a tokenizer.
 
     Args:
-        path: the file, its directory, a directory with vocab.json and merges.txt or with BERT's vocab.txt, or a GGUF file.
-        has_template: whether another chat template replaces its own, which then need not be readable.
+        path: a tokenizer.json, its directory, a directory with vocab.json and merges.txt or with BERT's vocab.txt, or a GGUF file.
+        has_template: whether another chat template replaces the tokenizer's own, which then need not be readable.
 
     Raises:
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
@@ -257,10 +258,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, 
     """Train a byte-level BPE of at most `vocab_size - num_free` ids, with id 0 as the end of text. Equal texts give equal ids.
 
     Args:
-        texts: what it learns from.
-        vocab_size: ids of the model.
-        has_mask: whether id 1 is a mask token.
-        num_free: ids at the end of the vocabulary that stay free for sentinels.
+        texts: texts to train on.
+        vocab_size: number of ids in the model's vocabulary.
+        has_mask: whether id 1 becomes a mask token.
+        num_free: number of ids at the end of the vocabulary to reserve for sentinels.
 
     Raises:
         DataError: `vocab_size - num_free` is below 257, the number of bytes plus the end-of-text id.

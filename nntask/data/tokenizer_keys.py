@@ -1,8 +1,9 @@
-"""Keys of the files of tokenizers: which are used, which are ignored and why, and which are refused.
+"""Known keys of tokenizer files: the keys that are used, those that are ignored, with the reason, and those that are refused.
 
-tokenizer.json is read whole by the `tokenizers` package, but for `truncation` and `padding`, which are about batches, and `dropout` of merges, which
-makes the tokens of a text random. Its rules count where other files repeat them: a key that says otherwise is refused if it changes tokens in
-transformers, and a note if it does not. Keys that are in no table change nothing in transformers' general tokenizer; a note names them.
+The `tokenizers` package reads all of tokenizer.json. Only three keys have no effect here: `truncation` and `padding`, which are about batches, and
+`dropout` of merges, which makes the tokens of a text random. If another file repeats a rule of tokenizer.json, the latter counts. A contradicting key
+is refused if it changes tokens in transformers; otherwise it becomes a note. Keys in no table have no effect in transformers' general tokenizer; a
+note names them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ USED: Final = frozenset(
         *("add_bos_token", "add_eos_token", "add_prefix_space", "do_lower_case", "strip_accents", "tokenize_chinese_chars", "fix_mistral_regex"),
     }
 )
-"""Keys of tokenizer_config.json and special_tokens_map.json that are read or compared."""
+"""Keys of tokenizer_config.json and special_tokens_map.json that are used, or compared with tokenizer.json."""
 _REASONS: Final[Mapping[str, str]] = {
     "rows are cut and padded to --seq-len, texts and prompts never": (
         "model_max_length max_length max_len padding_side truncation_side truncation_strategy truncation padding stride pad_to_multiple_of "
@@ -43,23 +44,23 @@ _REASONS: Final[Mapping[str, str]] = {
     "of inputs that are no text": "image_token_id video_token_id audio_token_id image_seq_len num_image_tokens patch_size spatial_merge_size",
 }
 IGNORED: Final[Mapping[str, str]] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
-"""Key of tokenizer_config.json -> why it is not read."""
+"""Key of tokenizer_config.json -> reason why it is ignored."""
 
 
 def check_keys(inner: Any, rules: TokenRules, objects: Mapping[str, Mapping[str, Any]], where: str) -> tuple[str, ...]:
     """Compare the keys of a tokenizer's files with its tokenizer.json.
 
     Args:
-        inner: the `tokenizers.Tokenizer`, with all its tokens.
-        rules: its rules.
-        objects: name -> content of the JSON files beside it.
-        where: its directory, for messages.
+        inner: a `tokenizers.Tokenizer` with all of its tokens.
+        rules: rules of the tokenizer.
+        objects: name -> content of the tokenizer's companion files.
+        where: directory of the tokenizer, for error messages.
 
     Returns:
-        Notes about what is not followed, a sentence each.
+        Notes about keys that are ignored, a sentence each.
 
     Raises:
-        DataError: a key says otherwise than tokenizer.json, and transformers would give a text other tokens for it.
+        DataError: a key contradicts tokenizer.json in a way that changes tokens in transformers.
     """
     config = objects.get("tokenizer_config.json", {})
     for key, value, given in _repeated(rules.sections, config):
@@ -77,11 +78,11 @@ def check_keys(inner: Any, rules: TokenRules, objects: Mapping[str, Mapping[str,
 
 
 def steps(component: Any, key: str) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer or pre-tokenizer as JSON objects, sequences resolved.
+    """Return the steps of a normalizer or pre-tokenizer as JSON objects, with sequences flattened.
 
     Args:
         component: section of a tokenizer.json, or None.
-        key: key of the parts of a sequence.
+        key: key of the steps in a sequence.
     """
     waiting, found = [] if component is None else [component], []
     while waiting:
@@ -94,7 +95,7 @@ def steps(component: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _repeated(sections: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Keys of a config that repeat what tokenizer.json says, with both values."""
+    """Yield the keys of a config that repeat a rule of tokenizer.json, as (key, value in the config, value in tokenizer.json)."""
     normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
     for step in normalizers:
         if step["type"] == "BertNormalizer":
@@ -112,7 +113,7 @@ def _repeated(sections: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
 
 
 def _around(inner: Any, rules: TokenRules, config: Mapping[str, Any]) -> Iterator[str]:
-    """Notes about tokens that a config puts around a text and tokenizer.json does not, or the other way about."""
+    """Yield notes about tokens that a config puts around a text and tokenizer.json does not, or vice versa."""
     ids, is_added = rules.around("a")
     for key, at, side in (("bos_token", 0, "before"), ("eos_token", -1, "after")):
         value, entry = config.get(f"add_{key}"), config.get(key)

@@ -1,7 +1,7 @@
-"""Tokenizers of directories without a tokenizer.json: vocab.json and merges.txt of byte-level BPE, and vocab.txt of BERT's WordPiece.
+"""Tokenizers of directories without a tokenizer.json: vocab.json and merges.txt of byte-level BPE, or vocab.txt of BERT's WordPiece.
 
-The files have no rule that cuts texts into words; it follows from the tokenizer's class, which tokenizer_config.json or config.json names, as in
-transformers. Classes of other rules are refused with the command that converts them.
+These files do not contain the rule that splits texts into words. As in transformers, the rule depends on the tokenizer's class, which
+tokenizer_config.json or config.json names. Classes with other rules are refused with the command that converts the tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "qwen2": ("Qwen2Tokenizer", "qwen2"),
     "bert": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "bert", "distilbert", "electra"),
 }
-"""Rule -> names of tokenizer classes, and model_type of configs that name no class."""
+"""Rule -> names of its tokenizer classes, and the model_type of configs that name no class."""
 _QWEN_2: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _END: Final = "<|endoftext|>"
 _SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
@@ -33,7 +33,7 @@ _SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
     "qwen2": dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END),
     "bert": {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"},
 }
-"""Special tokens of a rule that the files need not name."""
+"""Rule -> role -> default special token."""
 
 
 def vocabulary_of(directory: Path) -> tuple[Path, ...]:
@@ -45,13 +45,13 @@ def vocabulary_of(directory: Path) -> tuple[Path, ...]:
 
 
 def conversion(directory: Path) -> str:
-    """Return the command that writes a tokenizer.json for a directory whose tokenizer is of another kind."""
+    """Return the shell command that writes a tokenizer.json for a directory with a tokenizer of another kind."""
     literal = python_text(directory)
     return python_command(f"from transformers import AutoTokenizer as A; A.from_pretrained({literal}).save_pretrained({literal})")
 
 
 def default_special(rule: str) -> Mapping[str, str]:
-    """Return the special tokens that tokenizers of a rule have if no file names others."""
+    """Return role -> default special token for the tokenizers of a rule."""
     return _SPECIAL[rule]
 
 
@@ -59,11 +59,11 @@ def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the rule of a directory's vocabulary.
 
     Args:
-        directory: the directory.
-        objects: content of its JSON files.
+        directory: directory of the vocabulary.
+        objects: name -> content of the directory's JSON files.
 
     Raises:
-        DataError: the class is one whose rule is not known.
+        DataError: the rule of the tokenizer's class is not known.
     """
     config = objects.get("config.json", {})
     given = objects.get("tokenizer_config.json", {}).get("tokenizer_class") or config.get("tokenizer_class") or config.get("model_type")
@@ -82,12 +82,12 @@ def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:
-    """Return the `tokenizers.Tokenizer` of a directory's vocabulary, without special tokens and what they put around a text.
+    """Return the `tokenizers.Tokenizer` of a directory's vocabulary, without special tokens and without a template.
 
     Args:
-        directory: the directory.
-        rule: see `rule_of`.
-        config: content of tokenizer_config.json.
+        directory: directory of the vocabulary.
+        rule: result of `rule_of`.
+        config: content of tokenizer_config.json, with the special tokens of special_tokens_map.json.
 
     Raises:
         DataError: a file is broken.
@@ -126,11 +126,11 @@ def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:
 
 
 def put_around(inner: Any, rule: str, config: Mapping[str, Any]) -> None:
-    """Set what is put around a text, when the special tokens are known.
+    """Set the template of a tokenizer, which puts special tokens around a text; these must have been added before.
 
     Args:
-        inner: the tokenizer.
-        rule: see `rule_of`.
+        inner: `tokenizers.Tokenizer` to change.
+        rule: result of `rule_of`.
         config: content of tokenizer_config.json, with the special tokens of special_tokens_map.json.
     """
     from tokenizers import processors
@@ -157,6 +157,6 @@ def put_around(inner: Any, rule: str, config: Mapping[str, Any]) -> None:
 
 
 def _word(config: Mapping[str, Any], key: str, rule: str) -> str:
-    """The special token under a key, or the rule's own."""
+    """Return the special token of a role, or else the rule's default."""
     value = config.get(key)
     return str(value.get("content") if isinstance(value, Mapping) else value or _SPECIAL[rule].get(key, _END))
