@@ -43,17 +43,20 @@ def written_aside(target: Path) -> Iterator[Path]:
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and a file is to be written")
     make_directories(target.parent)
     with _locked(target.parent):  # without this lock, another writer would remove the new directory as stale before it is locked
-        remove_stale(target.parent, target.name)
+        _remove_stale(target.parent, target.name)
         aside = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{target.name}-", dir=target.parent))
         lock = os.open(aside, os.O_RDONLY)
         _lock(lock)
+    is_done = False
     try:
         yield aside / _NEW
         _fsync_all(aside / _NEW)
         with _locked(target.parent):  # a directory is replaced by two renames, and no other writer may rename in between
             _move_into(aside, target)
+        is_done = True
     finally:
-        _clear(aside, target)
+        if is_done or not (aside / _OLD).exists():
+            shutil.rmtree(aside, ignore_errors=True)
         os.close(lock)
 
 
@@ -64,6 +67,11 @@ def remove_stale(parent: Path, name: str = "") -> None:
         parent: the directory of the targets.
         name: name of the target; "" for all targets.
     """
+    with contextlib.suppress(OSError), _locked(parent):  # else a directory would be moved back between the two renames of a writer
+        _remove_stale(parent, name)
+
+
+def _remove_stale(parent: Path, name: str) -> None:
     for aside in parent.glob(f"{PREFIX}{glob.escape(name)}-????????" if name else f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
@@ -115,9 +123,9 @@ def _move_into(aside: Path, target: Path) -> None:
         os.rename(target, old)
     try:
         os.replace(aside / _NEW, target)
-    except OSError as error:
-        if not _put_back(old, target):
-            raise OSError(error.errno, f"{error.strerror}; what was there before lies in {old} now, move it back") from error
+    except BaseException as error:
+        if not _put_back(old, target) and isinstance(error, OSError):
+            raise OSError(error.errno, f"{error.strerror}; the old directory is in {old} now, move it back") from error
         raise
     fsync(target.parent)
 

@@ -17,6 +17,7 @@ from support.objective_data import CHATML, Learner, lines_in, opened
 from nntask import DataError, ProcessUnavailable
 from nntask.config.settings import DataSettings
 from nntask.data import ChatSource, ChatTemplate
+from nntask.data.chat_blocks import FIXED
 from nntask.data.chat_process import LONGEST, ChatProcess
 from nntask.data.json_lines import Record
 from nntask.data.objectives import Objective
@@ -127,7 +128,7 @@ def test_no_limit_of_a_request_gives_a_template_more(processes: list[ChatProcess
 )
 def test_what_is_imported_late(piece: str, processes: list[ChatProcess]) -> None:
     """Filters and functions of templates do not miss the files that they can no longer be imported from."""
-    processes.append(ChatProcess(ChatSource(piece, "t.jinja", {}), MOST))
+    processes.append(ChatProcess(ChatSource(piece, "t.jinja", {}), MOST, now=lambda: FIXED))
     found = processes[-1].prompt(TALK, "the request")
     assert found == ChatTemplate(piece, "t.jinja", {}).prompt(TALK, "the request")
 

@@ -192,7 +192,7 @@ def test_findings_of_rows_are_said_and_kept(here: Path, capsys: pytest.CaptureFi
         assert main([*argv, f"--run-dir={run}"]) == 0
         said = capsys.readouterr().out
         assert "2 of 5 training conversations have no answer to learn within --seq-len 64 and are left out; raise --seq-len" in said
-        assert 'ignored in 5 training rows: "colour" in 3' in said
+        assert 'unknown keys of 5 training rows are ignored: "colour" in 3' in said
         summary = json.loads((here / run / "summary.json").read_text())
         assert summary["data"]["rows_left_out"] == {"number": 2, "total": 5}
     assert losses(here / "a") == losses(here / "b")

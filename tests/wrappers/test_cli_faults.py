@@ -135,7 +135,7 @@ def test_data_that_become_shorter_before_the_first_step_is_done(here, capsys, mo
     """There is nothing to continue, and the message says so."""
     monkeypatch.setattr(TokenFile, "window", cut_short(TokenFile.window, 0, "train.bin"))
     assert main([*TRAIN, "--run-dir=a"]) == 4
-    assert "tokens were expected; nothing was saved, so there is nothing to continue" in capsys.readouterr().err
+    assert "tokens were expected; restore the file; nothing was saved, so there is nothing to continue" in capsys.readouterr().err
 
 
 def test_an_interrupt_while_memory_is_short(here, truth):

@@ -86,7 +86,7 @@ def test_nodes_give_the_bits_of_one_machine_and_checkpoints_go_anywhere(here: Pa
     alone = capsys.readouterr().out
     assert main([*TRAIN, "--steps=6", "--run-dir=three", "--eval-every=3", on]) == 0
     three = capsys.readouterr().out
-    assert [line for line in alone.splitlines() if "validation" in line] == [line for line in three.splitlines() if "validation" in line]
+    assert [line for line in alone.splitlines() if "validation loss" in line] == [line for line in three.splitlines() if "validation loss" in line]
     assert main([*TRAIN, "--steps=2", "--run-dir=moving", on, "--nodes=3"]) == 0
     assert main(["train", "--resume=moving", "--steps=4"]) == 0
     assert main(["train", "--resume=moving", "--steps=6", on, "--nodes=2"]) == 0
