@@ -1,3 +1,3 @@
-from .process import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from .process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
 
-__all__ = ["ConfinedProcess", "ConfinedRequest", "RequestLimits", "Subject", "Wording"]
+__all__ = ["Allowance", "ConfinedProcess", "ConfinedRequest", "RequestLimits", "Subject", "Wording"]

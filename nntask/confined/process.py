@@ -31,6 +31,8 @@ from ..errors import DataError, ProcessUnavailable
 _LAST_SECONDS: Final = 5
 """Longest wait in seconds for the end of a killed process, which the kernel may hold for longer."""
 _MOMENT: Final = 0.05
+_WALL_PER_SECOND: Final = 4
+"""Elapsed time for each second of processor time: the process may share its processor with three others."""
 _PIPE: Final = 1 << 16
 _AHEAD: Final = 32
 _AHEAD_NBYTES: Final = 1 << 20
@@ -50,13 +52,39 @@ class RequestLimits:
         seconds: processor time, in whole seconds.
         nbytes: memory in bytes, in addition to the memory of the idle process.
         answer_nbytes: largest size of the answer, in bytes of JSON.
-        wall_seconds: elapsed time in seconds after which an unanswered process counts as stopped.
     """
 
     seconds: int
     nbytes: int
     answer_nbytes: int
-    wall_seconds: float
+
+    @property
+    def wall_seconds(self) -> int:
+        """Elapsed time in seconds after which an unanswered process counts as stopped."""
+        return _WALL_PER_SECOND * self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Limits that grow with the size of a request, each by a constant and a rate.
+
+    Args:
+        least: limits of a request of size 0.
+        size_per_second: size that adds a second of processor time.
+        nbytes_per_size: memory in bytes for each unit of size.
+        answer_per_size: bytes of the answer for each unit of size.
+    """
+
+    least: RequestLimits
+    size_per_second: int
+    nbytes_per_size: int
+    answer_per_size: int
+
+    def limits(self, size: int) -> RequestLimits:
+        """Return the limits of a request of a size."""
+        least = self.least
+        nbytes, answer_nbytes = least.nbytes + self.nbytes_per_size * size, least.answer_nbytes + self.answer_per_size * size
+        return RequestLimits(least.seconds + size // self.size_per_second, nbytes, answer_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +269,7 @@ class ConfinedProcess:
         try:
             line = b"" if self._is_closed else pipes.line(limits.answer_nbytes, time.monotonic() + limits.wall_seconds)
         except TimeoutError:
-            raise ProcessUnavailable(f"{self._wording.name} did not answer within {limits.wall_seconds:g} s, and is ended; try again later") from None
+            raise ProcessUnavailable(f"{self._wording.name} did not answer within {limits.wall_seconds} s, and is ended; try again later") from None
         if line.endswith(b"\n"):
             kind, value = json.loads(line)
             return kind, value

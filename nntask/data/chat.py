@@ -25,6 +25,9 @@ __all__ = ["MESSAGES", "ChatSource", "ChatTemplate"]
 
 _WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
+ROW_ADVICE: Final = "correct or remove the line, or correct the template"
+"""End of messages about rows that a template refuses or that take too much."""
+
 
 class ChatTemplate:
     """A compiled chat template.
@@ -151,10 +154,17 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        return self._render([plain_message(each, self._reads, where) for each in messages], where, prompts=True)[0]
+        plain = [plain_message(each, self._reads, where) for each in messages]
+        return self._render(plain, where, prompts=True, advice="change the messages")[0]
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], where: str, *, prompts: bool = False, given: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        *,
+        prompts: bool = False,
+        given: Mapping[str, Any] | None = None,
+        advice: str = ROW_ADVICE,
     ) -> tuple[str, list[tuple[int, int]]]:
         import jinja2
 
@@ -164,4 +174,4 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
-            raise DataError(f"{where} is not for the chat template of {self._name}: {what}; mend or remove the line, or fix the template") from None
+            raise DataError(f"{where} is not for the chat template of {self._name}: {what}; {advice}") from None

@@ -10,34 +10,37 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ..confined.process import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from ..confined.process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
 from ..errors import DataError
+from .chat import ROW_ADVICE
 from .chat_source import ChatSource
 from .json_lines import Record
 from .row_counts import RowCounts
 
 CPU_SECONDS: Final = 5
 """Processor time in seconds for compiling, and for each conversation."""
-WALL_SECONDS: Final = 4 * CPU_SECONDS
 LONGEST: Final = 16 << 20
 """Largest number of characters of a conversation; bounds the memory that a request can give a template by 768 MiB."""
 _NBYTES: Final = 256 << 20
 _NBYTES_A_CHARACTER: Final = 32
 """Memory for rendering in bytes: a constant, and a number for each character (pieces, joined text, JSON and its encoding)."""
-_ROW: Final = 64 << 20
-_ROW_A_CHARACTER: Final = 64
-"""Memory for a row in bytes, which is larger because a row is rendered more than once."""
 _WRITTEN: Final = 1 << 18
 _WRITTEN_A_CHARACTER: Final = 8
 """Largest number of characters that a template may write for a row: a constant, and a number for each character of the row."""
-_CHARACTERS_A_SECOND: Final = 1 << 13
-"""Number of characters of a row that add a second to its limit: finding the answers renders the row once or twice per answer."""
 _LONGEST_ERROR: Final = 1000
 _JSON_A_CHARACTER: Final = 12
 """Largest size in bytes of a character in ASCII JSON, a surrogate pair."""
+_ROW: Final = Allowance(
+    RequestLimits(CPU_SECONDS, 64 << 20, _JSON_A_CHARACTER * (_WRITTEN + _LONGEST_ERROR)),
+    size_per_second=1 << 13,  # finding the answers renders the row once or twice per answer
+    nbytes_per_size=64,
+    answer_per_size=_JSON_A_CHARACTER * _WRITTEN_A_CHARACTER,
+)
+"""Limits for a row, by the characters of its JSON."""
 _WORDING: Final = Wording(
     "the process that writes conversations down",
     "conversations are not written down any more, as the server is shutting down; ask another one, or this one later",
@@ -52,7 +55,6 @@ class ChatProcess:
         most: largest number of characters of the messages of a prompt, and of its text; capped by `LONGEST`.
         now: function that returns the date for a prompt; rows have a fixed date.
         cpu_seconds: processor time for each conversation, in whole seconds.
-        wall_seconds: elapsed time for compiling and for each conversation, in seconds.
 
     Raises:
         DataError: the template has an error, or compiling it takes too much time or memory.
@@ -65,13 +67,14 @@ class ChatProcess:
         most: int = LONGEST,
         now: Callable[[], datetime] = datetime.now,
         cpu_seconds: int = CPU_SECONDS,
-        wall_seconds: float = WALL_SECONDS,
     ) -> None:
         self._name, self._most, self._now = source.name, min(most, LONGEST), now
-        self._seconds, self._wall_seconds = cpu_seconds, wall_seconds
+        self._prompt = RequestLimits(cpu_seconds, _NBYTES + self._most * _NBYTES_A_CHARACTER, _JSON_A_CHARACTER * (self._most + _LONGEST_ERROR))
+        self._row = replace(_ROW, least=replace(_ROW.least, seconds=cpu_seconds))
         content = {"source": source.source, "name": source.name, "words": dict(source.words), "tools": source.tools}
         subject = Subject(f"the chat template of {source.name}", "name another with --chat-template FILE")
-        opening = ConfinedRequest(json.dumps(content), self._limits(_NBYTES, 0), subject)
+        limits = RequestLimits(cpu_seconds, _NBYTES, _JSON_A_CHARACTER * _LONGEST_ERROR)
+        opening = ConfinedRequest(json.dumps(content), limits, subject)
         self._process = ConfinedProcess("nntask.data.chat_service", opening, _WORDING)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
@@ -89,8 +92,7 @@ class ChatProcess:
         if (count := sum(len(word) for message in messages for pair in message.items() for word in pair)) > self._most:
             raise DataError(f"{what} gets at most {self._most:,} characters, got {count:,}; change the messages")
         content = {"messages": list(messages), "where": where, "now": self._now().isoformat(), "most": self._most}
-        limits = self._limits(_NBYTES + self._most * _NBYTES_A_CHARACTER, self._most)
-        return str(self._process.ask(ConfinedRequest(json.dumps(content), limits, Subject(what, "change the messages"))))
+        return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, Subject(what, "change the messages"))))
 
     def rows(self, lines: Iterable[Record], counts: RowCounts) -> Iterator[tuple[Record, str, list[tuple[int, int]]]]:
         """Render rows, a few ahead of the caller.
@@ -111,7 +113,7 @@ class ChatProcess:
         def requests() -> Iterator[ConfinedRequest]:
             for line in lines:
                 asked.append(line)
-                yield self._row(line)
+                yield self._request(line)
 
         for text, answers, numbers, unknown in self._process.answers(requests()):
             counts.numbers.update(numbers)
@@ -122,13 +124,9 @@ class ChatProcess:
         """End the process for good, even in the middle of a conversation; pending conversations raise `ProcessUnavailable`."""
         self._process.close()
 
-    def _row(self, line: Record) -> ConfinedRequest:
+    def _request(self, line: Record) -> ConfinedRequest:
         row = json.dumps(line.values)
         most = _WRITTEN + _WRITTEN_A_CHARACTER * len(row)
         content = f'{{"row": {row}, "where": {json.dumps(line.where)}, "most": {most}}}'
-        subject = Subject(f"{line.where} is not for the chat template of {self._name}, which", "mend or remove the line, or fix the template")
-        return ConfinedRequest(content, self._limits(_ROW + len(row) * _ROW_A_CHARACTER, most, len(row) // _CHARACTERS_A_SECOND), subject)
-
-    def _limits(self, nbytes: int, written: int, more_seconds: int = 0) -> RequestLimits:
-        answer_nbytes = _JSON_A_CHARACTER * (written + _LONGEST_ERROR)
-        return RequestLimits(self._seconds + more_seconds, nbytes, answer_nbytes, self._wall_seconds + 4 * more_seconds)
+        subject = Subject(f"{line.where} is not for the chat template of {self._name}, which", ROW_ADVICE)
+        return ConfinedRequest(content, self._row.limits(len(row)), subject)

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from ..errors import DataError
-from .chat import ChatTemplate
+from .chat import ROW_ADVICE, ChatTemplate
 from .json_lines import Record
 from .row_counts import RowTally
 
@@ -42,7 +42,7 @@ class ChatService:
             return self._checked(self._template.prompt(content["messages"], where), where, most, "change the messages")
         counts = RowTally()
         text, answers = self._template.rendered(Record(content["row"], where), counts)
-        return self._checked(text, where, most, "mend or remove the line"), answers, counts.numbers, counts.unknown
+        return self._checked(text, where, most, ROW_ADVICE), answers, counts.numbers, counts.unknown
 
     def _checked(self, text: str, where: str, most: int, advice: str) -> str:
         if len(text) > most:

@@ -13,25 +13,19 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..confined.process import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from ..confined.process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
 from ..errors import DataError
 from .rule_bounds import sections_of, with_rules
 
 Ids = npt.NDArray[np.int32]
 Offsets = Sequence[tuple[int, int]]
 
-_SECONDS: Final = 5
-_NBYTES_A_SECOND: Final = 1 << 17
-"""Processor time for a text: a number of seconds, plus one for each `_NBYTES_A_SECOND` bytes. Ordinary rules encode 1 MiB or more in a second."""
-_NBYTES: Final = 48 << 20
-_NBYTES_A_BYTE: Final = 512
-"""Memory for a text in bytes: a constant, and a number for each byte of the text (tokens, their words and offsets, and their numbers in Python)."""
-_OPENING_NBYTES: Final = 64 << 20
-_OPENING_A_BYTE: Final = 48
-"""Memory for a tokenizer in bytes: a constant, and a number for each byte of its file."""
-_ANSWER: Final = 1 << 20
-_ANSWER_A_BYTE: Final = 64
-"""Largest size of an answer in bytes: a constant, and a number for each byte of the text or the ids."""
+_OPENING: Final = Allowance(RequestLimits(10, 64 << 20, 1 << 20), size_per_second=1 << 20, nbytes_per_size=48, answer_per_size=2)
+"""Limits for loading a tokenizer, by the bytes of its file."""
+_TEXT: Final = Allowance(RequestLimits(5, 48 << 20, 1 << 20), size_per_second=1 << 17, nbytes_per_size=512, answer_per_size=64)
+"""Limits for a text, by its bytes. Ordinary rules encode 1 MiB or more in a second; memory holds tokens, words and offsets."""
+_ID_NBYTES: Final = 8
+"""Size of an id that is decoded, as that of a text."""
 _WORDING: Final = Wording("the process that encodes texts", "texts are not encoded any more, as the server is shutting down; ask another one")
 
 
@@ -143,9 +137,7 @@ class ConfinedRules:
     def __init__(self, tokens: Any, sections: Mapping[str, Any], where: object) -> None:
         self._where = where
         self.content = json.dumps(with_rules(json.loads(tokens.to_str()), sections), ensure_ascii=False)
-        nbytes = len(self.content.encode())
-        seconds, memory = 2 * _SECONDS + (nbytes >> 20), _OPENING_NBYTES + _OPENING_A_BYTE * nbytes
-        limits = RequestLimits(seconds, memory, _ANSWER + 2 * nbytes, 60 + (nbytes >> 18))
+        limits = _OPENING.limits(len(self.content.encode()))
         request = json.dumps({"content": self.content, "where": str(where), "ignores_special": bool(tokens.encode_special_tokens)})
         subject = Subject(f"the tokenizer in {where}", "name another with --tokenizer-path DIR")
         self._process = ConfinedProcess("nntask.data.token_service", ConfinedRequest(request, limits, subject), _WORDING)
@@ -182,19 +174,17 @@ class ConfinedRules:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `TokenRules`."""
-        return str(self._process.ask(self._request("decode", [list(map(int, ids))], "12345678" * len(ids))))
+        return str(self._process.ask(self._request("decode", [list(map(int, ids))], None)))
 
     def close(self) -> None:
         """See `TokenRules`."""
         self._process.close()
 
-    def _request(self, method: str, arguments: list[Any], text: str) -> ConfinedRequest:
-        nbytes = len(text.encode("utf-8", "replace"))
-        seconds = _SECONDS + nbytes // _NBYTES_A_SECOND
-        limits = RequestLimits(seconds, _NBYTES + _NBYTES_A_BYTE * nbytes, _ANSWER + _ANSWER_A_BYTE * nbytes, 4 * seconds)
-        what = "decoding ids" if method == "decode" else f"encoding a text of {len(text):,} characters"
+    def _request(self, method: str, arguments: list[Any], text: str | None) -> ConfinedRequest:
+        what = "decoding ids" if text is None else f"encoding a text of {len(text):,} characters"
+        size = _ID_NBYTES * len(arguments[0]) if text is None else len(text.encode("utf-8", "replace"))
         subject = Subject(f"{what} with the tokenizer in {self._where}", "change the text, or name another tokenizer with --tokenizer-path DIR")
-        return ConfinedRequest(json.dumps([method, arguments]), limits, subject)
+        return ConfinedRequest(json.dumps([method, arguments]), _TEXT.limits(size), subject)
 
 
 def cut_lengths(first: int, second: int, most: int) -> tuple[int, int]:

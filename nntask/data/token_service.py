@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import DataError
 from .token_rules import LocalRules
 
-IMPORTED: Final = ("tokenizers", "encodings.idna")
+IMPORTED: Final = ("tokenizers",)
 """Modules that encoding imports lazily."""
 
 

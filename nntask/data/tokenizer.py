@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -176,9 +177,10 @@ class BpeTokenizer:
         """Yield chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
         waiting = iter(pieces)
         first = list(itertools.islice(waiting, 2))
-        chunks = iter(first) if len(first) < 2 else self._seams().cut(itertools.chain(first, waiting))
+        chunks = iter(first) if len(first) < 2 else self._seams.cut(itertools.chain(first, waiting))
         return ((chunk, self.encode([chunk])[0]) for chunk in chunks)
 
+    @cached_property  # searches the whole vocabulary
     def _seams(self) -> Seams:
         return Seams.of(self.inner) if isinstance(self.rules, LocalRules) else Seams(None, False)
 

@@ -142,7 +142,7 @@ def until_busy(other: psutil.Process) -> None:
 
 def test_a_process_that_others_end_or_stop(begun: Callable[..., tuple[ChatProcess, psutil.Process]]) -> None:
     """Is no fault of the conversation that was being written, however long it is, and the next one is written."""
-    ours, other = begun(wall_seconds=4)
+    ours, other = begun(cpu_seconds=1)
     long: list[dict[str, Any]] = [{"role": "user", "content": "a" * (MOST - 100)}]
     want = ours.prompt(TALK, "the request")
     other.suspend()

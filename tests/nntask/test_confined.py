@@ -14,7 +14,7 @@ import pytest
 from nntask.confined import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
 from nntask.errors import DataError, ProcessUnavailable
 
-LIMITS = RequestLimits(2, 32 << 20, 10_000, 60)
+LIMITS = RequestLimits(15, 32 << 20, 10_000)
 FULL = f"OSError {errno.EMFILE}"
 
 

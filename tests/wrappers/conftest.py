@@ -31,3 +31,14 @@ def text(folder: Path) -> Path:
     for i in range(25):
         (path / f"{i}.txt").write_text(f"line {i} of a text about the number {i * i}\n" * 20)
     return path
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The flag of a file with the key of served models."""
+    from support.served import KEY
+
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    return f"--api-key-file={file}"

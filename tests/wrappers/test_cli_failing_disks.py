@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.commands import ROOT, numbers, start
 from support.deadline import DEADLINE
+from support.fault_runs import FLAGS, prepare
 
 from nntask.checkpoints.store import find_checkpoint, step_directories
 from wrappers.cli import main
 
-DROPOUTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-CONFIG = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, **DROPOUTS}
-FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=4 --minibatch=2 --lr=1e-3 --ncpu=2 --sample-tokens=0"
 TRAIN = ["train", *FLAGS.split(), "--steps=8", "--save-every=2"]
 NOBODY = 65534
-
-
-def prepare(folder: Path) -> None:
-    """A model and random tokens."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.commands import numbers, start, wait_for_step
 from support.deadline import DEADLINE
+from support.fault_runs import FLAGS, prepare
 
 from nntask.data import TokenFile
 from nntask.hardware.runtimes import FoundNaN
@@ -23,18 +23,10 @@ from scheduler.core.errors import DoesNotFit, TierFailed
 from scheduler.storage import DiskTier
 from wrappers.cli import main
 
-CONFIG = {"vocab_size": 61, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 STEPS = 14
-FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=4 --minibatch=2 --lr=1e-3 --ncpu=2 --sample-tokens=0"
 TRAIN = ["train", *FLAGS.split(), f"--steps={STEPS}"]
 SMALL = ["--ram=192KiB", "--disk=tier", "--order=layers", "--recompute=none"]
 """A fifth of what a step needs, in an order that takes no search."""
-
-
-def prepare(folder: Path) -> None:
-    """A model and random tokens."""
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **CONFIG}))
-    np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 5000).astype(np.uint16).tofile(folder / "train.bin")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from support.deadline import DEADLINE
 from support.honest_clients import ASKED, answered, text_in
 from support.rude_clients import AUTHORIZED, EARLY, HELD, JSON, MORE_HELD, address, answered_early, held, request
-from support.served import KEY, Alone, Served, served, write_served_model
+from support.served import Alone, Served, served, write_served_model
 
 from wrappers.serve.server import listening
 
@@ -23,15 +23,6 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory."""
     return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The flag of a file with the key."""
-    file = tmp_path_factory.mktemp("key") / "key"
-    file.write_text(KEY)
-    file.chmod(0o600)
-    return f"--api-key-file={file}"
 
 
 @pytest.fixture(scope="module")

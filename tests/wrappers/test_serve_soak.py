@@ -20,7 +20,7 @@ import pytest
 from support.deadline import DEADLINE
 from support.honest_clients import ASKED, answered, honest_clients, text_in
 from support.rude_clients import HELD, MORE_HELD, MOVING, crowd, held
-from support.served import KEY, Served, served, write_served_model
+from support.served import Served, served, write_served_model
 
 pytestmark = pytest.mark.long
 SECONDS = 1.0
@@ -47,15 +47,6 @@ signal.signal(signal.SIGUSR1, tell)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory."""
     return write_served_model(tmp_path_factory.mktemp("served") / "small")
-
-
-@pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The flag of a file with the key."""
-    file = tmp_path_factory.mktemp("key") / "key"
-    file.write_text(KEY)
-    file.chmod(0o600)
-    return f"--api-key-file={file}"
 
 
 def script(descriptors: int, file: Path) -> str:

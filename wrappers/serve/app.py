@@ -229,7 +229,7 @@ class Application:
             raise ApiError(503, str(error), code=code, headers={"retry-after": "1"}) from None
         except DataError as error:
             param = "messages" if asked.messages else "prompt"
-            raise ApiError(400, str(error).replace("mend or remove the line", "change the messages"), param=param) from None
+            raise ApiError(400, str(error), param=param) from None
         finally:
             self._num_unwritten -= count
 

@@ -257,15 +257,12 @@ class Progress:
         Raises:
             ApiError: the job failed.
         """
-        while not self.is_complete:
-            piece = await queue.get()
-            if isinstance(piece, ApiError):
-                raise piece
-            try:
-                self.add(piece)
-            except (DataError, ProcessUnavailable) as error:
-                raise undecodable(error) from None
         try:
+            while not self.is_complete:
+                piece = await queue.get()
+                if isinstance(piece, ApiError):
+                    raise piece
+                self.add(piece)
             return self.answer()
         except (DataError, ProcessUnavailable) as error:
             raise undecodable(error) from None
