@@ -65,14 +65,14 @@ test-pages: suite
 test-avx2: $(VENV)/installed-dev
 	$(BIN)/python tests/support/processor.py $(MAKE) suite
 
-test-browser: MARK := -m browser tests/wrappers/test_browser.py
+test-browser: MARK := -m browser tests/wrappers/report/test_browser.py
 test-browser: PROCESSES := 0
 test-browser: suite
 
 test-torch-releases: $(TORCH_RELEASES:%=test-torch-%)
 
 test-torch-%: build/torch-%/installed
-	build/torch-$*/venv/bin/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS) tests/wrappers/test_torch*.py
+	build/torch-$*/venv/bin/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS) tests/wrappers/torch
 
 test-docker:
 	docker/test.sh

@@ -23,9 +23,9 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = ROOT / "docs" / "reference" / "pytorch.md"
 TESTS: Final = (
-    "tests/wrappers/test_torch_session.py",
-    "tests/wrappers/test_torch_cuts.py",
-    "tests/wrappers/test_torch_gpu.py",
+    "tests/wrappers/torch/test_torch_session.py",
+    "tests/wrappers/torch/test_torch_cuts.py",
+    "tests/wrappers/torch/test_torch_gpu.py",
     "tests/gpu/test_gpu_torch.py",
 )
 """Files with tests over families."""
@@ -275,7 +275,7 @@ bytes, as in the tests.
 Public reports of results that differ from eager PyTorch's, under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each there is a
 small program of the same kind (`tests/support/torch_reports.py` and its neighbours describe them). It takes at least five steps in eager PyTorch and
 in a session, from equal weights, nearly always in fp64. Losses, weights, buffers, norms of the gradient and the state in Python are compared
-(`tests/wrappers/test_torch_reports.py`). A refusal names the place or the remedy.
+(`tests/wrappers/torch/test_torch_reports.py`). A refusal names the place or the remedy.
 
 {reports_markdown()}
 

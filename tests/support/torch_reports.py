@@ -1,7 +1,7 @@
 """Public reports of results other than eager PyTorch's, each as the smallest program of its kind that trains on a CPU.
 
 The reports are about torch.compile, FSDP, DeepSpeed, accelerate and transformers' Trainer. A program is of the kind of the report, not its text. The
-modules `torch_reports_*` fill `REPORTS`; `tests/wrappers/test_torch_reports.py` runs all of them, and the page about PyTorch lists them.
+modules `torch_reports_*` fill `REPORTS`; `tests/wrappers/torch/test_torch_reports.py` runs all of them, and the page about PyTorch lists them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from support.deadline import DEADLINE
 
 from nntask.data.tokenizer import train_bpe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMAND = """examples/gpt2_custom_training.py --config-path=examples/gpt2_default_config.json --tokenizer=gpt2
  --tokenizer-path=data --batch=1024 --minibatch=4 --minibatch-tile=4 --seq-tile=1024 --embd-tile=768 --inner-tile=3072 --head-tile=12 --restrict=cuda
  --flashattention --nforward=10 --nforward-warmup=10 --nbackward=10 --nbackward-warmup=10 --dataset=WikiText-103 --dataset-path=data

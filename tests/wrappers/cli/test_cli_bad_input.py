@@ -435,7 +435,7 @@ def test_other_commands_refuse_alike(here, capsys, argv, code):
 
 def test_as_a_process(here):
     """The whole process, imports included, answers a mistake within two seconds of the processor and prints no traceback; --help is quick."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     env = {**os.environ, "PYTHONPATH": str(root)}
     for argv, code in ((["train", "--bach=3"], 2), (["train", "--model=tiny", "--ram=12XB"], 2), (["--help"], 0), (["train", "--help"], 0)):
         begin = os.times()

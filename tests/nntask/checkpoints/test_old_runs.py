@@ -11,7 +11,7 @@ import pytest
 
 from wrappers.cli import main
 
-RUN = Path(__file__).resolve().parents[1] / "data" / "run_before_rooms"
+RUN = Path(__file__).resolve().parents[2] / "data" / "run_before_rooms"
 ROUNDING = 1e-6
 """Relative difference allowed. Sums are rounded differently by AVX2, AVX-512, oneDNN and OpenBLAS: up to 1e-7 was seen here. Other windows of the
 data, other dropout masks or lost moments of Adam differ by 1e-3 and more."""

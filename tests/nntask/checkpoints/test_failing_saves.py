@@ -15,7 +15,7 @@ from support.deadline import DEADLINE
 
 from nntask.checkpoints.store import find_checkpoint
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 FAILING = """
 import os, sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from support.deadline import DEADLINE
 
 from nntask.io.atomic_write import written_aside
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -443,7 +443,7 @@ def test_a_cupy_whose_ids_are_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_messages_name_extras_that_exist() -> None:
     """Those of the project."""
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for names, message in ((("cuda12", "cuda13"), INSTALL), (("nccl12", "nccl13"), INSTALL_NCCL)):
         for name in names:
             assert name in extras

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LATER = {"asyncio", "bokeh", "dask", "distributed", "pandas", "rich", "torch", "tyro"}
 """What a training run never needs, or only at its end."""
 NEVER = {"argparse", "ml_dtypes", "numpy", "psutil", "safetensors", "scheduler", "threadpoolctl", "tiles", "tokenizers"} | LATER

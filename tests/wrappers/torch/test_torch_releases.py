@@ -23,7 +23,7 @@ from wrappers.torch.releases import ACCELERATE, TORCH, TRANSFORMERS, Supported, 
 from wrappers.torch.trainer import Trainer
 from wrappers.torch.trainer_checks import OVERRIDDEN, fault_of_loop
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANGE = Supported("PyTorch", "torch", (2, 12), (2, 14))
 
 

@@ -19,7 +19,7 @@ from nntask.training import run_directory
 from wrappers.cli import main
 from wrappers.report.records import read_run
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 1, "n_head": 3}
 FLAGS = ["--config-path=small.json", "--dataset=text", "--dataset-path=text", "--tokenizer=bytes", "--batch=4", "--ncpu=1", "--sample-tokens=0"]
 

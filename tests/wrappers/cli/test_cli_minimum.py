@@ -1,6 +1,6 @@
 """The minimum budgets that ``nntask plan`` prints are enough for steps, validation, sampling and checkpoints; a page less is refused at once.
 
-More steps each: ``NNTASK_MINIMUM_STEPS=50 pytest -m "long or not long" tests/wrappers/test_cli_minimum.py``.
+More steps each: ``NNTASK_MINIMUM_STEPS=50 pytest -m "long or not long" tests/wrappers/cli/test_cli_minimum.py``.
 """
 
 from __future__ import annotations

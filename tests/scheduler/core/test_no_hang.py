@@ -4,7 +4,7 @@ Random steps (chains, fans, joins, accumulations, overwrites, scratch, inputs, o
 to four nodes with
 budgets from the minimum upwards, under every policy, several replays, in random completion orders, now and then with a file that cannot be read. Each
 case ends with the sequential truth, and `FakeDriver` validates the ledger after every event.
-More cases: ``NNTASK_NO_HANG_CASES=20000 pytest --hypothesis-profile=many tests/scheduler/test_no_hang.py -k random_steps``.
+More cases: ``NNTASK_NO_HANG_CASES=20000 pytest --hypothesis-profile=many tests/scheduler/core/test_no_hang.py -k random_steps``.
 """
 
 from __future__ import annotations

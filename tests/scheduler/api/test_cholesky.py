@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cholesky.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "cholesky.py"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def pages(tensors) -> int:
 @pytest.mark.parametrize("family", [name if name == "gpt2" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
 def test_losses_are_pefts(family: str) -> None:
     """20 steps of AdamW with decay and clipping, from the same first values: within 1e-4 of PEFT on torch. The second family is long; adapters of
-    other families beside PEFT's are in wrappers/test_cli_families."""
+    other families beside PEFT's are in wrappers/cli/test_cli_families."""
     import peft  # takes seconds
 
     oracle = FAMILIES[family]

@@ -12,7 +12,7 @@ import pytest
 
 from wrappers.cli.output import complain
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = ("", "--help", "plan --help", "devices --json", "models")
 SENTENCE = "nntask: cannot write to standard output: No space left on device; files saved so far are complete\n"
 

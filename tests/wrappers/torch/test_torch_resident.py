@@ -13,7 +13,7 @@ from support.deadline import DEADLINE
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WIDTH, LAYERS = 1536, 16
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4
 """Bytes of the weights: a quarter of what training takes with AdamW."""

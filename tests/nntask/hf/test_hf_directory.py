@@ -24,7 +24,7 @@ from nntask.models.registry import build
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime, TaskError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 

@@ -15,7 +15,7 @@ from support.deadline import DEADLINE
 
 from wrappers.cli import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = {"vocab_size": 1031, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 FLAGS = "--config-path=small.json --dataset=text --dataset-path=text --tokenizer=bytes --batch=4 --lr=1e-3 --ncpu=2 --sample-tokens=0"
 TRAIN = ["train", *FLAGS.split()]

@@ -529,7 +529,7 @@ def test_bench_links_takes_what_there_is(
 
 def test_devices_say_how_bf16_is_computed() -> None:
     """By which library, or why in fp32."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "nntask", "devices"]
     off = subprocess.run(command, env={**environment, "NNTASK_ONEDNN": "off"}, capture_output=True, text=True, check=True).stdout
     assert "bf16     computed in fp32: switched off by NNTASK_ONEDNN" in off

@@ -25,7 +25,7 @@ from nntask.io.safetensors_file import load_tensors, save_tensors
 from nntask.io.sealed_json import sealed
 from tiles import TileTensor
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[2]
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 

@@ -26,7 +26,7 @@ from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RAM = 96 << 20
 START = 130 << 20
 """What Python, NumPy and our modules take before a model is built, with room to spare."""
