@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from support import selection
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
@@ -45,3 +46,41 @@ def test_no_name_is_used_twice() -> None:
     """Files of one name would be one module to pytest."""
     names = [path.name for path in FILES if path.name.startswith("test_")]
     assert sorted(names) == sorted(set(names))
+
+
+def written_tests(path: Path) -> dict[str, set[str]]:
+    """Functions that are tests, each with the markers that stand before it and those of its file."""
+    tree = ast.parse(path.read_text())
+    whole = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    return {
+        function.name: {
+            node.attr
+            for written in (*whole, *function.decorator_list)
+            for node in ast.walk(written)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
+        }
+        for function in functions
+    }
+
+
+def test_the_table_of_more_names_tests() -> None:
+    """Its lines are sorted, each names a test or a file once, and a whole file has a reason."""
+    lines = selection.TABLE.read_text().splitlines()[1:]
+    assert lines == sorted(set(lines))
+    for line in lines:
+        entry, _, reason = (part.strip() for part in line.partition("#"))
+        file, _, test = entry.partition("::")
+        assert (TESTS / file).is_file(), f"{file} has moved; change its line of {selection.TABLE.name}"
+        assert test in written_tests(TESTS / file) if test else reason, line
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name.startswith("test_")], ids=lambda path: path.name)
+def test_make_test_runs_some_of_every_file(path: Path) -> None:
+    """Unless the table gives the reason why it does not, or all tests of the file are long, of pages, or need a device or a browser."""
+    name = str(path.relative_to(TESTS))
+    default = [test for test, markers in written_tests(path).items() if not markers & {"long", "pages", "browser"}]
+    listed = selection.listed()
+    if default and name not in listed and not name.startswith(("gpu/", "real/")):
+        remedy = f"list {name} in {selection.TABLE.name} with a reason, or add a quick test"
+        assert [test for test in default if f"{name}::{test}" not in listed], remedy
