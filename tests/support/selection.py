@@ -16,8 +16,6 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = TESTS / "more.txt"
 """Tests that take about a second or more: a line `file::test`, or `file  # reason` for all tests of a file."""
-CASES = 2
-"""Cases of a parametrised test that `make test` runs."""
 SECONDS = 1.0
 """Processor time of a test of `make test`, with the processes that it starts; above it, the run's last lines name the test."""
 
@@ -39,8 +37,8 @@ def name_of(item: pytest.Item) -> str:
 def mark(items: Iterable[pytest.Item]) -> None:
     """Mark what `make test` leaves out with `more`.
 
-    Of a parametrised test it keeps the first case and one that the name of the test draws, so that tests of the same matrix keep different cases. The
-    contracts and tests marked ``every`` keep all their cases.
+    Of a parametrised test it keeps the first case and one that the name of the test draws, so that tests of the same matrix keep different cases. Of
+    a test marked ``every`` it keeps the first case of each kind, which is the case's id before the first hyphen. The contracts keep all cases.
     """
     slow = set(listed())
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
@@ -48,10 +46,14 @@ def mark(items: Iterable[pytest.Item]) -> None:
         name = name_of(item)
         if name in slow or name.partition("::")[0] in slow:
             item.add_marker(pytest.mark.more)
-        elif not name.startswith("contracts/") and not any(item.get_closest_marker(other) for other in ("long", "pages", "browser", "every")):
+        elif not name.startswith("contracts/") and not any(item.get_closest_marker(other) for other in ("long", "pages", "browser")):
             cases[name].append(item)
     for name, same in cases.items():
-        kept = {0} if len(same) == 1 else {0, 1 + zlib.crc32(name.encode()) % (len(same) - 1)}
+        if same[0].get_closest_marker("every"):
+            kinds = [item.name.partition("-")[0] for item in same]
+            kept = {kinds.index(kind) for kind in kinds}
+        else:
+            kept = {0, 1 + zlib.crc32(name.encode()) % max(1, len(same) - 1)}
         for place, item in enumerate(same):
             if place not in kept:
                 item.add_marker(pytest.mark.more)
@@ -64,8 +66,8 @@ def processor_seconds() -> float:
 
 
 def slow_ones(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """Tests of `make test` that took longer than such a test may, the slowest first, each with its processor seconds."""
+    """Tests of `make test` but for the contracts that took longer than such a test may, the slowest first, each with its processor seconds."""
     quick = (report for report in reports if not {"more", "long", "pages"} & report.keywords.keys())
     spent = {report.nodeid: dict(report.user_properties).get(SPENT, 0.0) for report in quick}
     slowest = sorted(spent.items(), key=lambda pair: -pair[1])
-    return [f"{seconds:5.1f} s  {name}" for name, seconds in slowest if seconds > SECONDS]
+    return [f"{seconds:5.1f} s  {name}" for name, seconds in slowest if seconds > SECONDS and not name.startswith("tests/contracts/")]
