@@ -4,6 +4,8 @@
 # make test-all    everything, before an issue is resolved: the three below, the tests that take long, random searches with all their examples, and the
 #              default suite as a processor with AVX2 and without AVX-512 runs it (tests/real is skipped unless `make test-real` has installed its packages)
 # make suite   the default suite, which is what test and test-more run (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
+# make coverage   the default suite, with the share of lines that it runs (ARGS as above; make coverage ARGS='-m "not (more or long or pages or browser)"'
+#              for that of make test)
 # make lint    style, types and import contracts
 # make test-pages   the commands of the README and of the site's pages, as printed
 # make test-real   published checkpoints beside transformers, torch, PEFT and llama.cpp: downloads 270 MB of packages into .venv, runs half an hour
@@ -38,8 +40,11 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench sweep docs clean
+.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite coverage bench sweep docs clean
 .DELETE_ON_ERROR:
+
+# Compiled modules are kept; otherwise each of the processes that tests start compiles all that it imports, for two seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 train: $(VENV)/installed-train
 	$(BIN)/nntask train --model tiny --grad-clip 1 $(ARGS)
@@ -116,7 +121,12 @@ suite test-torch-%: export MKL_NUM_THREADS = 1
 suite test-torch-%: export TOKENIZERS_PARALLELISM = false
 suite test-torch-%: export HF_HUB_OFFLINE = 1
 suite: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS)
+	$(BIN)/python $(UNDER) -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS)
+
+coverage: UNDER := -m coverage run
+coverage: suite
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=cover
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/startup.py
@@ -176,5 +186,5 @@ $(VENV)/installed-gpu: $(VENV)/installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
