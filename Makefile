@@ -1,6 +1,6 @@
 # make train   create .venv, install nntask, train a small GPT-2 (make train ARGS="--steps 40")
 # make test    create .venv with the development tools; lint, types, contracts, and two cases of each quick test: five minutes on two cores
-# make test-more   the rest of the default suite: the other cases, and tests of a second or more
+# make test-more   the rest of the default suite: the other cases, and slower tests
 # make test-all    everything, before an issue is resolved: the three below, the tests that take long, random searches with all their examples, and the
 #              default suite as a processor with AVX2 and without AVX-512 runs it (tests/real is skipped unless `make test-real` has installed its packages)
 # make suite   the default suite, which is what test and test-more run (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)

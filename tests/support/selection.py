@@ -15,7 +15,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = TESTS / "more.txt"
-"""Tests that take about a second or more: a line `file::test`, or `file  # reason` for all tests of a file."""
+"""Tests that take half a second or more: a line `file::test`, or `file  # reason` for all tests of a file."""
 SECONDS = 1.0
 """Processor time of a test of `make test`, with the processes that it starts; above it, the run's last lines name the test."""
 
@@ -66,8 +66,11 @@ def processor_seconds() -> float:
 
 
 def slow_ones(reports: Iterable[pytest.TestReport]) -> list[str]:
-    """Tests of `make test` but for the contracts that took longer than such a test may, the slowest first, each with its processor seconds."""
-    quick = (report for report in reports if not {"more", "long", "pages"} & report.keywords.keys())
+    """Tests of `make test` that took longer than such a test may, the slowest first, each with its processor seconds.
+
+    The contracts and tests marked ``every`` may take longer.
+    """
+    quick = (report for report in reports if not {"more", "every", "long", "pages"} & report.keywords.keys())
     spent = {report.nodeid: dict(report.user_properties).get(SPENT, 0.0) for report in quick}
     slowest = sorted(spent.items(), key=lambda pair: -pair[1])
     return [f"{seconds:5.1f} s  {name}" for name, seconds in slowest if seconds > SECONDS and not name.startswith("tests/contracts/")]
