@@ -1,12 +1,14 @@
 # make train   create .venv, install nntask, train a small GPT-2 (make train ARGS="--steps 40")
-# make test    create .venv with the development tools; lint, types, contracts, the default suite
-#              (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
-# make lint    the first three of those
-# make test-long   the tests that take long, which make test leaves out, and random searches with all their examples
-#              (those of published checkpoints, tests/real, are skipped unless the packages of `make test-real` are there)
+# make test    create .venv with the development tools; lint, types, contracts, and two cases of each quick test: five minutes on two cores
+# make test-more   the rest of the default suite: the other cases, and slower tests
+# make test-all    everything, before an issue is resolved: the three below, the tests that take long, random searches with all their examples, and the
+#              default suite as a processor with AVX2 and without AVX-512 runs it (tests/real is skipped unless `make test-real` has installed its packages)
+# make suite   the default suite, which is what test and test-more run (make suite ARGS="tests/tiles -x" runs some of it, PROCESSES=0 in one process)
+# make coverage   the default suite, with the share of lines that it runs (ARGS as above; make coverage ARGS='-m "not (more or long or pages or browser)"'
+#              for that of make test)
+# make lint    style, types and import contracts
+# make test-pages   the commands of the README and of the site's pages, as printed
 # make test-real   published checkpoints beside transformers, torch, PEFT and llama.cpp: downloads 270 MB of packages into .venv, runs half an hour
-# make test-pages   the commands of the README and of the site's pages, as printed (CI runs make test and this)
-# make test-avx2   the suite as a processor with AVX2 and without AVX-512 runs it
 # make test-torch-releases   the tests of wrappers/torch with each supported release of PyTorch, in environments of their own below build/;
 #              by hand (TORCH_RELEASES=2.14 for one of them, --keep-going for all in spite of failures; several GB each where PyTorch comes with CUDA)
 # make test-gpu    the tests that need a GPU; writes benchmarks/gpu/tests.json (GPU_PYTHON=python3 for an interpreter that has CuPy already)
@@ -38,18 +40,29 @@ CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-long test-real test-pages test-avx2 test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite bench sweep docs clean
+.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite coverage bench sweep docs clean
 .DELETE_ON_ERROR:
+
+# Compiled modules are kept; otherwise each of the processes that tests start compiles all that it imports, for two seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 train: $(VENV)/installed-train
 	$(BIN)/nntask train --model tiny --grad-clip 1 $(ARGS)
 	@echo "nntask is in $(BIN); to have it as a command in this shell: . $(BIN)/activate"
 
+test: MARK := -m "not (more or long or pages or browser)"
 test: style types contracts suite
 
-test-long: MARK := -m "long or search" --hypothesis-profile=many
-test-long: PROCESSES := 0
-test-long: suite
+test-more: MARK := -m "more and not (long or pages or browser)"
+test-more: suite
+
+# Each a make of its own: all are `suite`, which one make runs once.
+test-all:
+	$(MAKE) lint
+	$(MAKE) suite
+	$(MAKE) test-pages
+	$(MAKE) suite PROCESSES=0 MARK='-m "long or search" --hypothesis-profile=many'
+	$(BIN)/python tests/support/processor.py $(MAKE) suite
 
 test-real: export OPENBLAS_NUM_THREADS = 1
 test-real: export OMP_NUM_THREADS = 1
@@ -61,9 +74,6 @@ test-real: $(VENV)/installed-real
 
 test-pages: MARK := -m "pages and not long"
 test-pages: suite
-
-test-avx2: $(VENV)/installed-dev
-	$(BIN)/python tests/support/processor.py $(MAKE) suite
 
 test-browser: MARK := -m browser tests/wrappers/report/test_browser.py
 test-browser: PROCESSES := 0
@@ -111,7 +121,12 @@ suite test-torch-%: export MKL_NUM_THREADS = 1
 suite test-torch-%: export TOKENIZERS_PARALLELISM = false
 suite test-torch-%: export HF_HUB_OFFLINE = 1
 suite: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS)
+	$(BIN)/python $(UNDER) -m pytest -n $(PROCESSES) --dist worksteal $(MARK) $(ARGS)
+
+coverage: UNDER := -m coverage run
+coverage: suite
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=cover
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/startup.py
@@ -171,5 +186,5 @@ $(VENV)/installed-gpu: $(VENV)/installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

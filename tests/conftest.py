@@ -5,15 +5,38 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import selection
 from support.search import register_profiles
 
 register_profiles()
 gc.set_threshold(20_000, 10, 10)  # what tests import later, torch above all, is a million objects, which every few recorded steps would go through
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that `make test` leaves to `make test-more`, before `-m` selects."""
+    selection.mark(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Tell the report how much processor time the test took."""
+    begin = selection.processor_seconds()
+    yield
+    item.user_properties.append((selection.SPENT, selection.processor_seconds() - begin))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests of `make test` that belong into the table of `make test-more`."""
+    slow = selection.slow_ones(terminalreporter.getreports("passed"))
+    if slow:
+        terminalreporter.section(f"over {selection.SECONDS:g} s of processor time in `make test`: add to tests/more.txt")
+        terminalreporter.write("\n".join(slow) + "\n")
 
 
 def pytest_collection_finish() -> None:

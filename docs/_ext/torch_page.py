@@ -281,8 +281,8 @@ in a session, from equal weights, nearly always in fp64. Losses, weights, buffer
 
 {END}
 
-`make test` runs the tests without the mark `long`, `make test-long` all of them. Those of `test_torch_gpu.py` use emulated devices, those of
-`test_gpu_torch.py` a card, and have not run on one yet.
+`make test` runs some of the tests without the mark `long`, `make test-more` the rest of them, and `make test-all` those with it as well. Those of
+`test_torch_gpu.py` use emulated devices, those of `test_gpu_torch.py` a card, and have not run on one yet.
 
 {tests_markdown()}
 

@@ -1,7 +1,7 @@
 """Every fenced shell block of the README and of docs runs as printed, in order, in a directory like a fresh clone.
 
 A block that cannot has a marker on the line before its fence: ``<!-- ci: network -->``, ``<!-- ci: gpu -->`` or ``<!-- ci: minutes -->``. Those that
-take minutes run with `make test-long`, the others with `make test-pages`, which CI runs beside the suite. What the commands are given (a model
+take minutes run with `make test-all`, the others with `make test-pages`, which CI runs as well. What the commands are given (a model
 directory, notes, WikiText and GPT-2's tokenizer where they would be once fetched) is small and made here; the Hub is never asked.
 """
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 FEW, MANY = "few", "many"
-"""Profiles: of the default run, and of ``make test-long``."""
+"""Profiles: of the default run, and of ``make test-all``."""
 T = TypeVar("T", bound=Callable[..., Any])
 
 

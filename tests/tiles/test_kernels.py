@@ -29,6 +29,7 @@ def test_every_kernel_has_a_twin_and_a_case() -> None:
     assert operations("cpu") == operations("reference") == sorted(CASES)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("op", "number"), [(op, i) for op, cases in CASES.items() for i in range(len(cases))])
 def test_cpu_equals_reference(op: str, number: int, dtype: type) -> None:

@@ -1,6 +1,6 @@
 """One tiling and one count of lanes give one sequence of losses and norms, bit by bit, whatever runs the tasks and wherever data lie.
 
-The cases of `FEW` run by default; `ALL` has every value beside every other, as far as they were ever compared, and runs with the long tests.
+The cases of `FEW` run in `make test`; `ALL` has every value beside every other, as far as they were ever compared, and runs with the long tests.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ ALL = [
 CASES = [*FEW, *(pytest.param(case, marks=pytest.mark.long) for case in ALL if case not in FEW)]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_are_bit_identical(case: Case, tmp_path: Path) -> None:
     """The same bits as with every task at once, every memory within its budget, and nothing left on the disk."""
@@ -165,7 +166,7 @@ def test_losses_are_bit_identical(case: Case, tmp_path: Path) -> None:
 
 
 def test_every_policy_runs_by_default() -> None:
-    """In some case of the default run, and every family, too."""
+    """In some case of `make test`, and every family, too."""
     assert {case.sched for case in FEW} == set(POLICIES)
     assert {case.family for case in FEW} == set(FAMILIES)
 

@@ -65,9 +65,10 @@ def test_unknown_keys_are_named_once(here: Path, capsys: pytest.CaptureFixture[s
     assert "foo" not in capsys.readouterr().err
     values = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps({**values, "foo": 3}))
+    Path("short.txt").write_text(TEXTS[0])
     for argv in (
         ["generate", "model", "--prompt=a", "--max-new-tokens=1"],
-        ["perplexity", "model", *data, "--seq-len=8"],
+        ["perplexity", "model", "--dataset=text", "--dataset-path=short.txt", "--seq-len=8"],
         ["quantize", "model", "small", "--type=f16"],
         [*TRAIN[:1], "--init-from=model", *data, "--seq-len=8", "--batch=4", "--steps=1", "--sample-tokens=0"],
     ):
