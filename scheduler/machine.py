@@ -25,7 +25,8 @@ from .core.events import (
 from .core.link_model import DISK_LINK, KEPT_COPIES, MEMORY_LINK, LinkModel
 from .core.machine import Machine
 from .core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
-from .core.memory.extents import PAGE, MemoryNode, rounded
+from .core.memory.extents import PAGE, rounded
+from .core.memory.memory_node import MemoryNode
 from .core.performance_model import Models, Rate, key_of
 from .core.policies import POLICIES, Candidate, Placement, policy_of
 from .core.records import FILE, RAM, HandleId, HandleRecord, NodeId, Task, TaskId, WorkerId, WorkerKind

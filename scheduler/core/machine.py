@@ -40,7 +40,7 @@ from .invariants import check_replicas
 from .memory import coherence
 from .memory.admission import Admission
 from .memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES, Foresight
-from .memory.extents import MemoryNode
+from .memory.memory_node import MemoryNode
 from .memory.replicas import Replicas
 from .memory.status import MemoryStatus
 from .performance_model import Estimates

@@ -40,7 +40,7 @@ from ..core.events import (
     WorkerJoined,
 )
 from ..core.machine import Machine
-from ..core.memory.extents import MemoryNode
+from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Models
 from ..core.policies import POLICIES, Placement
 from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind

@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..core.memory.prefetch import AHEAD, CLEAN, TASKS
+from ..core.memory.prefetch import AHEAD, TASKS
+from ..core.memory.write_back import CLEAN
 from ..core.records import HandleRecord
 from ..core.step_plan import RecordedTask
 from .tile_traffic import Moves, Passed, Touches, pass_through

@@ -32,7 +32,7 @@ from ..core.events import (
 )
 from ..core.machine import Machine
 from ..core.memory.eviction_policies import DEFAULT_EVICTION
-from ..core.memory.extents import MemoryNode
+from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Given
 from ..core.policies import POLICIES
 from ..core.records import FILE, HandleId, HandleRecord, NodeId, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind

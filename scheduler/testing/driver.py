@@ -41,7 +41,8 @@ from ..core.events import (
 )
 from ..core.machine import Machine
 from ..core.memory.eviction_policies import DEFAULT_EVICTION
-from ..core.memory.extents import PAGE, MemoryNode
+from ..core.memory.extents import PAGE
+from ..core.memory.memory_node import MemoryNode
 from ..core.policies import POLICIES
 from ..core.records import (
     ANY,

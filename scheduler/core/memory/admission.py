@@ -1,30 +1,29 @@
-"""How a task gets everything it needs in one place: reserved in free memory, or over what is dropped for it.
+"""Admission: a task's data gets its place on the task's node, in free memory or in that of replicas dropped for it.
 
-Admission is all or nothing: either every byte a task misses on its node, and every backing replica its outputs miss, is reserved with whatever
-has to be dropped for it, or nothing is dropped and nothing reserved. When dirty replicas stand in the way their write-backs are started, and
-admission is tried again when they have arrived.
+Admission is all or nothing. `Admission` first finds the data that a task misses and extents for it; only then it takes extents, drops replicas and
+starts copies. If dirty replicas are in the way, it starts their write-backs, and the task asks again when they have ended.
 
-Why this ends. A write-back needs nothing that is not reserved already, so every one ends, and early ones only make dirty replicas fewer. Replicas are
-dropped only for a task admitted at that moment, or for data that is used sooner, which can be dropped for a task at once. So each attempt of the
-oldest blocked task has strictly fewer dirty replicas in its way. Other tasks cannot take what it needs of the last tier: see `reservations`. What was
-read from a file is never dirty: wherever it is, it can be dropped as soon as no task or copy uses it.
+Why this ends: a write-back needs nothing that is not reserved already, so each one ends. Replicas are dropped only for a task admitted at that
+moment, or for data that is used sooner. So each attempt of the oldest blocked task finds fewer dirty replicas in its way, and `reservations` keeps
+its bytes on the last tier free. Data that was read from a file is never dirty.
 
-Works on the nodes' replicas (`replicas`) and asks which goes first (`victim_selection`); does not know policies, dependencies or failures.
+Knows the replicas of the nodes (`replicas`) and the order of eviction (`victim_selection`); does not know policies, dependencies or failures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 from ..errors import DoesNotFit
 from ..events import Action
-from ..records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
+from ..records import FILE, NEWEST, RW, SCRATCH, HandleRecord, NodeId, R, Replica, Task, W
 from . import coherence
+from .memory_node import Extent
 from .replicas import Replicas
 
 SOON: Final = 256
-"""A replica used within so many planned tasks does not go just because it can be dropped at once: it goes when its price is the best."""
+"""Number of planned tasks within which the next use of a clean replica protects it: it goes then only if the eviction policy chooses it."""
 
 
 class NothingToRead(Exception):
@@ -35,15 +34,31 @@ class NothingToRead(Exception):
         self.handle = handle
 
 
-class Admission:
-    """Reserves what tasks need.
-
-    Args:
-        replicas: of all nodes.
+class Needs(NamedTuple):
+    """The data that a task misses on its node before it is admitted.
 
     Attributes:
-        num_hits, num_misses: inputs of admitted tasks that were in place or under way, and that had to be fetched; counted where there are several
-            nodes.
+        new: handles that need an extent on the node, scratch included.
+        unbacked: handles that may need a backing replica on the last tier.
+        copies: whether a copy must be started or waited for.
+        unreadable: a handle that the task reads although no replica of it is valid; None if there is none.
+    """
+
+    new: list[HandleRecord]
+    unbacked: list[HandleRecord]
+    copies: bool
+    unreadable: HandleRecord | None
+
+
+class Admission:
+    """Reserves the memory of tasks.
+
+    Args:
+        replicas: replicas of all nodes.
+
+    Attributes:
+        num_hits, num_misses: number of inputs of admitted tasks that were on the node or on their way to it, and number of those that had to be
+            fetched. Not counted on a machine with one node and no files.
     """
 
     __slots__ = ("_copies", "_foresight", "_last", "_nodes", "_replicas", "_reservations", "_waiting", "num_hits", "num_misses")
@@ -60,74 +75,33 @@ class Admission:
         self.num_misses = 0
 
     def admit(self, task: Task, actions: list[Action]) -> bool:
-        """Pin and reserve everything the task needs on `task.node` and start its copies; or leave all as it is and return False.
+        """Pin and reserve everything the task needs on `task.node`, and start its copies.
+
+        Returns:
+            Whether the task is admitted. If not, it holds nothing, and write-backs may have been started for it.
 
         Raises:
-            NothingToRead: the task reads data that does not exist; nothing was reserved.
+            NothingToRead: the task reads data that does not exist; it holds nothing.
         """
-        books, node_id, last, clock = self._replicas, task.node, self._last, self._foresight.clock
-        several = books.has_several
-        taken: list[Replica] = []
-        unbacked: tuple[HandleRecord, ...] = ()  # written, and with a file as their backing replica so far
-        grows = fetch = False
-        for handle, mode in task.accesses:
-            replica = handle.replicas.get(node_id)
-            if replica is None or mode == SCRATCH:
-                if not grows:
-                    if not self._reservations.allow(task):
-                        books.take_back(taken, actions)
-                        return False
-                    grows = True
-                if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
-                    books.take_back(taken, actions)
-                    raise NothingToRead(handle)
-                offset = self._nodes[node_id].take(handle.size, handle.data_class, handle.preferred_offset)
-                if offset is None:
-                    books.take_back(taken, actions)
-                    return several and self._admit_by_eviction(task, actions)
-                handle.preferred_offset = offset
-                replica = books.install(handle, node_id, offset, private=mode == SCRATCH)
-                if mode != SCRATCH:
-                    if several and FILE in handle.replicas:
-                        if mode != R:
-                            unbacked += (handle,)
-                    elif node_id == last:
-                        self._reservations.enter(replica, task.order)
-                    elif last not in handle.replicas and not books.reserve_backing(handle, task.order, actions):
-                        replica.pins += 1
-                        taken.append(replica)
-                        books.take_back(taken, actions)
-                        return False
-                    if mode != W or len(handle.replicas) > 1:
-                        fetch = True
-            elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
-                fetch = True
-                if mode != R and FILE in handle.replicas:
-                    unbacked += (handle,)
-            elif replica.state == "reserved" and mode != W:  # an empty backing replica
-                if coherence.best_source(handle, None) is None:
-                    books.take_back(taken, actions)
-                    raise NothingToRead(handle)
-                fetch = True
-            replica.pins += 1
-            taken.append(replica)
-        if unbacked and not ((grows or self._reservations.allow(task)) and self._reserve_backing(unbacked, task.order, actions)):
-            books.take_back(taken, actions)
+        needs = self._needs(task)
+        if (needs.new or needs.unbacked) and not self._reservations.allow(task):
             return False
-        for replica in taken:
-            replica.last_use = clock
-        task.replicas = taken
-        if grows or unbacked:
-            self._nodes[node_id].mark()
-            self._nodes[last].mark()
-        if fetch:
-            self._fetch(task, actions)
-        elif several:
-            self.num_hits += num_inputs(task)
+        if needs.unreadable is not None:
+            raise NothingToRead(needs.unreadable)
+        node = self._nodes[task.node]
+        extents = node.take_all(needs.new)
+        if extents is None:
+            return self._replicas.has_several and self._admit_by_eviction(task, needs, actions)
+        if task.node != self._last and not self._reserve_backing(needs.unbacked, task.order, actions):
+            node.give_all(extents)
+            return False
+        for handle, extent in extents.items():
+            handle.preferred_offset = extent.offset
+        self._commit(task, needs, extents, actions)
         return True
 
     def does_not_fit(self, task: Task) -> DoesNotFit:
-        """Why the task finds no free bytes, now that nothing else can go: the node, its budget, and what is taken."""
+        """Return the error for a task that does not fit although everything that can be dropped is gone."""
         node, last = self._nodes[task.node], self._nodes[self._last]
         total = sum(handle.size for handle, _ in task.accesses)
         new = sum(handle.size for handle, mode in task.accesses if mode != SCRATCH and self._last not in handle.replicas)
@@ -146,63 +120,107 @@ class Admission:
         )
 
     def needs_no_bytes(self, task: Task, node_id: NodeId) -> bool:
-        """Whether the task could run on the node without a single new byte."""
+        """Whether the task needs no extent on the node."""
         return all(mode != SCRATCH and node_id in handle.replicas for handle, mode in task.accesses)
 
-    def _admit_by_eviction(self, task: Task, actions: list[Action]) -> bool:
-        """`admit` when there is no hole: find what to drop, then drop it and reserve at once."""
-        node_id = task.node
-        present = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
-        missing = [(handle, mode) for handle, mode in task.accesses if mode == SCRATCH or node_id not in handle.replicas]
-        missing.sort(key=lambda access: -access[0].size)
+    def _needs(self, task: Task) -> Needs:
+        """Return what the task misses on its node."""
+        node_id, several = task.node, self._replicas.has_several
+        new: list[HandleRecord] = []
+        unbacked: list[HandleRecord] = []
+        unreadable = None
+        copies = False
+        for handle, mode in task.accesses:
+            if mode == SCRATCH:
+                new.append(handle)
+                continue
+            replica = handle.replicas.get(node_id)
+            if replica is None:
+                new.append(handle)
+                copies = copies or mode != W or bool(handle.replicas)
+                is_read = mode == R or mode == RW
+                if coherence.wants_backing(handle, mode, self._last):
+                    unbacked.append(handle)
+            elif several and (replica.arriving or (mode != R and len(handle.replicas) > 1)):
+                copies, is_read = True, False
+                if mode != R and FILE in handle.replicas:
+                    unbacked.append(handle)
+            else:
+                is_read = replica.state == "reserved" and mode != W  # an empty backing replica
+                copies = copies or is_read
+            if is_read and unreadable is None and coherence.best_source(handle, None) is None:
+                unreadable = handle
+        return Needs(new, unbacked, copies, unreadable)
+
+    def _admit_by_eviction(self, task: Task, needs: Needs, actions: list[Action]) -> bool:
+        """Admit a task for which there is no hole, over replicas that are dropped for it; as `admit`."""
+        node_id, node = task.node, self._nodes[task.node]
         if node_id == self._last and not self._replicas.num_files:
             return False
         waiting = self._waiting.get(node_id)
         if waiting is not None and waiting[0] is task:
             if any(victim.outgoing for victim in waiting[1]):
-                return False  # still being written back; the end of each makes the node ask again
+                return False  # wait for these write-backs; the end of each one leads to another attempt
             del self._waiting[node_id]
-        for handle, mode in missing:
-            if (mode == R or mode == RW) and coherence.best_source(handle, None) is None:
-                raise NothingToRead(handle)
-        for replica in present:
-            replica.pins += 1
-        plan = self._find_extents(node_id, [handle.size for handle, _ in missing])
-        for replica in present:
-            self._replicas.unpin(replica)
+        new = sorted(needs.new, key=lambda handle: -handle.size)
+        plan = self._find_extents(task, [handle.size for handle in new])
         if plan is None:
             return False
-        if not self._replicas.are_clean(plan[1], actions):
-            self._waiting[node_id] = task, plan[1]
+        offsets, victims = plan
+        if not self._replicas.are_clean(victims, actions):
+            self._waiting[node_id] = task, victims
             return False
-        unbacked = [handle for handle, mode in task.accesses if mode != SCRATCH and coherence.wants_backing(handle, mode, self._last)]
-        if node_id != self._last and not self._reserve_backing(unbacked, task.order, actions):
+        if node_id != self._last and not self._reserve_backing(needs.unbacked, task.order, actions):
             return False
-        self._replicas.evict(plan[1], actions)
-        private: dict[HandleRecord, Replica] = {}
-        for (handle, mode), offset in zip(missing, plan[0], strict=True):
-            self._nodes[node_id].take_at(offset, handle.size, handle.data_class)
-            replica = self._replicas.install(handle, node_id, offset, private=mode == SCRATCH)
-            if mode == SCRATCH:
-                private[handle] = replica
-        if node_id == self._last:
-            self._reserve_backing(unbacked, task.order, actions)  # of what is there now
-        task.replicas = [private[handle] if mode == SCRATCH else handle.replicas[node_id] for handle, mode in task.accesses]
-        for replica in task.replicas:
-            replica.pins += 1
-            replica.last_use = self._foresight.clock
-        self._nodes[node_id].mark()
-        self._nodes[self._last].mark()
-        self._fetch(task, actions)
+        self._replicas.evict(victims, actions)
+        extents = {handle: Extent(offset, NEWEST) for handle, offset in zip(new, offsets, strict=True)}
+        for handle, extent in extents.items():
+            node.take_at(extent.offset, handle.size, handle.data_class)
+        self._commit(task, needs, extents, actions)
         return True
 
-    def _find_extents(self, node_id: NodeId, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
-        """Where extents would go and what is in the way: what can be dropped at once, if that is not needed soon, else what should go first."""
+    def _find_extents(self, task: Task, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
+        """Return offsets on the task's node and the replicas that are in the way there.
+
+        Clean replicas that are not needed soon are preferred; otherwise the eviction policy decides. What the task itself uses stays.
+        """
+        node_id, foresight = task.node, self._foresight
+        own = [handle.replicas[node_id] for handle, mode in task.accesses if mode != SCRATCH and node_id in handle.replicas]
+        for replica in own:
+            replica.pins += 1
         candidates = self._replicas.candidates[node_id]
-        return candidates.plan_droppable(sizes, self._foresight.order + SOON * self._foresight.num_partitions) or candidates.plan(sizes)
+        plan = candidates.plan_droppable(sizes, foresight.order + SOON * foresight.num_partitions) or candidates.plan(sizes)
+        for replica in own:
+            self._replicas.unpin(replica)
+        return plan
+
+    def _commit(self, task: Task, needs: Needs, extents: Mapping[HandleRecord, Extent], actions: list[Action]) -> None:
+        """Install the task's new replicas in extents just taken, pin all that it uses, and start its copies."""
+        node_id, clock, install = task.node, self._foresight.clock, self._replicas.install
+        replicas: list[Replica] = []
+        for handle, mode in task.accesses:
+            extent = extents.get(handle)
+            if extent is None:
+                replica = handle.replicas[node_id]
+            else:
+                replica = install(handle, node_id, extent.offset, extent.kernel_mark, private=mode == SCRATCH)
+            replica.pins += 1
+            replica.last_use = clock
+            replicas.append(replica)
+        task.replicas = replicas
+        if node_id == self._last:
+            for handle in needs.unbacked:
+                self._reservations.enter(handle.replicas[node_id], task.order)
+        if extents or needs.unbacked:
+            self._nodes[node_id].mark()
+            self._nodes[self._last].mark()
+        if needs.copies:
+            self._start_copies(task, actions)
+        elif self._replicas.has_several:
+            self.num_hits += num_inputs(task)
 
     def _reserve_backing(self, handles: Sequence[HandleRecord], order: int, actions: list[Action]) -> bool:
-        """Reserve the backing replicas of what the task of that order will write, all or none."""
+        """Reserve the backing replicas of the results of the task of that `order`, all or none."""
         made: list[Replica] = []
         for handle in handles:
             if coherence.wants_backing(handle, W, self._last):
@@ -213,8 +231,8 @@ class Admission:
                 made.append(handle.replicas[self._last])
         return True
 
-    def _fetch(self, task: Task, actions: list[Action]) -> None:
-        """Start the copies the admitted task needs, and wait for those that touch what it writes."""
+    def _start_copies(self, task: Task, actions: list[Action]) -> None:
+        """Start the copies that the admitted task needs, and make it wait for copies of the data that it writes."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode == SCRATCH:
                 continue
@@ -228,11 +246,11 @@ class Admission:
             if replica.arriving:
                 self._copies.wait_for(replica, task)
             if mode != R:
-                for other in handle.replicas.values():  # never write what a copy still reads
+                for other in handle.replicas.values():  # a copy may still read it
                     if other.arriving and other is not replica:
                         self._copies.wait_for(other, task)
 
 
 def num_inputs(task: Task) -> int:
-    """Accesses of a task that read."""
+    """Return the number of accesses of a task that read."""
     return len([mode for _, mode in task.accesses if mode == R or mode == RW])

@@ -37,7 +37,7 @@ def step(replica: Replica, event: ReplicaEvent) -> None:
 
 
 def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
-    """Where to copy a handle from: host memory if valid there, else the valid replica on the lowest node, its file last; None if there is none."""
+    """Return the replica to copy a handle from: that in host memory if valid, else the valid one on the lowest node, its file last; None if none."""
     best: Replica | None = None
     for replica in handle.replicas.values():  # hot path: half the time of `min` with a key
         if replica.state != "reserved" and replica is not target and (best is None or replica.node < best.node):
@@ -48,7 +48,7 @@ def best_source(handle: HandleRecord, target: Replica | None) -> Replica | None:
 def is_needed(replica: Replica) -> bool:
     """Whether dropping this replica would lose data that may still be read.
 
-    Lost data and data about to be overwritten (an admitted task has reserved bytes for it elsewhere without fetching it) are not needed.
+    Lost data is not needed, nor is data about to be overwritten: an admitted task has reserved bytes for it elsewhere without fetching it.
     """
     handle = replica.handle
     if replica.state == "reserved" or handle.lost is not None:
@@ -60,7 +60,7 @@ def is_needed(replica: Replica) -> bool:
 
 
 def wants_backing(handle: HandleRecord, mode: Mode, last: NodeId) -> bool:
-    """Whether an access has to reserve the backing replica: there is none on the last tier, nor data in a file that the access leaves alone."""
+    """Whether an access must reserve the backing replica: there is none on the last tier, and no file serves as one because the access only reads."""
     backing = handle.replicas.get(last)
     return (backing is None or not backing.is_backing) and (mode != R or FILE not in handle.replicas)
 
@@ -69,7 +69,7 @@ def validate(handle: HandleRecord) -> None:
     """Check the protocol's rule.
 
     Raises:
-        InvalidEvent: it is broken.
+        InvalidEvent: the rule is broken.
     """
     valid = [replica for replica in handle.replicas.values() if replica.state != "reserved"]
     modified = [replica for replica in valid if replica.state == "modified"]

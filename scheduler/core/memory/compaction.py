@@ -1,4 +1,4 @@
-"""The last resort against fragmentation: all that is free on an idle node becomes one hole."""
+"""Compaction of an idle node, the last resort against fragmentation: all free memory becomes one hole."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .replicas import Replicas
 
 
 class Compaction:
-    """Moves the replicas of idle nodes together.
+    """Compaction of idle nodes.
 
     Args:
-        replicas: of all nodes.
+        replicas: replicas of all nodes.
     """
 
     __slots__ = ("_eviction", "_last", "_nodes", "_replicas", "_reservations")
@@ -28,11 +28,10 @@ class Compaction:
         self._eviction = replicas.eviction
 
     def compact(self, task: Task, node_id: NodeId, actions: list[Action]) -> bool:
-        """Make one hole of all that is free or droppable on an idle node, and of what is free on the last tier, if the task then fits there.
+        """Make one hole on an idle node, and one on the last tier if the task needs bytes there; return whether the task now fits.
 
-        The last resort against fragmentation, so nothing may run, move or be admitted meanwhile: no replica is pinned. When dirty replicas must
-        go, their write-backs are started instead and False is returned. A file needs no compaction, its addresses are plenty; nor does memory of
-        which only bytes are counted.
+        Nothing runs, moves or is admitted meanwhile, so no replica is pinned. If dirty replicas must go, their write-backs are started instead and
+        the result is False. Files and nodes on which only bytes are counted never fragment.
         """
         if self._nodes[node_id].is_counted or not self._reservations.allow(task):
             return False
@@ -46,7 +45,7 @@ class Compaction:
         return node_id == self._last or last.is_storage or self._make_hole(self._last, backings, actions)
 
     def _missing_backing(self, task: Task) -> int:
-        """Bytes that the backing replicas of what the task will write still take on the last tier."""
+        """Return the bytes on the last tier that backing replicas for the task's results still need."""
         return sum(
             handle.size
             for handle, mode in task.accesses
@@ -54,10 +53,10 @@ class Compaction:
         )
 
     def _plan_hole(self, node_id: NodeId, missing: int, kept: Collection[HandleRecord] = ()) -> list[Replica] | None:
-        """What must go so that the node has so many bytes more, in holes of any size; None if too little may.
+        """Return the replicas to drop so that `missing` more bytes fit on the node, in holes of any size; None if too few may go.
 
         Args:
-            kept: what stays: the data of a task that will run there. One that runs elsewhere reads its data wherever else it lies.
+            kept: handles whose replicas stay, because the task that runs there uses them.
         """
         node = self._nodes[node_id]
         candidates = [replica for replica in node.starts.values() if replica.handle not in kept and self._may_go(replica)]
@@ -72,7 +71,7 @@ class Compaction:
         return None if excess > 0 else victims
 
     def _make_hole(self, node_id: NodeId, missing: int, actions: list[Action], kept: Collection[HandleRecord] = ()) -> bool:
-        """Make one hole of all that is free or droppable on the node, if so many bytes more then fit there; `kept` stays."""
+        """Make one hole of all that is free or may be dropped on the node, if it then has `missing` bytes; the handles `kept` stay."""
         victims = self._plan_hole(node_id, missing, kept)
         if victims is None or not self._replicas.are_clean(victims, actions):
             return False
@@ -81,7 +80,7 @@ class Compaction:
         return True
 
     def _compact(self, node_id: NodeId, actions: list[Action]) -> None:
-        """Move all replicas of an idle node to its beginning."""
+        """Move all replicas of an idle node to the start of its memory."""
         node, candidates = self._nodes[node_id], self._replicas.candidates[node_id]
         for replica in node.starts.values():
             if replica.pins:
@@ -96,5 +95,5 @@ class Compaction:
                 candidates.add(replica)
 
     def _may_go(self, replica: Replica) -> bool:
-        """Whether an unpinned replica may be dropped, perhaps after a write-back."""
+        """Whether an unpinned replica may be dropped, after a write-back if it is dirty."""
         return not replica.is_backing and (self._replicas.broken is None or not coherence.is_needed(replica))

@@ -1,7 +1,7 @@
-"""Which replica goes first when a node is full: eviction policies, as small pure classes behind one question.
+"""Eviction policies: the order in which replicas leave a full node.
 
-A policy gives every replica a key that stands still while it is not used, so that `victim_selection` can keep replicas sorted, and a price to weigh
-the best clean replica against the best dirty one. Dead data never gets here: it is freed with its last use, under every policy.
+A policy gives every replica a key that does not change while it is unused, so that `victim_selection` can keep replicas sorted, and a price that
+compares the best clean replica with the best dirty one. Dead data is freed with its last use under every policy, so policies never see it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..records import RAM, HandleRecord, R, Replay, Replica, UseSchedule, W
 from . import coherence
 
 FAR: Final = 1 << 20
-"""Planned tasks until an unknown use, for each event since the last one."""
+"""Assumed number of planned tasks until an unknown use, for each event since the last use."""
 
 NEVER: Final = 1 << 60
-"""`order` of such a use, for the first event's replica."""
+"""Assumed `order` of an unknown use, for a replica last used at event 0."""
 
 
 def is_foreseen(key: float) -> bool:
@@ -27,12 +27,12 @@ def is_foreseen(key: float) -> bool:
 
 
 class Foresight:
-    """Where execution stands in the planned order of the recorded steps under way, and when each handle is used next.
+    """Position of execution in the planned order of the replays in progress, and the next use of each handle.
 
     Attributes:
-        clock: events so far.
-        replays: under way, oldest first.
-        reached: `order` of the latest plain task of those whose uses are foreseen (`Task.next_uses`).
+        clock: number of events so far.
+        replays: replays in progress, oldest first.
+        reached: `order` of the latest plain task whose uses are foreseen (`Task.next_uses`); -1 if there is none.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,7 @@ class Foresight:
 
     @property
     def order(self) -> int:
-        """`order` of the oldest planned task that has not ended; without a step under way, where plain tasks stand, -1 if their uses are not
-        foreseen."""
+        """`order` of the oldest planned task that has not ended; without a replay in progress, `reached`."""
         if not self.replays:
             return self.reached
         oldest = self.replays[0]
@@ -51,20 +50,20 @@ class Foresight:
 
     @property
     def num_partitions(self) -> int:
-        """How many devices pass through the planned order side by side, each with a part of its own."""
+        """Number of devices that execute the planned order side by side, each its own partition; at least 1."""
         return max(1, len(self.replays[0].partition_nodes)) if self.replays else 1
 
     def next_use(self, handle: HandleRecord) -> tuple[int, bool]:
-        """Planned tasks from now until the handle is used anywhere, and whether that use overwrites it unread; `FAR` when no plan says."""
+        """Return the number of planned tasks until the next use of the handle on any node (`FAR` if unknown), and whether it overwrites it unread."""
         use_schedule = handle.use_schedule
         if use_schedule is None or not self.replays:
             return (FAR if handle.next_use is None else handle.next_use - self.order), False
         oldest = self.replays[0]
         positions = use_schedule.positions
-        if use_schedule.replay is not None and use_schedule.replay is not oldest:  # of the replay behind
+        if use_schedule.replay is not None and use_schedule.replay is not oldest:  # owned by a later replay
             return len(oldest.tasks) - oldest.frontier + positions[0], use_schedule.modes[0] == W
         done, frontier = oldest.done, oldest.frontier
-        if positions[-1] >= len(done):  # of another step, which waits behind this one
+        if positions[-1] >= len(done):  # of another step, whose replay comes later
             return FAR, False
         at = bisect_left(positions, frontier)
         while at < len(positions):
@@ -74,7 +73,10 @@ class Foresight:
         return len(oldest.tasks) - frontier + positions[0], use_schedule.modes[0] == W
 
     def next_use_of(self, replica: Replica) -> tuple[int, bool]:
-        """The same of one replica. While the data is elsewhere too, what tasks of other nodes read does not count; what they write overwrites it."""
+        """Return the same for one replica.
+
+        If the data is on other nodes as well, reads by tasks of other nodes do not count, and writes by them overwrite the replica.
+        """
         handle = replica.handle
         if not self.replays or handle.use_schedule is None:
             return self.next_use(handle)
@@ -97,7 +99,7 @@ class Foresight:
         return FAR, False
 
     def will_change(self, handle: HandleRecord, replay: Replay, position: int) -> bool:
-        """Whether a planned task that comes before that one, and has not ended, writes the handle."""
+        """Whether an unfinished planned task before the one at `position` of `replay` writes the handle."""
         use_schedule = handle.use_schedule
         if use_schedule is None:
             return False
@@ -112,7 +114,7 @@ class Foresight:
 
     @staticmethod
     def _writes_before(use_schedule: UseSchedule, at: int, replay: Replay) -> bool:
-        """Whether the last task of a replay that writes the handle before that use of it has not ended."""
+        """Whether the last task that writes the handle before its use number `at` is unfinished."""
         while at and use_schedule.positions[at - 1] >= replay.frontier:
             at -= 1
             if use_schedule.modes[at] != R:
@@ -120,7 +122,7 @@ class Foresight:
         return False
 
     def leaves(self, replica: Replica) -> bool:
-        """Whether the handle is expected to leave the memory where tasks run before it is read next."""
+        """Whether the plan expects the handle to leave the memory where tasks run before its next read."""
         use_schedule = replica.handle.use_schedule
         if use_schedule is None or not use_schedule.leaves or not self.replays:
             return False
@@ -135,10 +137,11 @@ class EvictionPolicy(Protocol):
     """The interface of an eviction policy.
 
     Attributes:
-        tolerance: a replica of the size that is needed may cost so many times more than the best one, and a hole so many times more than as many
-            bytes of the best ones that do not lie side by side.
-        adds_up: whether prices are bytes to move, so that those of neighbours add up to that of the hole they leave.
-        foresees: whether it goes by the planned order, so that what leaves is what the forecast of that order says (`Foresight.leaves`).
+        tolerance: maximum cost, relative to the cheapest candidates, at which a replica of exactly the wanted size or a contiguous hole is still
+            preferred.
+        adds_up: whether prices are bytes to move, so that the prices of neighbours add up to the price of the hole they leave.
+        foresees: whether the policy follows the planned order, so that the data that leaves is what the forecast of that order says
+            (`Foresight.leaves`).
     """
 
     tolerance: float
@@ -146,14 +149,14 @@ class EvictionPolicy(Protocol):
     foresees: bool
 
     def key(self, replica: Replica) -> float:
-        """The larger, the sooner it goes, among clean and among dirty replicas; stays the same until the replica is used again."""
+        """Return the key of a replica: the larger, the sooner it goes. It does not change until the replica is used again."""
 
     def price(self, key: float, *, dirty: bool) -> float:
-        """What it costs to let a replica go now: of the best clean and the best dirty one, the cheaper goes."""
+        """Return the cost of dropping a replica now; the cheaper of the best clean and the best dirty replica goes."""
 
 
 class NextUse:
-    """What costs least per planned task that its bytes are free for: a reload, before that perhaps a write-back, over the time until the next use.
+    """The policy next-use: the lowest cost (a reload, plus a write-back if dirty) per planned task for which the bytes stay free.
 
     Data that will be overwritten unread costs nothing. This is Belady's furthest next use, weighted by cost as in the GreedyDual family.
     """
@@ -166,7 +169,7 @@ class NextUse:
         self.foresight = foresight
 
     def key(self, replica: Replica) -> float:
-        """`order` of the next use; among replicas of unknown next use, the least recently used first."""
+        """Return the `order` of the next use; replicas of unknown next use are ordered by last use."""
         distance, overwrites = self.foresight.next_use_of(replica)
         if overwrites:
             return inf
@@ -175,14 +178,17 @@ class NextUse:
         return self.foresight.order + distance
 
     def price(self, key: float, *, dirty: bool) -> float:
-        """Bytes to move per byte freed, over the distance of the next use; what was used long ago is expected to be used late."""
+        """Return the bytes to move per byte freed, divided by the distance of the next use.
+
+        An unknown next use is assumed to be the later, the longer ago the last use was.
+        """
         foresight = self.foresight
         distance = key - foresight.order if is_foreseen(key) else FAR * (1 + foresight.clock + key - NEVER)
         return (2.0 if dirty else 1.0) / max(distance, 1.0)
 
 
 class LeastRecentlyUsed:
-    """What was used longest ago."""
+    """The policy lru: least recently used first."""
 
     tolerance = 1.0
     adds_up = False
@@ -192,16 +198,16 @@ class LeastRecentlyUsed:
         pass
 
     def key(self, replica: Replica) -> float:
-        """The event of the last use, counted backwards."""
+        """Return the negative event count of the last use."""
         return -replica.last_use
 
     def price(self, key: float, *, dirty: bool) -> float:
-        """The event of the last use."""
+        """Return the event count of the last use."""
         return -key
 
 
 class FirstInFirstOut:
-    """What has been there longest."""
+    """The policy fifo: oldest arrival first."""
 
     tolerance = 1.0
     adds_up = False
@@ -211,11 +217,11 @@ class FirstInFirstOut:
         pass
 
     def key(self, replica: Replica) -> float:
-        """The event of its arrival, counted backwards."""
+        """Return the negative event count of the arrival."""
         return -replica.since
 
     def price(self, key: float, *, dirty: bool) -> float:
-        """The event of its arrival."""
+        """Return the event count of the arrival."""
         return -key
 
 
@@ -224,7 +230,7 @@ EVICTION_POLICIES: Final[dict[str, Callable[[Foresight], EvictionPolicy]]] = {
     "lru": LeastRecentlyUsed,
     "fifo": FirstInFirstOut,
 }
-"""Every eviction policy by the name users type."""
+"""Eviction policies by the name that users type."""
 
 DEFAULT_EVICTION: Final = "next-use"
-"""Falls back on the least recently used where no recorded step says when data is used next."""
+"""Name of the default policy; it falls back to least recently used for data of no recorded step."""

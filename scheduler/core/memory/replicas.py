@@ -1,15 +1,12 @@
-"""Replicas on nodes and the copies between them: extents taken and given back, write-backs, and the books of both.
+"""Replicas on nodes and the copies between them: the mechanism below `admission`, `compaction` and `prefetch`, which decide.
 
-The mechanism below `admission`, `compaction` and `prefetch`, which decide what comes and what goes.
+Backing replicas. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data has an extent there, its
+*backing replica*, reserved together with its first output. So every replica can be written back without waiting for bytes.
 
-Backing replicas. The *last tier* is the storage node if there is one, else host memory. Every handle that holds data anywhere has an extent there,
-its *backing replica*, reserved together with the first output: so every replica always has somewhere to go, and a write-back never waits for bytes.
+Files. Data may start in a file: its handle then has a replica on the node `FILE`, which is its backing replica until its first write. Its other
+replicas are clean and can be dropped on any node. The task that writes it reserves the backing replica on the last tier, and the file is forgotten.
 
-Files. Data may begin in a file: its handle then has a replica on the node `FILE`, which is its backing replica until its first write. So its other
-replicas are dropped for others like any clean ones, wherever they are, the last tier included; the task that will write it reserves the backing
-replica there, and when it begins to write, the file is out of date and forgotten.
-
-Knows extents (`extents`), copies under way (`transfers`), the replica protocol (`coherence`) and reservations on the last tier (`reservations`).
+Knows memory (`memory_node`), copies (`transfers`), the replica protocol (`coherence`) and the last tier (`reservations`).
 """
 
 from __future__ import annotations
@@ -22,34 +19,37 @@ from ..events import Action, DiscardExtent, ForgetObject
 from ..records import FILE, RAM, SCRATCH, HandleId, HandleRecord, NodeId, R, Replica, Task
 from . import coherence
 from .eviction_policies import EvictionPolicy, Foresight
-from .extents import MemoryNode, rounded
+from .extents import rounded
+from .memory_node import MemoryNode
 from .reservations import Reservations
 from .transfers import Copies
 from .victim_selection import Candidates
 
 
 class Replicas:
-    """Replicas, their extents, and the copies between them.
+    """The replicas of all nodes, their extents, and the copies between them.
 
     Args:
-        nodes: host memory first; a storage node, if any, last.
-        foresight: where the recorded steps stand.
-        eviction: order in which replicas go.
+        nodes: memory nodes; host memory first, a storage node last.
+        foresight: position of execution in the recorded steps.
+        eviction: order of eviction.
 
     Attributes:
-        last: the last tier.
-        has_several: whether there is more than one node, or data in files, so that data may move.
-        candidates: of each node, the replicas that may go.
-        copies: those under way.
-        num_released: replicas dropped and copies ended so far: what a task that waits for memory waits for.
-        reservations: which tasks may take bytes of the last tier.
-        broken: why the last tier takes no more data, if so.
-        readers: extents of host memory where file readers work; they may move, and never go.
-        changed: data that differs from what is on its way to the last tier.
-        held: data that the program keeps in host memory until its handle is released.
-        missed: of each node, `order` of the next use of what was evicted from it or overwritten elsewhere: the first one since its lookahead looked.
-        num_files: handles whose data is in a file; `num_cold` those of them with no replica anywhere else.
-        wanted: cold handles of replays in flight, for as long as nothing has been evicted: what there is to read ahead.
+        last: last tier.
+        has_several: whether data may move, because there are several nodes or data in files.
+        candidates: candidates for eviction of each node.
+        copies: copies in progress.
+        num_released: number of replicas dropped and copies ended so far; a task that waits for memory waits until it changes.
+        num_evictions: number of replicas dropped to make room for other data.
+        reservations: reserved bytes of the last tier.
+        broken: error after which the last tier accepts no more data; None if it works.
+        readers: extents of host memory for file readers; they may be moved but are never dropped.
+        changed: handles whose data has changed since their copy to the last tier started.
+        held: data that the program keeps in host memory until it releases the handle.
+        missed: for each node, earliest `order` at which data evicted from it or overwritten elsewhere is used, since its lookahead ran last.
+        num_files: number of handles whose data is in a file.
+        num_cold: number of those that have no other replica.
+        wanted: cold handles of the replays in progress, until something is evicted; they may be read ahead.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Replicas:
         self.broken: BaseException | None = None
 
     def residents(self, node_id: NodeId) -> Iterable[Replica]:
-        """Every replica of a node, scratch included."""
+        """Return the replicas of a node, scratch included."""
         return self.nodes[node_id].starts.values()
 
     def is_memory(self, node: NodeId) -> bool:
@@ -102,19 +102,19 @@ class Replicas:
         return node != FILE and not self.nodes[node].is_storage
 
     def free_bytes(self, node: NodeId) -> int:
-        """Bytes of the node's budget that nothing uses."""
+        """Return the free bytes of a node's budget."""
         return self.nodes[node].budget - self.nodes[node].used
 
     @property
     def readers_bytes(self) -> int:
-        """Bytes of host memory of the file readers."""
+        """Bytes of host memory for file readers."""
         return sum(replica.handle.size for replica in self.readers)
 
     def take_for_readers(self, handle: HandleRecord, nbytes: int, actions: list[Action]) -> None:
-        """File readers get so many bytes of host memory in all, because the data of `handle` needs them; they keep what they have.
+        """Raise the memory of file readers to `nbytes`, which reading `handle` needs; it never shrinks.
 
         Raises:
-            DoesNotFit: there are no bytes for it, not even those of data that can be dropped at once; nothing has changed.
+            DoesNotFit: the bytes are not free, and dropping clean data does not free them; nothing has changed.
         """
         more = rounded(nbytes) - self.readers_bytes if nbytes else 0
         if more <= 0:
@@ -136,22 +136,25 @@ class Replicas:
         node.mark()
 
     def attach(self, handle: HandleRecord, source: object) -> None:
-        """The data of a handle, which has no replica, is from now on what lies in a file."""
+        """Make a file the data of a handle that has no replica."""
         handle.replicas[FILE] = Replica(handle, FILE, 0, "shared", is_backing=True, view=source)
         self.has_several = True
         self.num_files += 1
         self.num_cold += 1
 
     def adopt(self, handle: HandleRecord, actions: list[Action], *, stays: bool) -> None:
-        """Count data that has come to be in host memory by itself, and reserve its backing replica.
+        """Count data that has appeared in host memory, and reserve its backing replica.
+
+        Args:
+            stays: whether the program keeps it in host memory until the handle is released.
 
         Raises:
             DoesNotFit: the last tier has no bytes for it; nothing has changed.
-            InvalidEvent: the handle has data already, or host memory is not one of which only bytes are counted.
+            InvalidEvent: the handle has data already, or host memory is not a node on which only bytes are counted.
         """
         node = self.nodes[RAM]
         if handle.replicas or handle in self.held or not node.is_counted:
-            raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, where it cannot appear by itself")
+            raise InvalidEvent(f"{handle!r} was adopted by node {node.name}, but no data can appear there by itself")
         replica = self.install(handle, RAM, node.adopt(handle.size, handle.data_class), private=stays)
         if stays:
             replica.is_backing = True
@@ -172,7 +175,7 @@ class Replicas:
                 self.candidates[RAM].add(replica)
 
     def change(self, handle: HandleRecord) -> None:
-        """What is in host memory, and used there, differs from now on from what the last tier has of it, or is getting."""
+        """Mark data in host memory as different from its copy on the last tier, finished or in progress."""
         replica, backing = handle.replicas[RAM], handle.replicas.get(self.last)
         if backing is None or backing is replica:
             return
@@ -182,22 +185,22 @@ class Replicas:
             backing.state, replica.state = "reserved", "modified"
 
     def let_go(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """The program no longer keeps what it held."""
+        """Drop data that the program held and has released."""
         replica = self.held.pop(handle)
         replica.is_backing = False
         self.drop(replica, actions)
 
     def want(self, handles: Iterable[HandleRecord]) -> None:
-        """A replay begins that uses these."""
+        """Note the handles that a new replay uses."""
         if not self.foresight.replays:
             self.wanted.clear()
         self.wanted.update(handle for handle in handles if len(handle.replicas) == 1 and FILE in handle.replicas)
 
     def _take(self, node_id: NodeId, handle: HandleRecord, actions: list[Action]) -> int | None:
-        """A new extent for a handle, in memory over what can be dropped at once if there is no hole; None if that makes none either."""
+        """Take an extent for a handle, in memory dropping clean replicas if there is no hole; return its offset, or None if that fails."""
         node, candidates = self.nodes[node_id], self.candidates[node_id]
         offset = node.take(handle.size, handle.data_class)
-        if offset is None and not node.is_storage and (self.num_files or node_id != self.last):  # a disk tier refuses for its budget, not for a hole
+        if offset is None and not node.is_storage and (self.num_files or node_id != self.last):  # a disk tier refuses for its budget only
             plan = candidates.plan([handle.size])
             if plan is None or any(victim.pins or coherence.is_needed(victim) for victim in plan[1]):
                 plan = candidates.plan_droppable([handle.size], -inf)
@@ -208,7 +211,10 @@ class Replicas:
         return offset
 
     def reserve_backing(self, handle: HandleRecord, order: int, actions: list[Action]) -> bool:
-        """Reserve the handle's extent on the last tier for the task of that order; what was read into it from a file becomes it, or may go for it."""
+        """Reserve the backing replica of a handle for the task of that `order`; return whether it fits.
+
+        A replica read from a file becomes the backing replica, or may be dropped for it.
+        """
         backing = handle.replicas.get(self.last)
         if backing is None:
             offset = self._take(self.last, handle, actions)
@@ -219,19 +225,19 @@ class Replicas:
         return True
 
     def release_backing(self, backing: Replica, actions: list[Action]) -> None:
-        """Undo `reserve_backing`: that releases nothing which a task could wait for."""
+        """Undo `reserve_backing`. No waiting task can gain from it, so `num_released` stays."""
         num_released = self.num_released
         self._end_backing(backing, actions)
         self.num_released = num_released
 
     def forget_write(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """A task that was to write the handle never will: data that is in a file has its backing replica there, as before."""
+        """Give data in a file its backing replica there again, because the task that was to write the handle never will."""
         backing = handle.replicas.get(self.last)
         if FILE in handle.replicas and backing is not None and backing.is_backing:
             self._end_backing(backing, actions)
 
     def _end_backing(self, backing: Replica, actions: list[Action]) -> None:
-        """A backing replica of data that has another one is none any more."""
+        """End the role of a backing replica whose data has another one."""
         if backing.state == "reserved" and not backing.pins:
             self.drop(backing, actions)
         else:
@@ -239,33 +245,28 @@ class Replicas:
             if backing.pins == backing.outgoing:
                 self.candidates[self.last].add(backing)
 
-    def take_back(self, taken: Sequence[Replica], actions: list[Action]) -> None:
-        """Undo a half-made admission, which has pinned these: that releases nothing which a task could wait for."""
-        num_released = self.num_released
-        for replica in taken:
-            self.unpin(replica)
-            if replica.pins or replica.arriving:
-                continue
-            if replica.state == "scratch" or (replica.state == "reserved" and (not replica.is_backing or len(replica.handle.replicas) == 1)):
-                self.drop(replica, actions)
-        self.num_released = num_released
-
     def evict(self, victims: Sequence[Replica], actions: list[Action]) -> None:
-        """Drop replicas for the sake of other data."""
+        """Drop replicas to make room for other data."""
         self.num_evictions += len(victims)
         for victim in victims:
             self._miss(victim)
             self.drop(victim, actions)
 
     def _miss(self, replica: Replica) -> None:
-        """A replica is about to go although a planned task may read it on its node."""
+        """Note when a planned task misses a replica that is about to be dropped."""
         distance, overwrites = self.foresight.next_use_of(replica)
         if not overwrites:
             self.missed[replica.node] = min(self.missed[replica.node], self.foresight.order + distance)
 
-    def install(self, handle: HandleRecord, node_id: NodeId, offset: int, *, private: bool = False) -> Replica:
-        """A new replica over an extent just taken."""
-        replica = Replica(handle, node_id, offset, since=self.foresight.clock, kernel_mark=self.nodes[node_id].extents.kernel_mark)
+    def install(self, handle: HandleRecord, node_id: NodeId, offset: int, kernel_mark: int | None = None, *, private: bool = False) -> Replica:
+        """Return a new replica in an extent that has been taken for it.
+
+        Args:
+            kernel_mark: mark of the extent; by default, of the extent taken last.
+        """
+        if kernel_mark is None:
+            kernel_mark = self.nodes[node_id].extents.kernel_mark
+        replica = Replica(handle, node_id, offset, since=self.foresight.clock, kernel_mark=kernel_mark)
         if private:
             replica.state = "scratch"
         else:
@@ -278,16 +279,16 @@ class Replicas:
         return replica
 
     def unpin(self, replica: Replica) -> None:
-        """One user less; without any but copies the replica may go."""
+        """Remove one user; a replica used only by copies becomes a candidate for eviction."""
         replica.pins -= 1
         if replica.pins == replica.outgoing and not replica.is_backing:
             self.candidates[replica.node].add(replica)
 
     def drop(self, replica: Replica, actions: list[Action]) -> None:
-        """Give a replica's extent back, or forget a file; an empty backing replica goes with the last other replica.
+        """Free a replica's extent, or forget a file. An empty backing replica is dropped with the last other replica.
 
         Raises:
-            InvalidEvent: something still uses it.
+            InvalidEvent: a task or copy uses it.
         """
         if replica.pins:
             raise InvalidEvent(f"{replica.handle!r} on node {replica.node} would be freed while pinned")
@@ -321,7 +322,7 @@ class Replicas:
                 self.drop(backing, actions)
 
     def drop_unpinned(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """Drop every unused replica; what a copy still uses goes when it has ended, and the backing replicas with the last of them."""
+        """Drop the unused replicas of a handle. Replicas that copies use follow when these end, and the backing replicas last."""
         for replica in list(handle.replicas.values()):
             if replica.pins or replica.node not in handle.replicas:
                 continue
@@ -331,11 +332,11 @@ class Replicas:
                 self.drop(replica, actions)
         if all(replica.is_backing and not replica.pins for replica in handle.replicas.values()):
             for replica in list(handle.replicas.values()):
-                if replica.node in handle.replicas:  # else it went with the other one
+                if replica.node in handle.replicas:  # else it was dropped with the other one
                     self.drop(replica, actions)
 
     def invalidate_others(self, task: Task, actions: list[Action]) -> None:
-        """The task is about to write: drop every other replica of what it writes, and empty its backing replica."""
+        """Drop all other replicas of the results of a task that is about to run, and empty their backing replicas."""
         for (handle, mode), replica in zip(task.accesses, task.replicas, strict=True):
             if mode != R and mode != SCRATCH and len(handle.replicas) > 1:
                 for other in tuple(handle.replicas.values()):
@@ -351,22 +352,22 @@ class Replicas:
                         other.state = "reserved"
 
     def end_copy(self, source: Replica, target: Replica) -> list[Task]:
-        """Take note that a copy has ended, well or not; the tasks that waited for it. The caller unpins source and target.
+        """Remove a copy that has ended or failed, and return the tasks that waited for it. The caller unpins source and target.
 
         Raises:
-            InvalidEvent: no such copy is under way.
+            InvalidEvent: no such copy is in progress.
         """
         self.num_released += 1
         return self.copies.end(source, target)
 
     def finish_copy(self, source: Replica, target: Replica) -> list[Task]:
-        """Take note that a copy has arrived; the tasks that have nothing more to wait for.
+        """Complete a copy, and return the tasks that no longer wait for any copy.
 
         Raises:
-            InvalidEvent: no such copy is under way.
+            InvalidEvent: no such copy is in progress.
         """
         waiting = self.end_copy(source, target)
-        if source.handle in self.changed:  # while it was copied: the copy is worth nothing
+        if source.handle in self.changed:  # during the copy, which is therefore useless
             self.changed.remove(source.handle)
         else:
             coherence.step(source, "copied from")
@@ -376,7 +377,7 @@ class Replicas:
         return [task for task in waiting if not task.num_arriving]
 
     def write_back(self, victim: Replica, actions: list[Action]) -> None:
-        """Start copying a sole replica to a lower tier: host memory if there is a hole, else to its backing replica."""
+        """Start copying a sole replica down: to host memory if there is a hole, else to its backing replica."""
         handle = victim.handle
         target = handle.replicas[self.last]
         if victim.node != RAM != self.last and RAM not in handle.replicas:
@@ -390,7 +391,7 @@ class Replicas:
             self.candidates[victim.node].add(victim)
 
     def are_clean(self, victims: Sequence[Replica], actions: list[Action]) -> bool:
-        """Whether dropping the victims loses nothing; if it does, start the write-backs that are missing."""
+        """Whether the victims can be dropped at once; if not, start the missing write-backs."""
         if all(not victim.pins and not coherence.is_needed(victim) for victim in victims):
             return True
         for victim in victims:
@@ -399,7 +400,7 @@ class Replicas:
         return False
 
     def break_tier(self, error: BaseException) -> None:
-        """The last tier takes no more data: what is dirty stays where it is."""
+        """Keep dirty data in place from now on, because the last tier has failed."""
         self.broken = error
         for candidates in self.candidates:
             candidates.keep_dirty = True

@@ -1,26 +1,13 @@
-"""Which tasks may take bytes of the last tier, so that the planned order can always go on.
+"""Reservations on the last tier: which tasks may create data there, so that the planned order can always go on.
 
-Rule. A task ahead of the planned order of the recorded steps in flight, or a plain task younger than it, may make new data only if afterwards, at
-each position p that the order has yet to pass,
+Rule: a task ahead of the planned order may create data only if afterwards, at each position p that the order has yet to pass,
 
-    what outlives replays + temporaries of p + temporaries made ahead, whose makers come after p  <=  budget,
+    lasting data + temporaries at p + temporaries created ahead by tasks after p  <=  budget.
 
-where "what outlives replays" includes what the replays in flight will still make of that kind, and "temporaries of p" is what exists there in planned
-order, one task at a time. The oldest task is never asked.
+*Lasting* data outlives replays; what the replays in progress will still create of it counts, too. *Temporaries at p* exist at p if tasks run one by
+one in planned order. The oldest task is never refused. The proof that no step hangs is in `docs/internals/scheduler.md`.
 
-Why that is enough. Whenever the tasks under way have ended, running the rest in planned order needs at each position at most the left side. So if the
-budget is at least `StepPlan.minimum_bytes`, the oldest task finds free bytes as soon as others give some back, and the state stays so after it. Data
-that died ahead of its time only frees more; so does a replay that ends, for all its temporaries are dead. A replay that starts may promise more than
-is free: then only the oldest task makes anything until the order has reached those made ahead. Scratch ends with its task, so the room for the
-planned task that uses it is enough.
-
-What a task makes ahead counts at the positions before its own, from which on the plan has it; so only these are looked at, and most often not even
-they: where all that is made ahead fits beside the most temporaries of any position, the *reserve*, it fits everywhere.
-
-Data that lies in a file takes nothing here before its first write: a task that reads it where the last tier is frees bytes for it as for scratch, by
-dropping what was read before, and the reserve for the planned task that reads it is enough.
-
-Counts bytes, not holes: `compaction` moves replicas together when holes are what is missing. Knows nothing of replicas on other nodes.
+Counts bytes: `compaction` helps if only holes are missing. Data in a file needs no bytes here before its first write. Knows no other node.
 """
 
 from __future__ import annotations
@@ -32,20 +19,20 @@ from ..errors import InvalidEvent
 from ..records import SCRATCH, HandleRecord, NodeId, R, Replay, Replica, SharedUse, Task, W
 from .coherence import wants_backing
 from .eviction_policies import Foresight
-from .extents import MemoryNode
+from .memory_node import MemoryNode
 
 
 class Reservations:
-    """The books of the last tier.
+    """Reserved bytes of the last tier.
 
     Args:
-        node: the last tier.
-        node_id: its number.
-        foresight: where the recorded steps stand.
+        node: last tier.
+        node_id: number of that node.
+        foresight: position of execution in the recorded steps.
 
     Attributes:
-        kept: bytes of data that outlives replays, promised data included.
-        ahead: bytes of temporaries that the planned order would not have made yet.
+        kept: bytes of lasting data, including promised data.
+        ahead: bytes of temporaries that the planned order would not have created yet.
     """
 
     __slots__ = ("_backing_ahead", "_num_entered", "_promised", "_reserve", "ahead", "foresight", "kept", "node", "node_id")
@@ -56,13 +43,13 @@ class Reservations:
         self.foresight = foresight
         self.kept = 0
         self.ahead = 0
-        self._reserve = 0  # at least the largest reserve
-        self._promised: dict[HandleRecord, int] = {}  # by how many replays
-        self._backing_ahead: list[tuple[int, int, Replica]] = []  # (order of the maker, number, backing replica)
+        self._reserve = 0  # largest number of bytes of temporaries at a position yet to come, or more
+        self._promised: dict[HandleRecord, int] = {}  # lasting data not created yet -> number of replays that will create it
+        self._backing_ahead: list[tuple[int, int, Replica]] = []  # (order of the creating task, number, backing replica)
         self._num_entered = 0
 
     def allow(self, task: Task) -> bool:
-        """Whether the task may take the bytes it needs on the last tier."""
+        """Whether the task may create its data on the last tier."""
         replays = self.foresight.replays
         if not replays:
             return True
@@ -85,14 +72,16 @@ class Reservations:
         return self._fits_everywhere(self.node.budget - self.kept - wanted, None if step is None else task.order)
 
     def _fits_everywhere(self, limit: int, before: int | None) -> bool:
-        """Whether temporaries have room at each position of the replays in flight that the order has yet to pass.
+        """Whether the temporaries fit at each position of the replays in progress that the order has yet to pass.
+
+        Only positions before the creating task are examined; from there on, the plan counts its data.
 
         Args:
-            limit: most bytes, beside what outlives replays and what is to be made.
-            before: `order` of the first position where that does not count any more; None if it stays.
+            limit: budget in bytes without lasting data and without the data to be created.
+            before: `order` of the creating task; None for a plain task, whose data counts at all positions.
         """
         ahead = sorted([(order, backing.handle.size) for order, _, backing in self._backing_ahead if backing.is_ahead])
-        after = 0  # bytes whose makers come after the positions that are looked at
+        after = 0  # bytes created ahead by tasks after the examined positions
         for replay in reversed(self.foresight.replays):
             first, passing, peaks = replay.first_order, replay.passing, replay.peaks
             end = len(passing) if before is None else min(before - first, len(passing))
@@ -106,7 +95,7 @@ class Reservations:
         return True
 
     def enter(self, backing: Replica, order: int) -> None:
-        """A replica on the last tier becomes its handle's backing replica, for the task of that order."""
+        """Make a replica on the last tier its handle's backing replica, for the creating task of that `order`."""
         handle = backing.handle
         backing.is_backing = True
         if not _is_temporary(handle):
@@ -120,14 +109,14 @@ class Reservations:
             heapq.heappush(self._backing_ahead, (order, self._num_entered, backing))
 
     def reenter(self, handle: HandleRecord, replay: Replay) -> None:
-        """A replay begins that will make `handle`, whose backing replica is still in use from an earlier replay."""
+        """Count a handle that a new replay will create, if its backing replica is still in use from an earlier replay."""
         self._drop_reached(self.foresight.order)
         backing = handle.replicas.get(self.node_id)
         if backing is not None and handle.use_schedule is not None:
             self.enter(backing, replay.first_order + handle.use_schedule.positions[0])
 
     def leave(self, backing: Replica) -> None:
-        """A backing replica is none any more. Data that was lost but outlives replays is a promise again of those in flight that may make it anew."""
+        """End the role of a backing replica. Lost lasting data is promised again by the replays in progress that may create it anew."""
         handle = backing.handle
         backing.is_backing = False
         if backing.is_ahead:
@@ -142,7 +131,7 @@ class Reservations:
                 self.kept -= handle.size
 
     def _drop_reached(self, order: int) -> None:
-        """What was made ahead of its time counts as in time once the order has reached its maker."""
+        """Stop counting temporaries as created ahead once the planned order has reached the task that created them."""
         ahead = self._backing_ahead
         while ahead and ahead[0][0] <= order:
             backing = heapq.heappop(ahead)[2]
@@ -151,7 +140,7 @@ class Reservations:
                 self.ahead -= backing.handle.size
 
     def promise(self, replay: Replay) -> None:
-        """A replay begins: what it will make and leave behind counts from now on."""
+        """Count the lasting data that a new replay will create."""
         promised = self._promised
         for use in replay.shared:
             handle = use.handle
@@ -162,7 +151,7 @@ class Reservations:
         self._reserve = max(self._reserve, replay.peaks[0])
 
     def forget(self, replay: Replay) -> None:
-        """A replay has ended: what it promised and did not make, it never will."""
+        """Stop counting the lasting data that a finished replay promised but did not create."""
         self._reserve = max([each.peaks[each.frontier] for each in self.foresight.replays], default=0)
         for use in replay.shared if self._promised else ():
             count = self._promised.get(use.handle, 0) if self._is_to_make(use) else 0
@@ -173,14 +162,14 @@ class Reservations:
                 self._promised[use.handle] = count - 1
 
     def _is_to_make(self, use: SharedUse) -> bool:
-        """Whether a replay may still give a handle its backing replica."""
+        """Whether a replay may still create the backing replica of a handle."""
         return wants_backing(use.handle, R if use.first_writer is None else W, self.node_id)
 
     def validate(self, backings: Iterable[Replica]) -> None:
-        """Check the books against the backing replicas on the last tier.
+        """Compare the sums with the backing replicas on the last tier.
 
         Raises:
-            InvalidEvent: they do not add up.
+            InvalidEvent: they differ.
         """
         kept = sum(handle.size for handle in self._promised)
         ahead = 0
@@ -196,5 +185,5 @@ class Reservations:
 
 
 def _is_temporary(handle: HandleRecord) -> bool:
-    """Whether the handle lives and dies within a replay."""
+    """Whether a replay owns the handle, so that it dies with it."""
     return handle.use_schedule is not None and handle.use_schedule.replay is not None

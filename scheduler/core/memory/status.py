@@ -1,6 +1,6 @@
-"""What the world may ask of a machine's memory nodes: names, budgets, bytes in use, traffic and counts. Nothing here changes what a machine decides.
+"""Read-only status of a machine's memory nodes: names, budgets, bytes in use, traffic and counts.
 
-Drivers, planners, policies and reports ask `MemoryStatus` and never the parts behind it, which may therefore change shape.
+Drivers, planners, policies and reports use `MemoryStatus` instead of the modules of this room, whose structure may change.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class NodeUsage:
     """Bytes of one memory node at one moment.
 
     Attributes:
-        budget: the hard limit.
-        used: in use now.
-        peak: most in use at once so far, `peak_by_class` of each data class at that moment.
-        recent_peak: most in use at once since `MemoryStatus.begin_recent_peaks`.
+        budget: hard limit.
+        used: bytes in use now.
+        peak: largest number in use at once so far; `peak_by_class` is its division by class of data.
+        recent_peak: largest number in use at once since `MemoryStatus.begin_recent_peaks`.
     """
 
     name: str
@@ -36,9 +36,9 @@ class MemoryStatus:
     """Read-only view of the memory nodes of one machine.
 
     Attributes:
-        last: the last tier: the disk if there is one, else host memory.
-        tier: the disk below all memories, if there is one.
-        names: of the nodes, in order.
+        last: last tier, which is the disk if there is one, else host memory.
+        tier: disk below all memories; None without one.
+        names: names of the nodes, in order.
     """
 
     __slots__ = ("_admission", "_copies", "_nodes", "_replicas", "last", "names", "tier")
@@ -53,39 +53,39 @@ class MemoryStatus:
         self.names = tuple(node.name for node in self._nodes)
 
     def name_of(self, node: NodeId) -> str:
-        """What users call a node, that of files included."""
+        """Return the name of a node for users, also of the node of files."""
         return FILE_NAME if node == FILE else self.names[node]
 
     def budget(self, node: NodeId) -> int:
-        """Bytes that may be in use on a node."""
+        """Return the budget of a node in bytes."""
         return self._nodes[node].budget
 
     def used(self, node: NodeId) -> int:
-        """Bytes in use on a node."""
+        """Return the bytes in use on a node."""
         return self._nodes[node].used
 
     def used_by_class(self, node: NodeId) -> dict[DataClass, int]:
-        """Bytes in use on a node, by data class."""
+        """Return the bytes in use on a node, by class of data."""
         return dict(self._nodes[node].by_class)
 
     def free_bytes(self, node: NodeId) -> int:
-        """Bytes of a node's budget that are not in use."""
+        """Return the bytes of a node's budget that are not in use."""
         return self._nodes[node].budget - self._nodes[node].used
 
     def queued_bytes(self, source: NodeId, target: NodeId) -> int:
-        """Bytes on their way over a link."""
+        """Return the bytes in transit over a link."""
         return self._copies.queued_bytes(source, target)
 
     def below(self, node: NodeId) -> NodeId:
-        """The node that takes what is evicted from `node`; `node` itself if nothing lies below it."""
+        """Return the node that receives what is evicted from `node`; `node` itself if there is none below it."""
         return RAM if node not in (RAM, self.last) else self.last
 
     def usage(self) -> list[NodeUsage]:
-        """Bytes of every node now."""
+        """Return the current usage of every node."""
         return [NodeUsage(node.name, node.budget, node.used, node.peak, dict(node.peak_by_class), node.recent_peak) for node in self._nodes]
 
     def begin_recent_peaks(self) -> None:
-        """Begin a new period of `NodeUsage.recent_peak` on every node."""
+        """Start a new period of `NodeUsage.recent_peak` on every node."""
         for node in self._nodes:
             node.forget_recent_peak()
 
@@ -95,45 +95,45 @@ class MemoryStatus:
         return self._copies.moved_bytes
 
     def moved_by_name(self) -> dict[str, int]:
-        """Bytes copied so far over each link, as "from->to"."""
+        """Return the bytes copied so far over each link, by "from->to"."""
         return {f"{self.name_of(a)}->{self.name_of(b)}": nbytes for (a, b), nbytes in self._copies.moved_bytes.items()}
 
     @property
     def num_copying(self) -> int:
-        """Copies under way."""
+        """Number of copies in progress."""
         return len(self._copies)
 
     @property
     def num_evictions(self) -> int:
-        """Replicas dropped so far for the sake of other data."""
+        """Number of replicas dropped so far to make room for other data."""
         return self._replicas.num_evictions
 
     @property
     def num_hits(self) -> int:
-        """Inputs of admitted tasks that were in place or under way; counted where there are several nodes."""
+        """Number of inputs of admitted tasks that were in place or in transit; counted only if there are several nodes."""
         return self._admission.num_hits
 
     @property
     def num_misses(self) -> int:
-        """Inputs of admitted tasks that had to be fetched; counted where there are several nodes."""
+        """Number of inputs of admitted tasks that had to be fetched; counted only if there are several nodes."""
         return self._admission.num_misses
 
     @property
     def readers_bytes(self) -> int:
-        """Bytes of host memory set aside for the readers of files."""
+        """Bytes of host memory reserved for readers of files."""
         return self._replicas.readers_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of adopted data that stays in host memory because the program holds it."""
+        """Bytes of adopted data that stay in host memory because the program holds them."""
         return sum(handle.nbytes for handle in self._replicas.held)
 
     @property
     def num_in_files(self) -> tuple[int, int]:
-        """Handles whose data is in a file, and those of them whose data is nowhere else."""
+        """Number of handles whose data is in a file, and number of those whose data is nowhere else."""
         return self._replicas.num_files, self._replicas.num_cold
 
     def replicas(self) -> Iterator[Replica]:
-        """Every replica on every memory node, working memory included."""
+        """Iterate over the replicas of all memory nodes, scratch included."""
         for number in range(len(self._nodes)):
             yield from self._replicas.residents(NodeId(number))

@@ -1,4 +1,4 @@
-"""Copies between replicas while they are under way, the tasks that wait for them, and the books of the links they go over."""
+"""Copies in progress between replicas, the tasks that wait for them, and the traffic of the links."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..records import FILE, RAM, NodeId, Replica, Task
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy under way, and the tasks that wait for it."""
+    """A copy in progress, and the tasks that wait for it."""
 
     source: Replica
     waiting: list[Task] = field(default_factory=list)
 
 
 class Copies:
-    """Every copy under way; empty is false. A copy pins both its ends, and its data counts as used.
+    """The copies in progress; false if there are none. A copy pins its source and its target, and counts as a use of its data.
 
     Args:
-        num_nodes: memory nodes.
-        last: the last tier.
+        num_nodes: number of memory nodes.
+        last: last tier.
 
     Attributes:
-        by_target: each of them, oldest first, by the replica it writes.
-        moved_bytes: over each link (from, to), of all copies so far.
-        num_writing: of each node, copies from there towards the last tier.
-        num_ended: of each node, copies that have come there and ended, so far.
+        by_target: copies by the replica that they write, oldest first.
+        moved_bytes: bytes of all copies so far over each link (from, to).
+        num_writing: for each node, number of copies in progress from it towards the last tier.
+        num_ended: for each node, number of copies to it that have ended so far.
     """
 
     __slots__ = ("_last", "_num_on", "_queued", "by_target", "moved_bytes", "num_ended", "num_writing")
@@ -50,23 +50,23 @@ class Copies:
         return target in self.by_target
 
     def __iter__(self) -> Iterator[tuple[Replica, Replica]]:
-        """(source, target) of each, oldest first."""
+        """Iterate over (source, target), oldest first."""
         return ((copy.source, target) for target, copy in self.by_target.items())
 
     def num_arriving(self, node: NodeId) -> int:
-        """Copies that are on their way to a node."""
+        """Return the number of copies in progress to a node."""
         return sum(target.node == node for target in self.by_target)
 
     def num_on(self, source: NodeId, target: NodeId) -> int:
-        """Copies on their way over a link."""
+        """Return the number of copies in progress over a link."""
         return self._num_on.get((source, target), 0)
 
     def queued_bytes(self, source: NodeId, target: NodeId) -> int:
-        """Bytes on their way over a link."""
+        """Return the bytes in transit over a link."""
         return self._queued.get((source, target), 0)
 
     def start(self, source: Replica, target: Replica) -> CopyTile:
-        """A copy begins; what has to be done for it."""
+        """Enter a new copy, and return the action that starts it."""
         source.pins += 1
         source.outgoing += 1
         target.pins += 1
@@ -83,14 +83,14 @@ class Copies:
         return CopyTile(source, target)
 
     def end(self, source: Replica, target: Replica) -> list[Task]:
-        """A copy has ended, well or not; the tasks that waited for it. The caller unpins both ends.
+        """Remove a copy that has ended or failed, and return the tasks that waited for it. The caller unpins source and target.
 
         Raises:
-            InvalidEvent: no such copy is under way.
+            InvalidEvent: no such copy is in progress.
         """
         copy = self.by_target.pop(target, None)
         if copy is None or copy.source is not source:
-            raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished that was not under way")
+            raise InvalidEvent(f"a copy of {target.handle!r} from node {source.node} to node {target.node} finished but was not in progress")
         link = (source.node, target.node)
         self._queued[link] -= source.handle.nbytes
         self._num_on[link] -= 1
@@ -105,12 +105,12 @@ class Copies:
         return copy.waiting
 
     def wait_for(self, target: Replica, task: Task) -> None:
-        """The task cannot be staged before the copy to `target` has ended."""
+        """Make the task wait for the copy to `target`."""
         self.by_target[target].waiting.append(task)
         task.num_arriving += 1
 
     def forget(self, task: Task) -> None:
-        """The task waits for no copy any more."""
+        """Make the task wait for no copy."""
         for copy in self.by_target.values():
             if task in copy.waiting:
                 copy.waiting.remove(task)

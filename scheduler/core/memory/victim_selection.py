@@ -1,68 +1,62 @@
-"""Which replicas of a node to drop so that extents fit: candidates kept sorted, and the hole that letting them go would make.
+"""Candidates for eviction of one node: its unused replicas in the order in which they should go.
 
-`Candidates` keeps the replicas of one node that nothing but copies uses, in two heaps: clean (dropping them loses nothing) and dirty (they must be
-written back first). A plan lets candidates go in the order of the eviction policy, on paper, and merges them with the free memory around them until a
-hole is large enough; only those inside the hole are victims. Candidates enter the heaps when these are next asked: until then, most of them are used
-again, dropped, or added once more. Entries of the heaps go stale when a replica is used, moved or dropped; a stale entry is thrown away, or entered
-anew, when it comes up.
+`Candidates` keeps two heaps: *clean* replicas, whose loss costs at most a reload, and *dirty* ones, which must be written back first. It asks
+`hole_search` which of them to drop. Three rules change the order of the policy:
 
-A candidate of just the size that is looked for goes first, if the policy finds it hardly dearer than the best: tiles have few sizes, and a memory in
-which they replace their like does not break into pieces. Candidates much smaller than the hole do not decide where it lies: where one stands between
-two that go, it goes with them. And what is tiny beside the node goes when nothing larger can: parameters of norms and means of rows were almost half
-of all copies of a GPT-2 step, each as slow as a tile's, and freed hardly any bytes. So it is as long as what is tiny takes a small share of the node,
-and only where it will be used.
+- A candidate of exactly the wanted size goes first, unless it is much dearer than the best: tiles have few sizes, and replacing like by like keeps
+  memory whole.
+- Tiny replicas go last. They were almost half of all copies of a GPT-2 step, each as slow as a tile's, and freed hardly any bytes.
+- If prices add up and the hole costs more than an equal amount of the cheapest candidates, the cheapest neighbours are taken instead.
 
-In that order a large tile that is needed soon can be the first hole, because no neighbours among the cheap small ones make one. So where prices add
-up and the hole costs more than as many bytes of the cheapest candidates would, a window is slid over the node to find the neighbours that cost
-least together.
+Entries of a heap go stale when a replica is used, moved or dropped. A stale entry is removed or renewed when it reaches the top.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import Final
 
 from ..records import Replica
 from . import coherence
 from .eviction_policies import EvictionPolicy, is_foreseen
-from .extents import MemoryNode
-
-SMALL: Final = 64
-"""A replica this many times smaller than the hole is small."""
+from .hole_search import Holes, HoleSearch
+from .memory_node import MemoryNode
 
 TINY: Final = 1 << 13
+"""Budget of a node over the size of the largest replica that counts as tiny there."""
+
 TINY_NBYTES: Final = 64 << 10
-"""A replica of at most this fraction of the node's budget, and at most so many bytes, goes when nothing larger can: its bytes are worth less than the
-copies that it costs."""
+"""Largest size in bytes that counts as tiny on any node."""
 
 TINY_SHARE: Final = 16
-"""Unless all of them together have more than this fraction of the budget."""
+"""Budget of a node over the bytes of its tiny replicas, above which they no longer go last."""
 
 TRIED: Final = 200
-"""Candidates looked at, at most, for a hole that no task waits for."""
+"""Largest number of candidates examined for a hole that no task waits for."""
 
 Entry = tuple[float, int, Replica]
-"""(-key, number of the entry, replica): sorts like the key; the number breaks ties, and says whether the entry still holds."""
+"""(-key, number of the entry, replica), ordered by key. The number breaks ties and identifies the entry."""
 
 Heaps = tuple[list[Entry], list[Entry]]
 """Clean and dirty candidates."""
 
 Drawn = list[tuple[list[Entry], Entry]]
-"""Entries taken out of heaps for a while."""
+"""Entries that a plan has taken out of their heaps, to be put back at its end."""
 
 
 class Candidates:
-    """The replicas of one node, as candidates for eviction.
+    """Candidates for eviction of one node.
 
     Args:
-        node: its extents.
-        policy: in which order they go.
+        node: memory of the node.
+        policy: order of eviction.
 
     Attributes:
-        tiny: bytes of the largest replica that is tiny beside the node, and `tiny_nbytes` of all such replicas there.
-        keep_dirty: whether nothing can be written back any more.
+        tiny: size in bytes of the largest replica that counts as tiny.
+        tiny_nbytes: bytes of all tiny replicas on the node.
+        keep_dirty: whether write-backs have become impossible, so that dirty replicas must stay.
     """
 
     def __init__(self, node: MemoryNode, policy: EvictionPolicy) -> None:
@@ -74,19 +68,19 @@ class Candidates:
         self._heaps: Heaps = ([], [])
         self._tiny: Heaps = ([], [])
         self._by_size: dict[int, Heaps] = {}
-        self._added: dict[Replica, None] = {}  # since the heaps were last asked for anything
-        self._entries: dict[Replica, Entry] = {}  # the entries that hold
+        self._added: dict[Replica, None] = {}  # not in the heaps yet: most are used again before the next plan
+        self._entries: dict[Replica, Entry] = {}  # the latest entry of each replica
         self._num_entries = 0
-        self._checked: set[int] = set()  # numbers of entries that hold, found since a plan was begun: nothing changes while it is made
+        self._checked: set[int] = set()  # numbers of entries found valid by the current plan; nothing changes while it is made
 
     def enter(self, replica: Replica) -> None:
-        """A replica was installed on the node; it is no candidate yet."""
+        """Count a replica that was installed on the node; it is in use, hence not a candidate yet."""
         size = replica.handle.size
         if size <= self.tiny:
             self.tiny_nbytes += size
 
     def leave(self, replica: Replica) -> None:
-        """A replica was dropped."""
+        """Forget a replica that was dropped."""
         size = replica.handle.size
         if size <= self.tiny:
             self.tiny_nbytes -= size
@@ -94,11 +88,11 @@ class Candidates:
         self._entries.pop(replica, None)
 
     def add(self, replica: Replica) -> None:
-        """Nothing but copies uses the replica any more: it is a candidate."""
+        """Make a replica a candidate: only copies use it."""
         self._added[replica] = None
 
     def _take_added(self) -> None:
-        """What was added since this was called last enters the heaps, as far as it is still unused."""
+        """Move replicas added since the last call to the heaps, if they are still unused."""
         self._checked.clear()
         for replica in self._added:
             if is_unused(replica):
@@ -106,7 +100,7 @@ class Candidates:
         self._added.clear()
 
     def _push(self, replica: Replica) -> None:
-        """Push a candidate on its heaps, as it is now."""
+        """Push a candidate on its heaps, with its current key."""
         dirty = is_dirty(replica)
         self._num_entries += 1
         key = self.policy.key(replica)
@@ -124,21 +118,25 @@ class Candidates:
                 heap[:] = [each for each in heap if self._entries.get(each[2]) is each]
                 heapq.heapify(heap)
 
-    def plan(self, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
-        """Where extents of `sizes` would go, and the replicas in their way; None if they do not all fit."""
+    def plan(self, sizes: Sequence[int]) -> Holes | None:
+        """Return holes for extents of `sizes`; None if the candidates do not make enough room."""
         self._take_added()
         drawn: Drawn = []
         if self.node.is_counted:
             return self._plan_bytes(sizes, self._all(self._heaps, drawn), drawn)
-        found = _Paper(self).allocate(sizes, self._all(self._heaps, drawn), lambda size: self._twin(size, drawn))
+        search = HoleSearch(self.node, self._may_go)
+        holes = search.in_order(sizes, self._all(self._heaps, drawn), lambda size: self._same_size(size, drawn))
         self._put_back(drawn)
-        if found is None or not self.policy.adds_up or self._cost(found[1]) <= self.policy.tolerance * self._least_cost(found[1], drawn):
-            return found
-        other = _Paper(self).allocate_cheaply(sizes, self._cost_of)
-        return found if other is None or self._cost(found[1]) <= self._cost(other[1]) else other
+        if holes is None or not self.policy.adds_up:
+            return holes
+        cost = self._cost(holes.victims)
+        if cost <= self.policy.tolerance * self._least_cost(holes.victims, drawn):
+            return holes
+        cheaper = HoleSearch(self.node, self._may_go).cheapest(sizes, self._cost_of)
+        return holes if cheaper is None or cost <= self._cost(cheaper.victims) else cheaper
 
-    def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica], drawn: Drawn) -> tuple[list[int], list[Replica]] | None:
-        """`plan` where only bytes are counted: the first candidates that have enough of them together."""
+    def _plan_bytes(self, sizes: Sequence[int], candidates: Iterator[Replica], drawn: Drawn) -> Holes | None:
+        """Return the first candidates with enough bytes together, for a node on which only bytes are counted."""
         excess = self.node.used + sum(sizes) - self.node.budget
         victims: dict[Replica, None] = {}
         while excess > 0 and (replica := next(candidates, None)) is not None:
@@ -146,13 +144,13 @@ class Candidates:
                 victims[replica] = None
                 excess -= replica.handle.size
         self._put_back(drawn)
-        found = None if excess > 0 else _Paper(self).allocate(sizes, iter(()), lambda size: None)
-        return None if found is None else (found[0], list(victims))
+        holes = None if excess > 0 else HoleSearch(self.node, self._may_go).in_order(sizes, iter(()), lambda size: None)
+        return None if holes is None else Holes(holes.offsets, list(victims))
 
     def _least_cost(self, victims: Sequence[Replica], drawn: Drawn) -> float:
-        """What as many bytes as the victims have would cost if they need not lie side by side: of those drawn, the first ones."""
+        """Return the cost of the first candidates drawn, as many bytes of them as the victims have, wherever they lie."""
         cost, missing = 0.0, sum(replica.handle.size for replica in victims)
-        for replica in dict.fromkeys(entry[2] for _, entry in drawn):  # one that went as a twin may have come up again
+        for replica in dict.fromkeys(entry[2] for _, entry in drawn):  # one drawn for its size may have been drawn again
             if missing <= 0:
                 break
             cost += self._cost_of(replica)
@@ -163,7 +161,7 @@ class Candidates:
         return sum(map(self._cost_of, victims))
 
     def _cost_of(self, replica: Replica) -> float:
-        """Bytes of a replica times its price, as of when it was last added; infinite if it may not go."""
+        """Return the size of a replica times its price when it was last added; infinity if it must stay."""
         entry = self._entries.get(replica)
         if entry is None or replica.pins != replica.outgoing or replica.is_backing:  # hot path: `is_unused`
             return inf
@@ -172,19 +170,31 @@ class Candidates:
             return inf
         return replica.handle.size * self.policy.price(-entry[0], dirty=is_needed and not replica.outgoing)
 
-    def plan_droppable(self, sizes: Sequence[int], later_than: float) -> tuple[list[int], list[Replica]] | None:
-        """`plan` over replicas that can be dropped at once and are used later than `order` `later_than`; tries a few only."""
+    def plan_droppable(self, sizes: Sequence[int], later_than: float) -> Holes | None:
+        """Return holes over replicas that can be dropped at once and whose next use has an `order` above `later_than`.
+
+        Only the first `TRIED` candidates are examined.
+        """
         self._take_added()
         drawn: Drawn = []
         candidates = self._clean(self._heaps[0], drawn, later_than)
         if self.node.is_counted:
             return self._plan_bytes(sizes, candidates, drawn)
-        found = _Paper(self, later_than).allocate(sizes, candidates, lambda size: self._clean_twin(size, drawn, later_than))
+        search = HoleSearch(self.node, lambda replica: self._is_droppable(replica, later_than))
+        holes = search.in_order(sizes, candidates, lambda size: self._clean_of_size(size, drawn, later_than))
         self._put_back(drawn)
-        return found
+        return holes
+
+    def _may_go(self, replica: Replica) -> bool:
+        """Whether a replica may be dropped, after a write-back if it is dirty."""
+        return is_unused(replica) and not (self.keep_dirty and coherence.is_needed(replica))
+
+    def _is_droppable(self, replica: Replica, later_than: float) -> bool:
+        """Whether a replica can be dropped at once, and is next used after `later_than`."""
+        return self._may_go(replica) and not replica.pins and not coherence.is_needed(replica) and self.policy.key(replica) > later_than
 
     def clean_nbytes(self, enough: int) -> int:
-        """Bytes of candidates that can be dropped at once, as of when they were last added and but for tiny ones; stops counting at `enough`."""
+        """Return the bytes of clean candidates, tiny ones excluded; counting stops at `enough`."""
         self._take_added()
         nbytes = 0
         for entry in self._heaps[0]:
@@ -196,7 +206,7 @@ class Candidates:
         return nbytes
 
     def dirty(self, limit: int) -> list[Replica]:
-        """The first dirty candidates, at most `limit`, that no copy uses yet."""
+        """Return the first `limit` dirty candidates whose write-back has not begun."""
         self._take_added()
         drawn: Drawn = []
         heap = self._heaps[1]
@@ -205,8 +215,8 @@ class Candidates:
         self._put_back(drawn)
         return [entry[2] for _, entry in drawn]
 
-    def _twin(self, size: int, drawn: Drawn) -> Replica | None:
-        """The first candidate of exactly that size, if it costs hardly more than the first of all; its entry is taken out of its heap."""
+    def _same_size(self, size: int, drawn: Drawn) -> Replica | None:
+        """Draw the first candidate of exactly that size, unless its price exceeds the best by more than the policy's tolerance."""
         heaps = self._by_size.get(size)
         if heaps is None:
             return None
@@ -216,15 +226,15 @@ class Candidates:
         drawn.append((heaps[which], heapq.heappop(heaps[which])))
         return drawn[-1][1][2]
 
-    def _clean_twin(self, size: int, drawn: Drawn, later_than: float) -> Replica | None:
-        """The same of those that `plan_droppable` may take."""
+    def _clean_of_size(self, size: int, drawn: Drawn, later_than: float) -> Replica | None:
+        """Draw the first clean candidate of exactly that size which is next used after `later_than`."""
         heaps = self._by_size.get(size)
         return None if heaps is None else next(self._clean(heaps[0], drawn, later_than), None)
 
     def _first(self, heaps: Heaps) -> tuple[float, int]:
-        """Price of the first candidate, infinite if there is none, and which heap it is in.
+        """Return the price of the first candidate, infinity if there is none, and the index of its heap.
 
-        Asked anew for every draw: looking at a heap may correct entries, which then come up in the other one, so the dirty heap is looked at twice.
+        Looking at the clean heap may renew entries as dirty ones, so the dirty heap is examined before and after it.
         """
         for which in (0,) if self.keep_dirty else (1, 0, 1):
             self._top(heaps[which], which)
@@ -234,7 +244,7 @@ class Candidates:
         return (prices[0], 0) if prices[0] <= prices[1] else (prices[1], 1)
 
     def _all(self, heaps: Heaps, drawn: Drawn) -> Iterator[Replica]:
-        """Candidates in the order in which they should go, the tiny ones last; their entries are taken out of the heaps and noted in `drawn`."""
+        """Draw candidates in the order of eviction, tiny ones last."""
         for each in (heaps, self._tiny):
             while True:
                 price, which = self._first(each)
@@ -244,6 +254,7 @@ class Candidates:
                 yield drawn[-1][1][2]
 
     def _clean(self, heap: list[Entry], drawn: Drawn, later_than: float) -> Iterator[Replica]:
+        """Draw at most `TRIED` candidates of a clean heap that are next used after `later_than`."""
         for _ in range(TRIED):
             replica = self._top(heap, 0)
             if replica is None or -heap[0][0] <= later_than:
@@ -253,7 +264,7 @@ class Candidates:
                 yield replica
 
     def _top(self, heap: list[Entry], dirty: int) -> Replica | None:
-        """The first candidate of a heap whose entry holds; stale ones before it are thrown away or corrected."""
+        """Return the first candidate of a heap; stale entries before it are removed or renewed."""
         while heap:
             entry = heap[0]
             key, number, replica = entry
@@ -271,155 +282,16 @@ class Candidates:
 
     @staticmethod
     def _put_back(drawn: Drawn) -> None:
+        """Return drawn entries to their heaps."""
         for heap, entry in drawn:
             heapq.heappush(heap, entry)
 
 
-class _Paper:
-    """Free memory on paper: runs of free extents and of candidates that were let go."""
-
-    def __init__(self, candidates: Candidates, later_than: float | None = None) -> None:
-        self.candidates = candidates
-        self.later_than = later_than
-        free = candidates.node.extents.all_free()
-        self.runs = {offset: offset + size for offset, size in free}  # start -> end
-        self.ends = {offset + size: offset for offset, size in free}  # end -> start
-        self.gone: dict[int, Replica] = {}  # let go, by offset
-
-    def allocate(
-        self, sizes: Sequence[int], candidates: Iterator[Replica], twin: Callable[[int], Replica | None]
-    ) -> tuple[list[int], list[Replica]] | None:
-        """Let candidates go until every size has an offset.
-
-        Args:
-            candidates: in the order in which they should go.
-            twin: one of a size that should go before them, if any.
-        """
-        offsets: list[int] = []
-        victims: dict[Replica, None] = {}
-        for size in sizes:
-            start = self._smallest_run(size)
-            like = twin(size) if start is None else None
-            while start is None:
-                replica, like = (next(candidates, None) if like is None else like), None
-                if replica is None:
-                    return None
-                if replica.offset in self.gone:
-                    continue
-                start = self._let_go(replica, size)
-            offsets.append(self._carve(start, size, victims))
-        return offsets, list(victims)
-
-    def allocate_cheaply(self, sizes: Sequence[int], cost_of: Callable[[Replica], float]) -> tuple[list[int], list[Replica]] | None:
-        """For every size in turn, let those neighbours go that cost least together.
-
-        Args:
-            cost_of: a replica; infinite if it may not go.
-        """
-        costs = {replica.offset: cost_of(replica) for replica in self.candidates.node.starts.values()}
-        offsets: list[int] = []
-        victims: dict[Replica, None] = {}
-        for size in sizes:
-            start = self._smallest_run(size)
-            if start is None:
-                for replica in self._cheapest(size, costs):
-                    self.gone[replica.offset] = replica
-                    start, _ = self._add(replica.offset, replica.offset + replica.handle.size)
-            if start is None:
-                return None
-            offsets.append(self._carve(start, size, victims))
-        return offsets, list(victims)
-
-    def _smallest_run(self, size: int) -> int | None:
-        """Where the smallest run of at least `size` bytes begins."""
-        run = min(((end - start, start) for start, end in self.runs.items() if end - start >= size), default=None)
-        return None if run is None else run[1]
-
-    def _cheapest(self, size: int, costs: Mapping[int, float]) -> list[Replica]:
-        """The neighbours that leave a hole of `size` bytes and cost least, by a window that slides over the node; empty if there are none."""
-        spans: list[tuple[int, int, float, Replica | None]] = [(start, end, 0.0, None) for start, end in self.runs.items()]
-        spans += [
-            (offset, offset + replica.handle.size, costs[offset], replica)
-            for offset, replica in self.candidates.node.starts.items()
-            if offset not in self.gone and costs[offset] < inf
-        ]
-        spans.sort(key=lambda span: span[0])
-        best, found, low, cost = inf, (0, 0), 0, 0.0
-        for high, (start, end, more, _) in enumerate(spans):
-            if high and spans[high - 1][1] != start:  # what lies between stays
-                low, cost = high, 0.0
-            cost += more
-            while end - spans[low][1] >= size:
-                cost -= spans[low][2]
-                low += 1
-            if end - spans[low][0] >= size and cost < best:
-                best, found = cost, (low, high + 1)
-        return [replica for _, _, _, replica in spans[slice(*found)] if replica is not None]
-
-    def _let_go(self, replica: Replica, size: int) -> int | None:
-        """Add a candidate; the start of the run around it, if that is large enough now."""
-        self.gone[replica.offset] = replica
-        start, end = self._add(replica.offset, replica.offset + replica.handle.size)
-        small = size // SMALL
-        node = self.candidates.node
-        while end - start < size:
-            after, before = node.starts.get(end), node.ends.get(start)
-            if after is not None and after.handle.size <= small and self._may_go(after):
-                neighbour = after
-            elif before is not None and before.handle.size <= small and self._may_go(before):
-                neighbour = before
-            else:
-                return None
-            self.gone[neighbour.offset] = neighbour
-            start, end = self._add(neighbour.offset, neighbour.offset + neighbour.handle.size)
-        return start
-
-    def _may_go(self, replica: Replica) -> bool:
-        if replica.offset in self.gone:  # its bytes are taken
-            return False
-        if not is_unused(replica) or (self.candidates.keep_dirty and coherence.is_needed(replica)):
-            return False
-        if self.later_than is None:
-            return True
-        return not replica.pins and not coherence.is_needed(replica) and self.candidates.policy.key(replica) > self.later_than
-
-    def _add(self, start: int, end: int) -> tuple[int, int]:
-        """Enter a run and merge it with its neighbours; returns the whole."""
-        before = self.ends.pop(start, None)
-        if before is not None:
-            start = before
-        after = self.runs.pop(end, None)
-        if after is not None:
-            del self.ends[after]
-            end = after
-        self.runs[start] = end
-        self.ends[end] = start
-        return start, end
-
-    def _carve(self, start: int, size: int, victims: dict[Replica, None]) -> int:
-        """Take `size` bytes of a run, from the end of it that loses fewer bytes; returns their offset."""
-        end = self.runs.pop(start)
-        del self.ends[end]
-        left, right = self._inside(start, start + size), self._inside(end - size, end)
-        is_left = sum(replica.handle.size for replica in left) <= sum(replica.handle.size for replica in right)
-        offset = start if is_left else end - size
-        victims.update(dict.fromkeys(left if is_left else right))
-        if is_left and end > start + size:
-            self._add(start + size, end)
-        elif not is_left and end - size > start:
-            self._add(start, end - size)
-        return offset
-
-    def _inside(self, start: int, end: int) -> list[Replica]:
-        """Candidates let go that overlap [start, end)."""
-        return [replica for offset, replica in self.gone.items() if offset < end and offset + replica.handle.size > start]
-
-
 def is_dirty(replica: Replica) -> bool:
-    """Whether the replica must be written back before it is dropped, and that has not begun."""
+    """Whether the replica must be written back before it is dropped, and no write-back has begun."""
     return not replica.outgoing and coherence.is_needed(replica)
 
 
 def is_unused(replica: Replica) -> bool:
-    """Whether nothing but copies uses the replica, and it is no backing replica."""
+    """Whether only copies use the replica, and it is not a backing replica."""
     return replica.pins == replica.outgoing and not replica.is_backing

@@ -26,7 +26,8 @@ from scheduler.core.events import (
     TaskSubmitted,
 )
 from scheduler.core.machine import Machine
-from scheduler.core.memory.extents import PAGE, MemoryNode
+from scheduler.core.memory.extents import PAGE
+from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.performance_model import Models
 from scheduler.core.policies import POLICIES
 from scheduler.core.records import RAM, SCRATCH, HandleId, HandleRecord, Mode, NodeId, R, Task, TaskId

@@ -9,7 +9,8 @@ from support.search import search
 
 from scheduler.core.errors import InvalidEvent
 from scheduler.core.memory.eviction_policies import FirstInFirstOut, Foresight
-from scheduler.core.memory.extents import PAGE, ExtentAllocator, MemoryNode, rounded
+from scheduler.core.memory.extents import PAGE, ExtentAllocator, rounded
+from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.memory.victim_selection import Candidates
 from scheduler.core.records import RAM, HandleId, HandleRecord, Replica
 from scheduler.storage import HostArena

@@ -12,7 +12,8 @@ from support.search import search
 
 from scheduler.core.events import StepStarted, TaskSubmitted
 from scheduler.core.machine import Machine
-from scheduler.core.memory.extents import PAGE, MemoryNode
+from scheduler.core.memory.extents import PAGE
+from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.performance_model import Boundless, Given
 from scheduler.core.policies import POLICIES, DataAware, DataAwareSorted, ExpectedEnd, Policy, Reuse, explain
 from scheduler.core.policies.reuse import PATIENCE

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from scheduler.core.events import Event, TaskSubmitted
 from scheduler.core.machine import Machine
-from scheduler.core.memory.extents import PAGE, MemoryNode
+from scheduler.core.memory.extents import PAGE
+from scheduler.core.memory.memory_node import MemoryNode
 from scheduler.core.policies import Prio
 from scheduler.core.records import RW, SCRATCH, HandleId, HandleRecord, Mode, R, Task, TaskId, W, WorkerKind
 from scheduler.simulation.virtual_time import VirtualDriver
