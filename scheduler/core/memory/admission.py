@@ -95,8 +95,6 @@ class Admission:
         if task.node != self._last and not self._reserve_backing(needs.unbacked, task.order, actions):
             node.give_all(extents)
             return False
-        for handle, extent in extents.items():
-            handle.preferred_offset = extent.offset
         self._commit(task, needs, extents, actions)
         return True
 

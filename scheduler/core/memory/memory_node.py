@@ -104,13 +104,18 @@ class MemoryNode:
         return offset
 
     def take_all(self, handles: Sequence[HandleRecord]) -> dict[HandleRecord, Extent] | None:
-        """Take an extent for every handle, if possible at its preferred offset. If one finds no hole, take nothing and return None."""
+        """Take an extent for every handle, at its preferred offset if that is free; the offset found is preferred from then on.
+
+        Returns:
+            None, with nothing taken, if a handle finds no hole.
+        """
         extents: dict[HandleRecord, Extent] = {}
         for handle in handles:
             offset = self.take(handle.size, handle.data_class, handle.preferred_offset)
             if offset is None:
                 self.give_all(extents)
                 return None
+            handle.preferred_offset = offset
             extents[handle] = Extent(offset, self.extents.kernel_mark)
         return extents
 
