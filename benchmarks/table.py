@@ -1,12 +1,10 @@
-"""The results as pages: docs/results and the headlines of README.md, made from the committed JSON, and the figures in docs/images.
+"""Pages from committed results: docs/results, the headlines of README.md, and the figures in docs/images.
 
     python benchmarks/table.py            # rewrite docs/results, docs/images and the part of README.md between the markers
-    python benchmarks/table.py --check    # write nothing; exit 1 and name the files that do not show what benchmarks/results says
+    python benchmarks/table.py --check    # write nothing; exit 1 and name the files that differ from benchmarks/results
     python benchmarks/table.py --site DIR --plots DIR    # pages and figures elsewhere
 
-A row says what it stands beside. Only another program is a peer, and only beside a peer is nntask called faster or slower, which way round the unit
-says. Beside itself under other conditions, or beside a limit (a bound, the speed of a copy), a row has the bare ratio; beside a count there is none.
-A bar is met, not met, or not resolved where it lies within the interval of what was measured. docs/results/gpu.md is benchmarks/gpu/bench.py's.
+`benchmarks/pages.toml` has the sections of the pages, `rows` the form of their tables. benchmarks/gpu/bench.py writes docs/results/gpu.md.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ import argparse
 import json
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import situations
 from figures import figures
+from rows import line, table, tables, tally
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -31,65 +30,10 @@ PLOTS: Final = ROOT / "docs" / "images"
 BEGIN: Final = "<!-- results: made by benchmarks/table.py -->"
 END: Final = "<!-- end of results -->"
 
-Row = Mapping[str, Any]
 Result = Mapping[str, Any]
-Beside = Literal["peer", "self", "limit", "count"]
 
 PAGES: Final = tuple(tomllib.loads((ROOT / "benchmarks" / "pages.toml").read_text(encoding="utf-8"))["page"])
 """The pages in the order of the index: name, title, summary, and sections with benchmark, title, command and method."""
-
-BESIDE: Final[Mapping[Beside, tuple[str, ...]]] = {
-    "peer": ("torch", "dask.threaded", "distributed", "the same, malloc"),
-    "self": (
-        "unlimited",
-        "all of it",
-        "nntask's own tiles",
-        "before",
-        "blocking copies",
-        "eager + lru",
-        "everything fits",
-        "none",
-        "one client at a time",
-        "of",
-        "its budget",
-        "fp32",
-        "block",
-        "device",
-        "the better",
-        "one worker",
-        "sequences of",
-        "around position",
-        "best of",
-        "the same, not traced",
-        "cached",
-        "a step without it",
-        "single tasks",
-        "a node's share",
-        "measured",
-        "0.0118 + 0.365 x sequences",
-    ),
-    "limit": (
-        "sgemm peak",
-        "copy",
-        "one large GEMM",
-        "LP bound",
-        "lower bound",
-        "the step",
-        "(n - 1) / n",
-        "allowed",
-        "its budget and",
-        "python -c pass",
-        "import numpy",
-    ),
-    "count": ("bar", "all", "asked for", "this one"),
-}
-"""How the names of what a row stands beside begin. A longer beginning wins over a shorter one."""
-
-SPEEDS: Final = ("tokens/s", "steps/s", "GB/s", "GF/s")
-TIMES: Final = ("s", "ms", "us", "s a step")
-BYTES: Final = ("bytes", "GB", "GB a step", "TB a step")
-UNITS: Final = {"us": "µs", "GF/s": "Gflop/s"}
-"""How pages write a unit, where that differs from the results."""
 
 EXCHANGE: Final = "tiny on 2 nodes, exchange alone 48% of the computation: a step (95 % interval of the median ratio: 1.46 to 1.52)"
 HEADLINES: Final = (
@@ -106,7 +50,34 @@ HEADLINES: Final = (
     ("runtime", "empty task, replayed, one worker", "dask.threaded", "cost of a replayed task", ""),
     ("cluster", EXCHANGE, "a node's share of it without exchange", "2 nodes on a busy link: a step", "without exchange"),
 )
-"""Rows of README.md: page; the row and what it stands beside; how README calls the two, the latter as it is where nothing is said."""
+"""Rows of README.md: page, row and compared figure, README's name for the row, and README's name for the figure if it is another one."""
+
+
+INDEX: Final = """# Results
+
+`python benchmarks/table.py` generates these pages from the files in `benchmarks/results`, which hold every single round; a test fails if they differ.
+Rows that miss their bar stay.
+
+{index}
+
+[GPUs](gpu.md) has the claims for a card, [situations](situations.md) counts public reports that were set up as tests, and
+[hostile inputs](hostile_inputs.md) files that are made to break a reader.
+
+## How to read the tables
+
+- Each side of a comparison runs in a process of its own (kernels share one), in alternating rounds; a figure is the median over rounds.
+- *Ratio* is nntask's figure over the compared one. For another program it says which is faster, or needs less.
+- A cell such as *2.75 / 2.68: 1.02* has nntask's figure, the compared figure and the ratio. A shared figure of nntask is in a column or a head of its
+  own.
+- A *bar* is a promise about the ratio or, with a unit, about nntask's own figure. It is not resolved if it lies within the interval of the
+  measurement. If a head has the bar, cells say only that it is not met.
+- Below each table are the date, the measured commit, the processor, the rounds, the command, and the file in `benchmarks/results`, whose `sources`
+  are git's names of the measured folders. Shared by all that use it: {machine}.
+- `OPENBLAS_CORETYPE=Haswell` is set, so OpenBLAS runs AVX2 code; nntask's fp32 products, and the sgemm peak, go to oneDNN (AVX-512). PyTorch has its
+  own libraries, which ignore that variable.
+
+`make bench` measures the most common ones on your machine; `benchmarks/README.md` lists all commands.
+"""
 
 
 def load(directory: Path) -> dict[str, Result]:
@@ -129,147 +100,71 @@ def pages(results: Mapping[str, Result]) -> dict[str, str]:
 
 
 def _index(results: Mapping[str, Result]) -> str:
-    lines = [
-        "# Results",
-        "",
-        "Everything here is generated by `python benchmarks/table.py` from the JSON files in `benchmarks/results`, which hold every single",
-        "round, and a test fails when a page and the files differ. Rows that miss their bar stay.",
-        "",
-        "| page | what it measures | bars met | not met | not resolved |",
-        "|---|---|---|---|---|",
-    ]
-    for page in PAGES:
-        verdicts = tally(results[section["benchmark"]] for section in page["section"])
-        counts = " | ".join(str(verdicts[name]) for name in ("met", "not met", "not resolved"))
-        lines.append(f"| [{page['title']}]({page['name']}.md) | {page['summary']} | {counts} |")
-    verdicts = tally(results.values())
-    lines.append(f"| all | | {verdicts['met']} | {verdicts['not met']} | {verdicts['not resolved']} |")
-    lines += [
-        "",
-        "[GPUs](gpu.md) has the claims for a card, and what `make bench-gpu` has measured of them. [Situations](situations.md) lists public reports",
-        "that were set up as tests, [hostile inputs](hostile_inputs.md) files that are made to break a reader.",
-        "",
-        "## How to read the tables",
-        "",
-        "- Every side of a comparison runs in a process of its own (kernels share one and take turns), rounds alternate between the sides, and",
-        "  a figure is the median over rounds.",
-        "- *ratio* is nntask's figure over the one beside it. Beside another program it says who is faster, or who needs less; beside nntask",
-        "  itself under other conditions, or beside a limit such as a lower bound, it stands alone.",
-        "- A *bar* is what was promised: of the ratio, or, with a unit, of nntask's own figure. It is met, not met, or not resolved, where it",
-        "  lies within the interval of what was measured.",
-        "- All figures come from one small machine, named under each table. It sets `OPENBLAS_CORETYPE=Haswell`, so OpenBLAS runs AVX2 code;",
-        "  nntask's fp32 products go to oneDNN (AVX-512) then, and so does the measured sgemm peak. PyTorch brings its own libraries, which",
-        "  that variable does not touch.",
-        "- The commit is that of the measured tree; `sources` in a file has git's names of its folders, which survive a rebase.",
-        "",
-        "To measure on your machine: `make bench` for the usual ones, or the command under a table. `benchmarks/README.md` lists them all.",
-    ]
-    lines += ["", ":::{toctree}", ":hidden:", "", *(page["name"] for page in PAGES), "gpu", "situations", "hostile_inputs", ":::"]
-    return "\n".join(lines) + "\n"
+    verdicts = {page["name"]: tally(results[section["benchmark"]] for section in page["section"]) for page in PAGES} | {
+        "all": tally(results.values())
+    }
+    counts = {name: [found[verdict] for verdict in ("met", "not met", "not resolved")] for name, found in verdicts.items()}
+    rows = [[f"[{page['title']}]({page['name']}.md)", page["summary"], *counts[page["name"]]] for page in PAGES]
+    index = table(["page", "measurements", "bars met", "not met", "not resolved"], [*rows, ["all", "", *counts["all"]]])
+    pages = "\n".join(page["name"] for page in PAGES)
+    return f"""{INDEX.format(index=index, machine=_machine(results))}
+:::{{toctree}}
+:hidden:
+
+{pages}
+gpu
+situations
+hostile_inputs
+:::
+"""
+
+
+def _machine(results: Mapping[str, Result]) -> str:
+    """Return the parts of machine and versions that all results share."""
+    machine, versions = _shared(result["machine"] for result in results.values()), _shared(result["versions"] for result in results.values())
+    packages = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if name != "nntask")
+    return f"{machine['cores']} cores, {machine['memory_gib']:g} GiB, {machine['system']}, Python {machine['python']}, {packages}"
+
+
+def _shared(described: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys that have the same value wherever they occur."""
+    values: dict[str, set[Any]] = {}
+    for each in described:
+        for key, value in each.items():
+            values.setdefault(key, set()).add(value)
+    return {key: found.pop() for key, found in values.items() if len(found) == 1}
 
 
 def _page(page: Mapping[str, Any], results: Mapping[str, Result]) -> str:
-    parts = [f"# {page['title']}", page["summary"], "[How to read the tables](index.md)."]
-    parts += [_section(section, results[section["benchmark"]]) for section in page["section"]]
+    shared = _shared(result["versions"] for result in results.values()).keys()
+    parts = [f"# {page['title']}", page["summary"], "[Reading the tables](index.md)."]
+    parts += [_section(section, results[section["benchmark"]], shared) for section in page["section"]]
     return "\n\n".join(parts) + "\n"
 
 
-def _section(section: Mapping[str, str], result: Result) -> str:
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+def _section(section: Mapping[str, Any], result: Result, shared: Collection[str]) -> str:
+    versions = [f"{name} {version}" for name, version in result["versions"].items() if name not in shared]
     rounds = result["settings"]["rounds"]
-    stamp = (
-        f"{result['date']}, commit {result['commit']}; {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB; Python "
-        f"{machine['python']}, {versions}; {f'median of {rounds} rounds' if rounds > 1 else 'one round'}. `{section['command']}` writes "
-        f"`benchmarks/results/{section['benchmark']}.json`."
-    )
-    lines = ["| measured | nntask | beside | ratio | bar |", "|---|---|---|---|---|", *(_row(row) for row in result["comparisons"])]
-    tables = map(_table, result.get("tables", ()))
-    return "\n\n".join([f"## {section['title']}", section["method"], "\n".join(lines), *tables, *result.get("notes", ()), stamp])
-
-
-def _table(table: Mapping[str, Any]) -> str:
-    """A table of a result's own: `head` and `rows` of cells in Markdown."""
-    head, *rows = ("| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |" for row in (table["head"], *table["rows"]))
-    return "\n".join([head, "|---" * len(table["head"]) + "|", *rows])
-
-
-def _row(row: Row, name: str = "", other: str = "") -> str:
-    """A row of a table, under names of its own where they are given."""
-    beside = _beside(row)
-    other = "" if row["peer"] in ("bar", "this one") else f"{other or row['peer'].removesuffix(', ms')}: {_amount(row['theirs'], row['unit'])}"
-    ratio = "" if beside == "count" or not row["unit"] else f"{row['ratio']:.2f}"
-    if ratio and beside == "peer":
-        ratio += f", {comparison(row)}"
-    bar = f"{_bar(row)}: {verdict(row).replace('not met', '**not met**')}" if "bar" in row else ""
-    return f"| {name or row['what']} | {_amount(row['ours'], row['unit'])} | {other} | {ratio} | {bar} |"
-
-
-def _beside(row: Row) -> Beside:
-    """What kind of thing a row's other figure is.
-
-    Raises:
-        ValueError: `BESIDE` does not know its name.
-    """
-    found = [(len(start), kind) for kind, starts in BESIDE.items() for start in starts if row["peer"].startswith(start)]
-    if not found:
-        raise ValueError(f"{row['what']!r} stands beside {row['peer']!r}; say in BESIDE of benchmarks/table.py what that is")
-    return max(found)[1]
-
-
-def comparison(row: Row) -> str:
-    """A row beside a peer in one word, whichever way round is better: faster or slower, less or more; "as fast" and "as much" within a percent.
-
-    Raises:
-        ValueError: the unit is neither a speed, a time nor a number of bytes.
-    """
-    equal = f"{row['ratio']:.2f}" == "1.00"
-    better = row["ratio"] > 1 if row["better"] == "more" else row["ratio"] < 1
-    if row["unit"] in SPEEDS + TIMES:
-        return "as fast" if equal else "faster" if better else "slower"
-    if row["unit"] in BYTES:
-        return "as much" if equal else "less" if better else "more"
-    raise ValueError(f"{row['what']!r} is in {row['unit']!r}, which benchmarks/table.py cannot compare")
-
-
-def verdict(row: Row) -> str:
-    """Of a row with a bar: met, not met or not resolved."""
-    return row.get("verdict") or ("met" if row["met"] else "not met")
-
-
-def tally(results: Any) -> Counter[str]:
-    """How many bars of some results are met, not met and not resolved."""
-    return Counter(verdict(row) for result in results for row in result["comparisons"] if "bar" in row)
-
-
-def _bar(row: Row) -> str:
-    """A row's bar in signs; on a count that must be complete, "all"."""
-    subject, relation, limit = row["bar"].split()
-    if _beside(row) == "count" and (subject, relation, limit) == ("ratio", ">=", "1"):
-        return "all"
-    sign = {">=": "≥ ", "<=": "≤ ", "in": ""}[relation]
-    return f"{sign}{limit.replace('..', ' to ')}" + (f" {UNITS.get(row['unit'], row['unit'])}" if subject == "ours" and row["unit"] else "")
-
-
-def _amount(value: float, unit: str) -> str:
-    """A figure with its unit; "yes" and "no" where there is none."""
-    if unit == "bytes":
-        return f"{value / 1e9:.2f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"
-    if unit == "":
-        return "yes" if value else "no"
-    shown = f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-    return f"{shown} {UNITS.get(unit, unit)}"
+    facts = [
+        result["date"],
+        result["commit"],
+        result["machine"]["processor"].removesuffix(" Processor"),
+        *versions,
+        f"{rounds} round{'s' * (rounds > 1)}",
+    ]
+    stamp = f"{', '.join(facts)}: `{section['command']}`, `{section['benchmark']}.json`."
+    own = [table(each["head"], each["rows"]) for each in result.get("tables", ())]
+    return "\n\n".join([f"## {section['title']}", section["method"], *tables(result["comparisons"], section), *own, *result.get("notes", ()), stamp])
 
 
 def headlines(results: Mapping[str, Result]) -> str:
     """The six rows of README.md, the count of all bars, and the addresses of the pages."""
-    lines = ["| measured on two CPU cores | nntask | compared with | ratio | bar |", "|---|---|---|---|---|"]
     sections = [(page["name"], section["benchmark"]) for page in PAGES for section in page["section"]]
     rows = {(page, row["what"], row["peer"]): row for page, benchmark in sections for row in results[benchmark]["comparisons"]}
-    for page, what, peer, name, beside in HEADLINES:
-        lines.append(_row(rows[page, what, peer], f"[{name}][{page}]", beside))
+    shown = [line(rows[page, what, peer], f"[{name}][{page}]", other) for page, what, peer, name, other in HEADLINES]
     found = tally(results.values())
-    lines += [
+    lines = [
+        table(["measured on two CPU cores", "nntask", "compared with", "ratio", "bar"], shown),
         "",
         f"All results have {sum(found.values())} bars: {found['met']} are met, {found['not met']} are not, and {found['not resolved']} lie within "
         "the error of the measurement.",
@@ -297,6 +192,7 @@ def made(site: Path, plots: Path) -> dict[Path, str]:
     return {
         README: filled(README.read_text(encoding="utf-8"), headlines(results)),
         **{site / name: text for name, text in pages(results).items()},
+        site / "situations.md": situations.page(situations.load(RESULTS / "situations.csv")),
         **{plots / name: text for name, text in figures(results).items()},
     }
 

@@ -30,12 +30,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
+from page import page
 
 RESULTS: Final = Path(__file__).with_name("results.json")
-FIRST_CARD: Final = Path(__file__).with_name("first_card_results")
-"""Files of JSON lines, one for each stage of `make first-card`."""
 PAGE: Final = common.ROOT / "docs" / "results" / "gpu.md"
-COMMAND: Final = "`make bench-gpu`"
 BUDGET_SECONDS: Final = 540
 ROW_SECONDS: Final = 150
 """Of each process."""
@@ -46,33 +44,6 @@ COARSE: Final = "--seq-tile=1024 --embd-tile=-1 --inner-tile=-1 --head-tile=-1 -
 SKIP: Final = 4
 """Steps before those that count."""
 
-CLAIMS: Final = (
-    ("small", "GPT-2 small, bf16, 16 x 1024 tokens a step, tokens/s over torch.compile", "at least 1, MFU at least 40 %"),
-    ("xl", "GPT-2 XL, bf16, 16 x 1024 tokens a step, tokens/s over torch.compile", "at least 1, MFU at least 50 %"),
-    ("launch", "host time per replayed task", "at most 8 us, at most 5 % of the step of GPT-2 small"),
-    ("beyond", "GPT-2 XL with a quarter of the memory it needs, 32 x 1024 tokens a step, over the rate in memory", "at least 0.8, losses equal"),
-    ("reach", "trains with a state 7 x its budget", "yes"),
-    ("offload", "tokens/s at the same budget over torch FSDP2 with CPU offload", "at least 1"),
-    ("copies", "bytes/s of tiles to the card and back over those of one large locked copy", "at least 0.85 each"),
-    ("parts", "two parts of one card: losses of one within rounding, both busy", "yes"),
-    ("numerics", "bf16 loss against fp32 after 200 steps", "within 1 %"),
-)
-METHOD: Final = (
-    "Claims for one card, measured by `make bench-gpu` beside torch on the same card. Each training is `nntask train` in a process of its own on\n"
-    "random tokens, and counts the median of its steps after the first four. torch runs the hand-written GPT-2 of `benchmarks/torch_gpt2.py` behind\n"
-    "`torch.compile`, and under FSDP2 with everything in host memory. MFU: model flops, 6N + 12Ldn a token, over the card's dense bf16 peak."
-)
-"""The beginning of the page."""
-ATTENTION: Final = (
-    "Forward and backward pass of causal bf16 attention, 8 sequences with 12 heads, by `make first-card`. nntask's kernels compute the shapes that\n"
-    "cuDNN declines."
-)
-DECLINED: Final = "declined: no backward pass within 320 MiB of workspace"
-CHECKS: Final = (
-    "`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`, one file of JSON lines for each stage. All checks\n"
-    "passed: see [what a card has shown](../guides/gpus.md#what-a-card-has-shown)."
-)
-"""The end of the page: correctness, which has no figures to compare."""
 Row = dict[str, Any]
 
 
@@ -356,49 +327,6 @@ ROWS: Final[Mapping[str, Callable[[Work, str], Row]]] = {
 
 def _without_losses(run: Row) -> Row:
     return {name: value for name, value in run.items() if name != "losses"}
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """The claims with their bars and what was measured."""
-    rows = results.get("rows", {})
-    lines = ["| claim | bar | measured |", "|---|---|---|"]
-    for name, claim, bar in CLAIMS:
-        row = rows.get(name)
-        if row is None or row.get("measured") is None:
-            lines.append(f"| {claim} | {bar} | not measured yet; {COMMAND} measures it |")
-        else:
-            met = {True: "met", False: "**not met**", None: "no verdict"}[row.get("met")]
-            lines.append(f"| {claim} | {bar} | {row['measured']}: {met} |")
-    return "\n".join(lines)
-
-
-def attention_table() -> str:
-    """Return the attention times of the stage `profile` of `make first-card`, with the rate of a run that chose between the kernels."""
-    lines = (json.loads(line) for line in (FIRST_CARD / "profile.jsonl").read_text().splitlines())
-    found = {line["check"]: line["result"] for line in lines if line["command"] == "attention" and "result" in line}
-    choice = found.pop("the choice of --gpu-attention auto")
-    rows = ["| tokens x features of a head | nntask | cuDNN | torch |", "|---|---|---|---|"]
-    for shape, times in found.items():
-        pairs = [
-            f"{times[f'{whose}forward']} / {times[f'{whose}backward']}" if f"{whose}forward" in times else DECLINED
-            for whose in ("", "cuDNN ", "torch ")
-        ]
-        rows.append(f"| {shape} | {' | '.join(pairs)} |")
-    rate = f"`--gpu-attention auto` chose {choice['chosen']} for GPT-2 small, which then trained at {choice['tokens/s']:,} tokens/s."
-    return "\n".join(rows) + f"\n\n{rate}"
-
-
-def page(results: Mapping[str, Any]) -> str:
-    """Return the text of docs/results/gpu.md."""
-    if results.get("rows"):
-        versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-        stamp = f"{results['date']}, commit {results['commit']}; {results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
-    else:
-        stamp = "No rows have been measured on a card yet. Emulated devices, on which GPU code is tested, say nothing about speed."
-    sections = ["# GPUs", METHOD, table(results), stamp]
-    if (FIRST_CARD / "profile.jsonl").exists():
-        sections += ["## Attention", ATTENTION, attention_table(), CHECKS]
-    return "\n\n".join(sections) + "\n"
 
 
 def main() -> int:

@@ -31,15 +31,15 @@ JOBS: Final = {"gpt2": ["--batch=4"], "gpt2-medium": ["--model=gpt2-medium", "--
 SHARE: Final = 0.6
 """Of the computation that transfers alone take."""
 NOTES: Final = (
-    "Half the bytes of eager + LRU are out of reach with minibatches of 8 on devices that each have minibatches of their own: what a device's own "
-    "part is forecast to move, and gradients handed on once, come to 0.79 TB of GPT-2 XL and 9.3 TB of the 50B GPT, 0.66 and 0.57 of eager + LRU, "
-    "which then hardly fetches a weight twice.",
-    "Tried: parts by minibatch, holes by what neighbours cost together, weight tiles of half the size, other "
-    "shares of memory in the forecast, neighbouring minibatches on one device, nothing fetched that somebody has yet to write, own next use.",
-    "Next: parts by layer, one minibatch's forward pass beside another's backward pass. Of each layer's activations fewer live at once: about 0.55 "
-    "TB of GPT-2 XL with minibatches of 1, by an estimate, and both directions of a link are busy.",
+    "With minibatches of 8, half the bytes are out of reach: a device's own traffic and gradients handed on once are forecast at 0.79 TB for GPT-2 "
+    "XL and 9.3 TB for the 50B GPT, 0.66 and 0.57 of eager + LRU.",
 )
-"""What stands behind bars of the suite policies that are not met."""
+"""Explanation of the bars of the suite policies that are not met.
+
+Tried without gain: parts by minibatch, holes by the joint cost of neighbours, weight tiles of half the size, other shares of memory in the forecast,
+neighbouring minibatches on one device, no fetch of unwritten data, own next use. Not tried: parts by layer, with one minibatch's forward pass during
+another's backward pass; an estimate is 0.55 TB for GPT-2 XL with minibatches of 1, with both directions of a link busy.
+"""
 MODELS: Final = {
     "gpt2-xl": None,
     "50B": {"vocab_size": 50257, "n_positions": 2048, "n_embd": 8192, "n_layer": 62, "n_head": 64},

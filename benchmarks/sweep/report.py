@@ -17,6 +17,8 @@ COUNTED: Final = ("equal", "rounding", "random", "refused", "different", "traceb
 """Verdicts of modules that eager PyTorch trains."""
 LEAST_CLASSES: Final = 150
 MOST_REFUSED: Final = 0.1
+MOST_NAMES: Final = 8
+"""Limit of the modules that a line names; more are counted."""
 TITLES: Final = {
     "equal": "equal",
     "rounding": "equal but for rounding",
@@ -72,7 +74,7 @@ def tables(found: Found) -> list[dict[str, Any]]:
             rows.append([library, str(counted(tally)), *(str(tally[verdict]) for verdict in COUNTED), str(tally["no eager"])])
     return [
         {"head": head, "rows": rows},
-        {"head": ["verdict", "modules", "what it says"], "rows": list(_others(found))},
+        {"head": ["verdict", "modules", "message"], "rows": list(_others(found))},
     ]
 
 
@@ -85,7 +87,8 @@ def _others(found: Found) -> Iterable[list[str]]:
         if verdict in ("rounding", "random"):
             groups = {_summary(verdict, found): [name for names in groups.values() for name in names]} if groups else {}
         for words, names in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
-            yield [TITLES[verdict], ", ".join(f"`{name}`" for name in names), plain(words)]
+            shown = ", ".join(f"`{name}`" for name in names) if len(names) <= MOST_NAMES else f"{len(names)} of them, in `cases` of the file"
+            yield [TITLES[verdict], shown, plain(words)]
 
 
 def plain(text: str) -> str:
@@ -105,7 +108,7 @@ def _words(entry: Mapping[str, Any]) -> str:
 def _summary(verdict: str, found: Found) -> str:
     """One sentence for all modules of a verdict that needs no explanation of its own."""
     if verdict == "random":
-        return "eager PyTorch finds other losses with another seed: the session trains the module, and values cannot be compared"
+        return "the session trains the module, and values cannot be compared"
     entries = [entry for entry in found.values() if entry["verdict"] == verdict]
     most = max(_ratio(entry) for entry in entries)
     return f"differences are at most {most:.1f} times those of eager twins whose weights were moved by 1e-7"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.hostile_inputs import INPUTS, page, write_hostile
+from support.hostile_inputs import INPUTS, listing, page, write_hostile
 from support.untrusted import PARSERS
 from support.watched import check_reader
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "hostile_inputs.md"
+ROOT = Path(__file__).resolve().parents[2]
 SLOW = (
     *("two hundred thousand keys", "200,000 texts without letters", "200,000 texts of two letters", "fifty thousand tensors without values"),
     *("a hundred thousand tensors of one value", "gzip of 100 MiB of blank lines", "100,000 empty chunks", "zstd of a page of 100 MiB"),
@@ -40,8 +40,9 @@ def test_hostile_inputs(parser: str, name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """The page of the site is made from the table, which has at least 300 inputs, and 20 of each parser."""
-    assert PAGE.read_text(encoding="utf-8") == page()
+    """The page of the site and the list are generated from the table, which has at least 300 inputs, and 20 of each parser."""
+    assert (ROOT / "docs" / "results" / "hostile_inputs.md").read_text(encoding="utf-8") == page()
+    assert (ROOT / "benchmarks" / "results" / "hostile_inputs.csv").read_text(encoding="utf-8") == listing()
     assert min(map(len, INPUTS.values())) >= 20
     assert len(CASES) >= 300
     assert set(SLOW) <= {name for inputs in INPUTS.values() for name in inputs}

@@ -105,7 +105,7 @@ def test_adapters_are_pefts(
     ids = sequences(smollm_stream, LENGTH)
     expected = torch_losses(theirs, ids, 10, 1e-3)
     apart = float(np.abs(np.array(losses(tmp_path / "run")) - expected).max())
-    what = "losses of 10 steps of adapters" + (" beside q8_0" if kind == "q8_0" else "")
+    what = "losses of 10 steps of adapters" + (" on q8_0" if kind == "q8_0" else "")
     figure(NAME, what, "PEFT", f"{apart:.1e} of {expected[0]:.4f} to {expected[-1]:.4f}", memory=ran.memory, seconds=ran.seconds)
     assert apart < 5e-4
     assert expected[-1] < expected[0] - 0.3

@@ -1,10 +1,12 @@
-"""The table of hostile inputs: for each parser the content of one file by a name that says what is wrong with it.
+"""The table of hostile inputs: for each parser the content of one file by a name that describes its fault.
 
-Contents are functions where they are large. `docs/results/hostile_inputs.md` is made from the table by tests/fuzz/page.py.
+Large contents are functions. tests/fuzz/page.py writes `docs/results/hostile_inputs.md` and `benchmarks/results/hostile_inputs.csv` from the table.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -45,23 +47,26 @@ def write_hostile(parser: str, name: str, directory: Path) -> Path:
 
 
 def page() -> str:
-    """The page of the table, in Markdown."""
-    counts = [f"| {parser} | {len(inputs)} |" for parser, inputs in INPUTS.items()]
-    total = sum(map(len, INPUTS.values()))
-    lines = [
-        "# Hostile inputs",
-        "",
-        "Made from `tests/support/hostile_inputs.py`, the table of the tests, by `python tests/fuzz/page.py`; a test fails when they differ.",
-        "Each input is a small valid one in which one file is another, and goes through the reader that the commands use. The bars:",
-        "the reader returns, or raises an error of nntask's with a sentence; it writes nothing and starts nothing; it takes at most 10",
-        "seconds of processor time, and memory of at most 4 times the input and 64 MiB, by Python's count and by the system's.",
-        "[What nntask trusts](../guides/trust.md) says what is promised.",
-        "",
-        "| parser | inputs |",
-        "|---|---|",
-        *counts,
-        f"| all | {total} |",
-    ]
-    for parser, inputs in INPUTS.items():
-        lines += ["", f"## {parser[0].upper()}{parser[1:]}", "", *(f"- {name}" for name in inputs)]
-    return "\n".join(lines) + "\n"
+    """Return the page in Markdown: the promises, and the number of inputs of each parser with one of them."""
+    lines = "\n".join(f"| {parser} | {len(inputs)} | {list(inputs)[-1]} |" for parser, inputs in INPUTS.items())
+    return f"""# Hostile inputs
+
+{sum(map(len, INPUTS.values()))} small valid inputs in which one file is replaced go through the readers that the commands use. A reader returns, or
+raises an error of nntask's with a message; it writes nothing and starts nothing; it takes at most 10 seconds of processor time, and memory of at most
+4 times the input and 64 MiB, by Python's count and by the system's. [Trust](../guides/trust.md) has the promises,
+`benchmarks/results/hostile_inputs.csv` the names of all inputs, `tests/support/hostile_inputs.py` their contents. `python tests/fuzz/page.py` writes
+this page and the list.
+
+| parser | inputs | for example |
+|---|---|---|
+{lines}
+"""
+
+
+def listing() -> str:
+    """Return the list of all inputs as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("parser", "input"))
+    writer.writerows((parser, name) for parser, inputs in INPUTS.items() for name in inputs)
+    return text.getvalue()

@@ -1,4 +1,4 @@
-"""Situations of public reports about chat data and templates, each set up on small inputs; the page of situations names their sources."""
+"""Situations of public reports about chat data and templates, each set up on small inputs; the list of situations names their sources."""
 
 from __future__ import annotations
 

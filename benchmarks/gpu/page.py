@@ -1,0 +1,80 @@
+"""The page docs/results/gpu.md: claims for a card with their measurements, and the attention times of `make first-card`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rows import table
+
+FIRST_CARD: Final = Path(__file__).with_name("first_card_results")
+"""Files of JSON lines, one for each stage of `make first-card`."""
+CLAIMS: Final = (
+    ("small", "GPT-2 small, bf16, 16 x 1024 tokens a step, tokens/s over torch.compile", "≥ 1, MFU ≥ 40 %"),
+    ("xl", "GPT-2 XL, bf16, 16 x 1024 tokens a step, tokens/s over torch.compile", "≥ 1, MFU ≥ 50 %"),
+    ("launch", "host time per replayed task", "≤ 8 us, ≤ 5 % of the step of GPT-2 small"),
+    ("beyond", "GPT-2 XL with a quarter of the memory it needs, 32 x 1024 tokens a step, over the rate in memory", "≥ 0.8, losses equal"),
+    ("reach", "trains with a state 7 x its budget", "yes"),
+    ("offload", "tokens/s at the same budget over torch FSDP2 with CPU offload", "≥ 1"),
+    ("copies", "bytes/s of tiles to the card and back over those of one large locked copy", "≥ 0.85 each"),
+    ("parts", "two parts of one card: losses of one within rounding, both busy", "yes"),
+    ("numerics", "bf16 loss against fp32 after 200 steps", "within 1 %"),
+)
+"""Name of a row of results.json, the claim, and its bar."""
+PAGE: Final = """# GPUs
+
+Claims for one card, measured by `make bench-gpu`. Each training is `nntask train` in a process of its own on random tokens, and counts the median of
+its steps after the first four. torch runs the hand-written GPT-2 of `benchmarks/torch_gpt2.py` on the same card with `torch.compile`, and under FSDP2
+with everything in host memory. MFU: model flops, 6N + 12Ldn a token, over the card's dense bf16 peak.
+
+{claims}
+
+{stamp}
+"""
+ATTENTION: Final = """
+## Attention
+
+Milliseconds of the forward and backward pass of causal bf16 attention, 8 sequences with 12 heads, by `make first-card`. nntask's kernels compute the
+shapes that cuDNN declines because it has no backward pass within 320 MiB of workspace.
+
+{times}
+
+`--gpu-attention auto` chose {chosen} for GPT-2 small, which then trained at {rate:,} tokens/s.
+
+`benchmarks/gpu/first_card_results` has the result of every check of `make first-card`. All checks passed: see
+[what a card has shown](../guides/gpus.md#what-a-card-has-shown).
+"""
+
+
+def claims(results: Mapping[str, Any]) -> str:
+    """Return the table of claims with their bars and measurements."""
+    lines = []
+    for name, claim, bar in CLAIMS:
+        row = results.get("rows", {}).get(name) or {}
+        verdict = {True: "met", False: "**not met**", None: "no verdict"}[row.get("met")]
+        lines.append([claim, bar, "not measured yet" if row.get("measured") is None else f"{row['measured']}: {verdict}"])
+    return table(["claim", "bar", "measured"], lines)
+
+
+def attention() -> str:
+    """Return the attention times of the stage `profile` of `make first-card`, with the rate of a run that chose between the kernels."""
+    lines = (json.loads(line) for line in (FIRST_CARD / "profile.jsonl").read_text().splitlines())
+    found = {line["check"]: line["result"] for line in lines if line["command"] == "attention" and "result" in line}
+    choice = found.pop("the choice of --gpu-attention auto")
+    cells = []
+    for shape, times in found.items():
+        pairs = [[times.get(f"{name}{way}", "").removesuffix(" ms") for way in ("forward", "backward")] for name in ("", "cuDNN ", "torch ")]
+        cells.append([shape, *(" / ".join(pair) if all(pair) else "declined" for pair in pairs)])
+    times = table(["tokens x features of a head", "nntask", "cuDNN", "torch"], cells)
+    return ATTENTION.format(times=times, chosen=choice["chosen"], rate=choice["tokens/s"])
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """Return the text of docs/results/gpu.md."""
+    stamp = "No rows have been measured on a card yet. Emulated devices, on which GPU code is tested, say nothing about speed."
+    if results.get("rows"):
+        versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+        stamp = f"{results['date']}, commit {results['commit']}; {results['gpu']}; {versions}. `benchmarks/gpu/results.json` has every figure."
+    return PAGE.format(claims=claims(results), stamp=stamp) + (attention() if (FIRST_CARD / "profile.jsonl").exists() else "")
