@@ -1,15 +1,18 @@
-"""The page of what is tested and refused of PyTorch models: ``python docs/_ext/torch_page.py`` writes it, and a test compares it.
+"""The page of tested and refused PyTorch models: ``python docs/_ext/torch_page.py`` writes it, and a test compares it.
 
 Families are those of `tests/support/torch_families.py`, tests those over them, mistakes those of `tests/support/torch_refusals.py`, arguments and
-flags those that `wrappers/torch` refuses. What a family is made of is seen by capturing its step, and every sentence by making the mistake. With
-``--check`` nothing is written; names of families after it leave out the rows of the others, which saves time. Knows no Sphinx.
+flags those that `wrappers/torch` refuses. The operations of a family come from a capture of its step, and every message from the mistake itself.
+``--check`` writes nothing; names of families after it leave out the rows of the others and the sections about all families, which saves time. This
+script does not need Sphinx.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import sys
@@ -31,16 +34,75 @@ TESTS: Final = (
 """Files with tests over families."""
 REPORT_MODULES: Final = tuple(f"torch_reports_{name}" for name in ("autograd", "views", "state", "training", "batches"))
 """Modules of `tests/support` that hold programs of public reports."""
+REPORTS: Final = ROOT / "benchmarks" / "results" / "torch_reports.csv"
+"""List of public reports with their outcomes, which the page counts."""
+SHORT: Final = 4
+"""Largest number of words of a remedy that the page shows with its rule."""
 OUTCOMES: Final = {"equal": "eager PyTorch's results", "refused": "refused", "differs": "**other results**", "raised": "**fails**"}
-"""Words of the table for the outcomes of programs of public reports."""
+"""Outcome of a program of a public report -> its name in the table."""
 SMALL: Final = 3000
 """Bytes above which a parameter is cut here, as in the tests: nearly all of them."""
 BEGIN: Final = "## Families that nntask train refuses"
 END: Final = "## Tests over families"
 """Heading after the sections about all families together, which begin at `BEGIN`."""
-INTRODUCTION: Final = """# PyTorch models: tested, refused
+TEMPLATE: Final = """# PyTorch models: tested, refused
 
 Evidence for [Any PyTorch model](../guides/pytorch.md). `python docs/_ext/torch_page.py` generates this page from the code, and a test compares them.
+
+## Families
+
+Each of these {count} families of transformers is tested with two small layers.
+[Measurements](../results/pytorch.md#losses-of-29-families) compare losses with eager PyTorch's and bits between memories, workers and devices.
+*Calls* is the number of operations that compute in a forward and a backward pass. `nntask train` takes a family in tiles of its own, through PyTorch,
+or not.
+
+{families}
+
+{BEGIN}
+
+A session takes them, too.
+
+{commands}
+
+## Operations that fall back
+
+A copied result is counted in the budget. A parameter is cut only if it is larger than `largest_tile=`, here {SMALL:,} bytes.
+
+{falls_back}
+
+## Programs of public reports
+
+Public reports of results that differ from eager PyTorch's, under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each, a small
+program of the same kind takes at least five steps in eager PyTorch and in a session, from equal weights, nearly always in fp64. Losses, weights,
+buffers, norms of the gradient and the state in Python are compared. A refusal names the place or the remedy. `benchmarks/results/torch_reports.csv`
+lists all reports with their outcomes.
+
+{reports}
+
+{END}
+
+`make test` runs them for a few families, `make test-long` for all. `test_torch_gpu.py` uses emulated devices; `test_gpu_torch.py` needs a card, and
+has not run on one yet.
+
+{tests}
+
+## What a session refuses
+
+The weights stay in place.
+
+{mistakes}
+
+## What the trainer refuses
+
+Arguments of `TrainingArguments`, at construction; so are several processes, a device that is not the CPU, and an overridden `training_step`.
+
+{trainer}
+
+## What nntask train refuses
+
+Flags, for a model without tiles, at any value other than the one that disables them.
+
+{flags}
 """
 
 
@@ -51,16 +113,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 @dataclass
 class Family:
-    """What is known of a family.
+    """The properties of a family.
 
     Attributes:
-        model: its class.
-        kind: what kind of model it is.
-        command: what `nntask train` does with it.
-        refusal: the sentence if it refuses.
-        num_calls: calls of a step that compute something.
-        beside: operations whose result PyTorch allocates, and that is copied.
-        gathered: operations for which a parameter that is cut is put together.
+        model: name of its class.
+        kind: kind of the model.
+        command: how `nntask train` takes it.
+        refusal: message if it refuses.
+        num_calls: number of calls of a step that compute.
+        copied: operations whose result PyTorch allocates, and that is copied.
+        gathered: operations for which a cut parameter is joined.
         without_cuda: operations that a GPU leaves to a CPU worker.
     """
 
@@ -69,7 +131,7 @@ class Family:
     command: str
     refusal: str
     num_calls: int
-    beside: set[str]
+    copied: set[str]
     gathered: set[str]
     without_cuda: set[str]
 
@@ -107,7 +169,7 @@ def _names(calls: Iterable[Any]) -> set[str]:
 
 
 def _on_the_command_line(module: Any, batch: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What kind of model it is, what `nntask train` does with a directory of it, and the sentence if it refuses."""
+    """Return the kind of a model, how `nntask train` takes a directory of it, and the message if it refuses."""
     from nntask import DataError, UsageError
     from nntask.models import FAMILIES
     from scheduler import CapturingRuntime
@@ -115,13 +177,13 @@ def _on_the_command_line(module: Any, batch: Mapping[str, Any]) -> tuple[str, st
     from wrappers.torch.state import ModuleState
     from wrappers.torch.weights import attach_files
 
-    kind = "image classifier" if "pixel_values" in batch else "speech to text" if "input_features" in batch else ""
+    kind = "images" if "pixel_values" in batch else "speech" if "input_features" in batch else ""
     values = {**json.loads(module.config.to_json_string()), "architectures": [type(module).__name__]}
     try:
         config = language_config(values, "DIR/config.json")
-        kind = kind or TITLES[config.kind].partition(":")[0]
+        kind = kind or TITLES[config.kind].partition(":")[0].removesuffix(" language model").replace("sequence to sequence", "seq2seq")
         if config.model_type in FAMILIES:
-            return kind, "yes, in tiles of its own", ""
+            return kind, "tiles", ""
         with tempfile.TemporaryDirectory() as folder:
             module.save_pretrained(folder)
             empty = config.make()
@@ -130,54 +192,42 @@ def _on_the_command_line(module: Any, batch: Mapping[str, Any]) -> tuple[str, st
             try:
                 attach_files(Path(folder), {name: tensor for name, tensor in tensors.items() if name in saved}, empty)
             except DataError as error:
-                return kind, "refused as it is saved", str(error).replace(folder, "DIR")
+                return kind, "refused as saved", str(error).replace(folder, "DIR")
     except UsageError as error:
         return kind, "refused", str(error)
-    return kind, "yes", ""
+    return kind, "PyTorch", ""
 
 
 def families_markdown(found: Mapping[str, Family]) -> str:
-    """The table of families."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "torch_families.json").read_text())["families"]
-    rows = [
-        [
-            f"`{name}`",
-            f"`{each.model}`",
-            each.kind,
-            str(each.num_calls),
-            f"{measured[name]['difference']:.1g}" if name in measured else "",
-            ("yes" if all(measured[name]["same_bits"].values()) else "**no**") if name in measured else "",
-            each.command,
-        ]
-        for name, each in found.items()
-    ]
-    return table(["family", "model", "what it is", "calls", "losses differ by", "same bits", "`nntask train`"], rows)
+    """Return the table of families."""
+    rows = [[f"`{name}`", f"`{each.model}`", each.kind, str(each.num_calls), each.command] for name, each in found.items()]
+    return table(["family", "model", "kind", "calls", "`nntask train`"], rows)
 
 
 def falls_back_markdown(found: Mapping[str, Family]) -> str:
-    """The table of what falls back."""
+    """Return the table of operations that fall back."""
     rows = []
     for what, of in (
-        ("PyTorch allocates the result, which is copied", lambda each: each.beside),
-        ("a parameter that is cut is put together", lambda each: each.gathered),
+        ("PyTorch allocates the result, which is copied", lambda each: each.copied),
+        ("a cut parameter is joined", lambda each: each.gathered),
         ("a GPU leaves it to a CPU worker", lambda each: each.without_cuda),
     ):
         users = Counter(operation for each in found.values() for operation in of(each))
         rows.append([what, ", ".join(f"`{operation}` ({users[operation]})" for operation in sorted(users)) or "none"])
-    return table(["what happens", "for which operations (in how many families)"], rows)
+    return table(["fallback", "operations (number of families)"], rows)
 
 
 def commands_markdown(found: Mapping[str, Family]) -> str:
-    """What families meet that `nntask train` refuses; those that differ in names alone in one row, with the sentence of the first."""
+    """Return the table of families that `nntask train` refuses; families whose messages differ only in names share a row."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name, each in found.items():
         if each.refusal:
             alike[each.refusal.replace(each.model, "").replace(name, "")].append(name)
-    return table(["family", "the sentence"], [[", ".join(f"`{name}`" for name in names), f"`{found[names[0]].refusal}`"] for names in alike.values()])
+    return table(["family", "message"], [[", ".join(f"`{name}`" for name in names), f"`{found[names[0]].refusal}`"] for names in alike.values()])
 
 
 def tests_markdown() -> str:
-    """The table of tests over families."""
+    """Return the table of tests over families."""
     from support.torch_families import FAMILIES
 
     rows = []
@@ -190,27 +240,32 @@ def tests_markdown() -> str:
         for test in vars(module).values():
             for mark in getattr(test, "pytestmark", []) if inspect.isfunction(test) else []:
                 if mark.name == "parametrize" and mark.args[0] == "family":
-                    names = {getattr(each, "values", (each,))[0]: getattr(each, "marks", ()) for each in mark.args[1]}
-                    always = [name for name, marks in names.items() if not any(each.name == "long" for each in marks)]
-                    which = "all" if names.keys() == FAMILIES.keys() else ", ".join(names)
+                    names = [getattr(each, "values", (each,))[0] for each in mark.args[1]]
+                    which = "all" if set(names) == FAMILIES.keys() else ", ".join(names)
                     text = inspect.cleandoc(test.__doc__ or "").replace("\n", " ")
-                    rows.append([f"`{Path(path).name}`, {test.__name__.removeprefix('test_').replace('_', ' ')}", text, which, ", ".join(always)])
-    return table(["test", "what it says", "families", "of them without `long`"], rows)
+                    rows.append([f"`{Path(path).name}`", text, which])
+    return table(["file", "test", "families"], rows)
 
 
 def mistakes_markdown() -> str:
-    """The table of sentences of a session."""
+    """Return the table of mistakes that a session refuses."""
     from support.torch_refusals import REFUSALS
 
-    rows = []
+    mistakes: dict[str, list[str]] = defaultdict(list)
     for each in REFUSALS:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append([each.what, f"`{each.sentence(Path(folder))}`"])
-    return table(["mistake", "the sentence"], rows)
+            mistakes[remedy_of(each.sentence(Path(folder)))].append(each.what)
+    return table(["mistake", "remedy"], ([", ".join(names), f"`{remedy}`"] for remedy, names in mistakes.items()))
+
+
+def remedy_of(message: str) -> str:
+    """Return the remedy of a message, or the whole message if the remedy is too short to stand alone."""
+    _, _, remedy = message.partition("; ")
+    return remedy if len(remedy.split()) > SHORT else message
 
 
 def trainer_markdown() -> str:
-    """The table of arguments of the trainer."""
+    """Return the table of refused arguments of the trainer."""
     from wrappers.torch.trainer_checks import ADVICE, OPTIMIZERS
 
     names: dict[str, list[str]] = defaultdict(list)
@@ -218,96 +273,74 @@ def trainer_markdown() -> str:
         names[advice].append(f"`{name}`")
     others = ", ".join(f"`{name}`" for name in OPTIMIZERS)
     return table(
-        ["argument", "what to do"], [*([", ".join(each), advice] for advice, each in names.items()), ["another `optim`", f"use one of {others}"]]
+        ["argument", "remedy"], [*([", ".join(each), advice] for advice, each in names.items()), ["another `optim`", f"use one of {others}"]]
     )
 
 
 def flags_markdown() -> str:
-    """The table of flags that `nntask train` refuses of a model without tiles."""
+    """Return the table of flags that `nntask train` refuses for a model without tiles."""
     from wrappers.torch.flags import REFUSED
 
     flags: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, (nothing, why) in REFUSED.items():
         flags[why, nothing[0] is True].append(name)
-    return table(["flag", "it"], [[", ".join(f"`--{'no-' if off else ''}{name}`" for name in each), why] for (why, off), each in flags.items()])
+    return table(
+        ["flag", "reason and remedy"], [[", ".join(f"`--{'no-' if off else ''}{name}`" for name in each), why] for (why, off), each in flags.items()]
+    )
 
 
-def reports_markdown() -> str:
-    """Return the table of public reports, whose programs run by eager PyTorch and on a session."""
+def reports_rows() -> list[list[str]]:
+    """Return the public reports with their outcomes, whose programs run by eager PyTorch and on a session."""
     for each in REPORT_MODULES:
         importlib.import_module(f"support.{each}")
-    from support.torch_reports import REPORTS
+    from support.torch_reports import REPORTS as programs
 
-    rows = [[f"[{report.thread}]({report.address})", report.kind, OUTCOMES[report.outcome().name]] for report in REPORTS]
-    count = Counter(row[-1] for row in rows)
-    found = ", ".join(f"{word}: {number}" for word, number in count.most_common())
-    return f"Outcomes of the {len(rows)} programs: {found}.\n\n{table(['report', 'reported error', 'outcome of a session'], rows)}"
+    return [[report.thread, report.address, report.kind, OUTCOMES[report.outcome().name]] for report in programs]
 
 
-def page(names: Sequence[str]) -> str:
-    """The page with some families."""
+def reports_csv(reports: Sequence[Sequence[str]]) -> str:
+    """Return the list of public reports."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("report", "address", "reported_error", "outcome"), *reports])
+    return text.getvalue()
+
+
+def reports_markdown(reports: Sequence[Sequence[str]]) -> str:
+    """Return the number of reports by project and outcome."""
+    counts = Counter((thread.partition("#")[0], outcome) for thread, *_, outcome in reports)
+    projects = sorted({project for project, _ in counts}, key=lambda project: (-sum(counts[project, each] for each in OUTCOMES.values()), project))
+    shown = [outcome for outcome in OUTCOMES.values() if any(counts[project, outcome] for project in projects)]
+    rows = [[project, *(str(counts[project, outcome]) for outcome in shown)] for project in projects]
+    totals = [str(sum(counts[project, outcome] for project in projects)) for outcome in shown]
+    return table(["project", *shown], [*rows, ["all", *totals]])
+
+
+def page(names: Sequence[str], reports: Sequence[Sequence[str]]) -> str:
+    """Return the page with some families.
+
+    Args:
+        names: names of the families.
+        reports: rows of `reports_rows`.
+    """
     found = {name: family_of(name) for name in names}
-    return f"""{INTRODUCTION}
-## Families
-
-Each of these {len(found)} families of transformers is tested with two small layers, which have all of its operations.
-*Calls* is the number of operations that compute in a forward and a backward pass; *losses differ by* is the largest difference from eager PyTorch in
-10 steps, in nats; *same bits* compares runs with all memory, with a quarter of it and a disk, on one worker, and on two simulated devices. Both are
-[measured](../results/pytorch.md).
-
-{families_markdown(found)}
-
-{BEGIN}
-
-A session in a program takes these families, too.
-
-{commands_markdown(found)}
-
-## Operations that fall back
-
-All of them work. A copied result is counted in the budget. A parameter is cut only if it is larger than `largest_tile=`, here {SMALL:,}
-bytes, as in the tests.
-
-{falls_back_markdown(found)}
-
-## Programs of public reports
-
-Public reports of results that differ from eager PyTorch's, under torch.compile, FSDP, DeepSpeed, accelerate and other trainers. For each there is a
-small program of the same kind (`tests/support/torch_reports.py` and its neighbours describe them). It takes at least five steps in eager PyTorch and
-in a session, from equal weights, nearly always in fp64. Losses, weights, buffers, norms of the gradient and the state in Python are compared
-(`tests/wrappers/torch/test_torch_reports.py`). A refusal names the place or the remedy.
-
-{reports_markdown()}
-
-{END}
-
-`make test` runs some of the tests without the mark `long`, `make test-more` the rest of them, and `make test-all` those with it as well. Those of
-`test_torch_gpu.py` use emulated devices, those of `test_gpu_torch.py` a card, and have not run on one yet.
-
-{tests_markdown()}
-
-## What a session refuses
-
-The weights stay in place.
-
-{mistakes_markdown()}
-
-## What the trainer refuses
-
-Arguments of `TrainingArguments`, at construction; so are several processes, a device that is not the CPU, and an overridden `training_step`.
-
-{trainer_markdown()}
-
-## What nntask train refuses
-
-Flags, for a model without tiles, at any value other than the one that disables them.
-
-{flags_markdown()}
-"""
+    return TEMPLATE.format(
+        BEGIN=BEGIN,
+        END=END,
+        SMALL=SMALL,
+        count=len(found),
+        families=families_markdown(found),
+        commands=commands_markdown(found),
+        falls_back=falls_back_markdown(found),
+        reports=reports_markdown(reports),
+        tests=tests_markdown(),
+        mistakes=mistakes_markdown(),
+        trainer=trainer_markdown(),
+        flags=flags_markdown(),
+    )
 
 
 def compared(text: str, names: Sequence[str], known: Iterable[str]) -> list[str]:
-    """The lines of a page that are compared: all of them, or without rows of families that were not named and without what is about all families."""
+    """Return the lines of a page that are compared: without rows of families that were not named, and without the sections about all families."""
     others = set(known) - set(names)
     if not others:
         return text.splitlines()
@@ -317,7 +350,7 @@ def compared(text: str, names: Sequence[str], known: Iterable[str]) -> list[str]
 
 
 def main() -> int:
-    """Write the page, or with --check say whether it is stale."""
+    """Write the page and the list of reports, or with --check report whether they are stale."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
@@ -327,13 +360,17 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     asked = sys.argv[1:]
     names = [name for name in FAMILIES if name in asked] or list(FAMILIES)
-    text = page(names)
+    reports = reports_rows() if len(names) == len(FAMILIES) else []
+    text, listing = page(names, reports), reports_csv(reports)
     if "--check" not in asked:
         PAGE.write_text(text)
-    elif compared(text, names, FAMILIES) != compared(PAGE.read_text(), names, FAMILIES):
-        print(f"stale: {PAGE.relative_to(ROOT)}; run: python docs/_ext/torch_page.py", file=sys.stderr)
-        return 1
-    return 0
+        REPORTS.write_text(listing)
+        return 0
+    stale = [PAGE] if compared(text, names, FAMILIES) != compared(PAGE.read_text(), names, FAMILIES) else []
+    stale += [REPORTS] if reports and listing != REPORTS.read_text() else []
+    for path in stale:
+        print(f"stale: {path.relative_to(ROOT)}; run: python docs/_ext/torch_page.py", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

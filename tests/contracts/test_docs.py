@@ -218,10 +218,7 @@ def test_the_page_about_pytorch_has_every_family() -> None:
     """Each once, in order."""
     from support.torch_families import FAMILIES
 
-    named = [
-        cells[0].strip("`")
-        for cells in table("reference/pytorch.md", "| family | model | what it is | calls | losses differ by | same bits | `nntask train` |")
-    ]
+    named = [cells[0].strip("`") for cells in table("reference/pytorch.md", "| family | model | kind | calls | `nntask train` |")]
     assert named == list(FAMILIES)
 
 
