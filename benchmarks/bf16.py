@@ -16,18 +16,17 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import steps as steps_of
 
 LENGTH: Final = 1024
 SMALL: Final = {"vocab": 50257, "positions": 1024, "width": 768, "num_layers": 12, "num_heads": 12}
 TINY: Final = {"vocab": 512, "positions": 1024, "width": 64, "num_layers": 2, "num_heads": 4}
-LEARNING_RATE: Final = 3e-4
 KEEP: Final = str(1 << 40)
 SIDES: Final = {
     "torch-bf16": "torch eager, bf16 autocast, hand-written model",
@@ -49,81 +48,37 @@ FIGURES: Final = (
 
 def measure(side: str, options: argparse.Namespace) -> dict[str, float]:
     """Run one side in this process."""
-    sizes, rng = TINY if options.tiny else SMALL, np.random.default_rng(0)
-    streams = rng.integers(0, sizes["vocab"], (options.warmup + options.steps, options.batch, LENGTH + 1), dtype=np.int64)
+    sizes = TINY if options.tiny else SMALL
+    data = steps_of.batches(sizes["vocab"], options.batch, LENGTH, options.warmup + options.steps)
     run = run_torch if side.startswith("torch") else run_ours
-    seconds, loss = run(side, sizes, streams, options)
-    return {
-        "tokens_per_second": options.steps * options.batch * LENGTH / seconds,
-        "seconds_per_step": seconds / options.steps,
-        "peak_rss_bytes": common.peak_rss(),
-        "loss_last": loss,
-    }
+    return steps_of.figures(*run(side, sizes, data, options), options.steps, options.batch * LENGTH)
 
 
-def run_ours(side: str, sizes: dict[str, int], streams: Any, options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of the timed steps and the last loss; steps overlap, as they do in training."""
+def run_ours(side: str, sizes: dict[str, int], data: steps_of.Batches, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the seconds of the timed steps and the last loss."""
     import ml_dtypes
 
-    from nntask import GPT2, AdamW, GPT2Config, default_tiling
-    from scheduler import Runtime
+    from nntask import GPT2Config
     from tiles.kernels import bf16_products, has_bf16_products
 
     if side == "ours" and not has_bf16_products():
         raise SystemExit(f"this machine computes bf16 in fp32, so there is nothing to compare: {bf16_products()}")
-    config = GPT2Config(
-        vocab_size=sizes["vocab"],
-        n_positions=sizes["positions"],
-        n_embd=sizes["width"],
-        n_layer=sizes["num_layers"],
-        n_head=sizes["num_heads"],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
     dtype = np.float32 if side == "ours-fp32" else ml_dtypes.bfloat16
-    with Runtime(cpu_workers=options.workers) as runtime:
-        model = GPT2(config, default_tiling(config, options.batch, LENGTH), runtime, dtype=dtype)
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
-        tokens, targets = model.input_tensors(batch=options.batch, seq_len=LENGTH)
-        with runtime.record() as step:
-            loss = model(tokens, targets)
-            loss.backward()
-            optimizer.step()
-        begin = perf_counter()
-        for number, stream in enumerate(streams):
-            if number == options.warmup:
-                runtime.wait()
-                begin = perf_counter()
-            tokens.write(stream[:, :-1])
-            targets.write(stream[:, 1:])
-            optimizer.prepare(number + 1)
-            ticket = step.replay()
-        value = ticket.read(loss)
-        runtime.wait()
-        return perf_counter() - begin, float(value.reshape(()))
+    shape = {"n_embd": sizes["width"], "n_layer": sizes["num_layers"], "n_head": sizes["num_heads"]}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(vocab_size=sizes["vocab"], n_positions=sizes["positions"], **shape, **dropout)
+    return steps_of.run_ours(config, data, options.warmup, options.workers, dtype)
 
 
-def run_torch(side: str, sizes: dict[str, int], streams: Any, options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of the timed steps and the last loss."""
+def run_torch(side: str, sizes: dict[str, int], data: steps_of.Batches, options: argparse.Namespace) -> tuple[float, float]:
+    """Return the seconds of the timed steps and the last loss."""
     import torch
     from torch_gpt2 import GPT2
 
     torch.set_num_threads(options.workers)
     torch.manual_seed(0)
     model = GPT2(**sizes).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    begin, value = perf_counter(), 0.0
-    for number, stream in enumerate(torch.from_numpy(streams)):
-        if number == options.warmup:
-            begin = perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(stream[:, :-1].contiguous(), stream[:, 1:].contiguous())
-        loss.backward()
-        optimizer.step()
-        value = loss.item()
-    return perf_counter() - begin, value
+    return steps_of.run_torch(model, model.parameters(), data, options.warmup, lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 def comparisons(found: dict[str, common.Measurement]) -> list[dict[str, Any]]:
@@ -136,7 +91,7 @@ def comparisons(found: dict[str, common.Measurement]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "bf16")
     parser.add_argument("--rounds", type=int, default=5, help="times each side runs")
     parser.add_argument("--warmup", type=int, default=1, help="untimed steps of a run")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a run")
@@ -144,7 +99,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="threads of each side")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=list(SIDES), help="what to measure ours beside")
     parser.add_argument("--tiny", action="store_true", help="a toy model, to try the script itself")
-    parser.add_argument("--output", default="bf16", help="name of the result; empty: print it only")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -153,18 +107,16 @@ def main() -> None:
     names = ("warmup", "steps", "batch", "workers")
     again = [f"--{name}={getattr(options, name)}" for name in names] + ["--tiny"] * options.tiny
     sides = [common.Side(n, common.this_script(__file__, f"--side={n}", *again), ENVIRONMENT.get(n, {})) for n in ("ours", *options.sides)]
-    machine = common.machine()
-    rounds = common.alternate(sides, options.rounds)
-    middle = {name: common.medians(measured) for name, measured in rounds.items()}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "torch", "onednn-cpu-gomp"),
-        "settings": {"model": TINY if options.tiny else SMALL, "length": LENGTH, "openblas_coretype": os.environ.get("OPENBLAS_CORETYPE", "")}
+    machine, rounds, middle = common.measured(sides, options.rounds)
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "torch", "onednn-cpu-gomp"),
+        {"model": TINY if options.tiny else SMALL, "length": LENGTH, "openblas_coretype": os.environ.get("OPENBLAS_CORETYPE", "")}
         | {n: getattr(options, n) for n in ("rounds", *names)},
-        "comparisons": comparisons(middle),
-        "medians": middle,
-        "rounds": rounds,
-    }
+        comparisons(middle),
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result, measured=not options.tiny)
 
 

@@ -8,6 +8,7 @@ A result carries the machine, the versions, the date, the commit and git's names
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -70,6 +71,16 @@ def alternate(sides: Sequence[Side], rounds: int) -> dict[str, list[Measurement]
             figures = ", ".join(f"{key} {value:,.4g}" for key, value in measurement.items())
             print(f"round {number + 1}/{rounds}  {side.name}: {figures}", file=sys.stderr, flush=True)
     return found
+
+
+def measured(sides: Sequence[Side], rounds: int) -> tuple[dict[str, Any], dict[str, list[Measurement]], dict[str, Measurement]]:
+    """Run every side once per round, in turn.
+
+    Returns:
+        the machine before the first round; name of a side -> one measurement per round; name of a side -> medians of its measurements.
+    """
+    before, found = machine(), alternate(sides, rounds)
+    return before, found, {name: medians(measurements) for name, measurements in found.items()}
 
 
 def _run(side: Side) -> Measurement:
@@ -194,6 +205,33 @@ def sources() -> dict[str, str]:
 
 def _git(*arguments: str, checkout: Path = ROOT) -> str:
     return subprocess.run(("git", *arguments), cwd=checkout, capture_output=True, text=True, check=True).stdout
+
+
+def parser(doc: str | None, output: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option `--output`.
+
+    Args:
+        doc: docstring of the script, which `--help` prints.
+        output: default name of the result; None if it depends on other options.
+    """
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", default=output, help="name of the result; empty: print it only")
+    return made
+
+
+def result(
+    before: Mapping[str, Any], packages: Sequence[str], settings: Mapping[str, Any], comparisons: Sequence[Mapping[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """Return a result for `finish`.
+
+    Args:
+        before: `machine` before the first measurement.
+        packages: packages whose versions count.
+        settings: options of the measurement; `rounds` is one of them.
+        comparisons: rows of the page, by `compare`.
+        more: single measurements and other entries of the file.
+    """
+    return {"machine": before, "versions": versions(*packages), "settings": settings, "comparisons": comparisons, **more}
 
 
 def finish(name: str, result: Mapping[str, Any], *, measured: bool = True) -> None:

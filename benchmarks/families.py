@@ -11,7 +11,6 @@ buffers; a scouting round finds the fastest of the four, and that one, in turn w
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+from steps import torch_step
 
 OURS: Final = "nntask"
 PEERS: Final = ("torch, eager", "torch, compiled", "torch, eager, kept", "torch, compiled, kept")
@@ -118,17 +118,7 @@ def _torch_step(name: str, *, compiled: bool) -> Callable[[], float]:
     given: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if config.objective != "masked":
         given["use_cache"] = False
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    call = torch.compile(module) if compiled else module
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = call(**given).loss
-        loss.backward()
-        optimizer.step()
-        return float(loss)
-
-    return step
+    return torch_step(module, given, compiled=compiled)
 
 
 def rows(name: str, peer: str, found: dict[str, list[common.Measurement]]) -> list[dict[str, Any]]:
@@ -142,11 +132,10 @@ def rows(name: str, peer: str, found: dict[str, list[common.Measurement]]) -> li
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "families")
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--output", default="families")
     parser.add_argument("--side", default="", help="run one side in this process: its name and the model")
     parser.add_argument("--model", default="")
     asked = parser.parse_args(argv)
@@ -165,13 +154,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = common.alternate([side(fastest), side(OURS)], asked.rounds)
         kept[name] = {**scouted, **found}
         comparisons += rows(name, fastest, found)
-    result = {
-        "machine": before,
-        "versions": common.versions("nntask", "torch", "transformers", "numpy"),
-        "settings": {"rounds": asked.rounds, "steps": asked.steps},
-        "comparisons": comparisons,
-        "rounds": kept,
-    }
+    result = common.result(
+        before, ("nntask", "torch", "transformers", "numpy"), {"rounds": asked.rounds, "steps": asked.steps}, comparisons, rounds=kept
+    )
     common.finish(asked.output, result)
 
 

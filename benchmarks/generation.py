@@ -117,18 +117,16 @@ def comparisons(case: str, found: Mapping[str, common.Measurement]) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, None)
     parser.add_argument("--case", default="128", choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="threads of each side")
-    parser.add_argument("--output", default=None, help="name of the result; empty: print it only")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         found = (run_ours if options.side == OURS else run_torch)(options.case, options.workers)
         common.report({**found, "peak_rss_bytes": common.peak_rss()})
         return
-    machine = common.machine()
     again = [f"--case={options.case}", f"--workers={options.workers}"]
     sides = [
         common.Side(
@@ -136,16 +134,15 @@ def main() -> None:
         )
         for name in CASES[options.case]
     ]
-    rounds = common.alternate(sides, options.rounds)
-    middle = {name: common.medians(measured) for name, measured in rounds.items()}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "torch", "transformers"),
-        "settings": {"prompt": PROMPT, "new": NEW, "rounds": options.rounds, "workers": options.workers},
-        "comparisons": comparisons(options.case, middle),
-        "medians": middle,
-        "rounds": rounds,
-    }
+    machine, rounds, middle = common.measured(sides, options.rounds)
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "torch", "transformers"),
+        {"prompt": PROMPT, "new": NEW, "rounds": options.rounds, "workers": options.workers},
+        comparisons(options.case, middle),
+        medians=middle,
+        rounds=rounds,
+    )
     output = ("generation_long" if options.case == "long" else "generation") if options.output is None else options.output
     common.finish(output, result, measured=options.case != "tiny")
 

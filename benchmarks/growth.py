@@ -110,7 +110,7 @@ def bar_of(workers: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "growth")
     parser.add_argument("--rounds", type=int, default=5, help="times each side runs")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="workers of all sides but one")
@@ -119,7 +119,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=LENGTH, help="tokens of a sequence while batches and workers are compared")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens of a step while lengths are compared")
     parser.add_argument("--tiny", action="store_true", help="a toy model, to try the script itself")
-    parser.add_argument("--output", default="growth", help="name of the result; empty: print it only")
     parser.add_argument("--batch", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--length", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -134,18 +133,11 @@ def main() -> None:
     sides = [side(f"batch_{n}", n, options.most, options.workers) for n in options.batches]
     sides.append(side("one_worker", max(n for n in options.batches if n <= MINIBATCH), options.most, 1))
     sides += [side(f"length_{n}", max(options.tokens // n, 1), n, options.workers) for n in options.lengths]
-    machine = common.machine()
-    rounds = common.alternate(sides, options.rounds)
-    middle = {name: common.medians(measured) for name, measured in rounds.items()}
+    machine, rounds, middle = common.measured(sides, options.rounds)
     names = ("rounds", "layers", "workers", "batches", "lengths", "most", "tokens")
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy"),
-        "settings": {name: getattr(options, name) for name in names},
-        "comparisons": comparisons(middle, options),
-        "medians": middle,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine, ("nntask", "numpy"), {name: getattr(options, name) for name in names}, comparisons(middle, options), medians=middle, rounds=rounds
+    )
     common.finish(options.output, result, measured=not options.tiny)
 
 

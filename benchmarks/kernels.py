@@ -9,12 +9,11 @@ memory-bound kernels are compared with. A figure is the median over rounds of th
 keeps freed buffers (glibc's mallopt), so that no page of its fresh outputs is taken anew: its best case, not its default. Ours and torch's
 outputs are compared before anything is timed.
 
-Bars: at least torch's speed; memory-bound kernels at least 0.8 of the bandwidth of the copy. See `kernel_cases` for what counts as moved.
+Bars: at least torch's speed; memory-bound kernels at least 0.8 of the bandwidth of the copy. `kernel_case` defines the bytes that must move.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
 import sys
@@ -134,7 +133,7 @@ def comparisons(case: Any, rate: common.Measurement) -> list[dict[str, Any]]:
 
 def tiles(tiny: bool) -> Any:
     """Shapes of the tiles of GPT-2 small at 4 x 1024 tokens, or small ones."""
-    from kernel_cases import Shape
+    from kernel_case import Shape
 
     if tiny:
         return Shape(tokens=64, width=32, inner=128, num_heads=2, vocab=96)
@@ -146,11 +145,10 @@ def tiles(tiny: bool) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "kernels")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--only", default="", help="cases whose names begin so; written nowhere")
     parser.add_argument("--tiny", action="store_true", help="small tiles, to try the script; written nowhere")
-    parser.add_argument("--output", default="kernels", help="name of the result; empty: print it only")
     options = parser.parse_args()
     kept = keep_buffers()
     import torch
@@ -170,14 +168,14 @@ def main() -> None:
         print(f"{case.name:50} {rate['ours']:8.2f} {rate['torch']:8.2f} {rate['numpy']:8.2f} {rate['copy']:8.2f} {unit} (copy GB/s)", flush=True)
     if not rows:
         parser.error(f"--only {options.only}: no case begins so")
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "numba", "torch"),
-        "settings": {"rounds": options.rounds, "threads": 1, "torch_keeps_buffers": kept, **{name: getattr(shape, name) for name in shape.__slots__}},
-        "comparisons": rows,
-        "medians": middle,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "numba", "torch"),
+        {"rounds": options.rounds, "threads": 1, "torch_keeps_buffers": kept, **{name: getattr(shape, name) for name in shape.__slots__}},
+        rows,
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result, measured=not (options.tiny or options.only))
 
 

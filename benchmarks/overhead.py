@@ -80,10 +80,9 @@ def comparisons(ours: common.Measurement, dask: common.Measurement) -> list[dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "overhead")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--tasks", type=int, default=20000, help="empty tasks per measurement; Dask gets a quarter")
-    parser.add_argument("--output", default="overhead", help="name of the result; empty: print it only")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side == "dask":
@@ -94,17 +93,15 @@ def main() -> None:
         common.Side("ours", command, common.one_thread_blas()),
         common.Side("dask", common.this_script(__file__, "--side=dask", f"--tasks={options.tasks}")),
     ]
-    machine = common.machine()
-    rounds = common.alternate(sides, options.rounds)
-    middle = {name: common.medians(measured) for name, measured in rounds.items()}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "dask"),
-        "settings": {"tasks": options.tasks, "rounds": options.rounds},
-        "comparisons": comparisons(middle["ours"], middle["dask"]),
-        "medians": middle,
-        "rounds": rounds,
-    }
+    machine, rounds, middle = common.measured(sides, options.rounds)
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "dask"),
+        {"tasks": options.tasks, "rounds": options.rounds},
+        comparisons(middle["ours"], middle["dask"]),
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result)
 
 

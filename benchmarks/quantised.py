@@ -110,11 +110,10 @@ def comparisons(preset: str, found: Mapping[str, common.Measurement]) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "quantised")
     parser.add_argument("--model", default="gpt2-medium", help="a preset of GPT-2")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="workers of each side")
-    parser.add_argument("--output", default="quantised", help="name of the result; empty: print it only")
     parser.add_argument("--folder", type=Path, help="where the directories are, or are written; a temporary one unless given")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -132,14 +131,14 @@ def main() -> None:
         sides = [common.Side(name, common.this_script(__file__, f"--side={name}", *again), environment) for name in SIDES]
         rounds = common.alternate(sides, options.rounds)
     middle = {name: common.medians(measured) for name, measured in rounds.items()}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "numba"),
-        "settings": {"model": options.model, "prompt": PROMPT, "new": NEW, "rounds": options.rounds, "workers": options.workers},
-        "comparisons": comparisons(options.model, middle),
-        "medians": middle,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "numba"),
+        {"model": options.model, "prompt": PROMPT, "new": NEW, "rounds": options.rounds, "workers": options.workers},
+        comparisons(options.model, middle),
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result, measured=options.model == "gpt2-medium")
 
 

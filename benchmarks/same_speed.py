@@ -12,7 +12,6 @@ between the first and third quartile of its ratios is "not resolved". `same_runs
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -56,10 +55,9 @@ def step_row(what: str, now: list[float], before: list[float]) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "same_speed")
     parser.add_argument("--before", type=Path, required=True, help="checkout to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs its steps (at least 2)")
-    parser.add_argument("--output", default="same_speed", help="name of the result; empty: print it only")
     options = parser.parse_args()
     before = options.before.resolve()
     machine = common.machine()
@@ -78,13 +76,9 @@ def main() -> None:
 
     comparisons = [tasks_row(what, *both("tasks", key)) for key, what in TASKS.items()]
     comparisons += [step_row(what, *both(case, "seconds_per_step")) for case, (what, _, _) in STEPS.items()]
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "numba"),
-        "settings": {"rounds": options.rounds, "before": common.commit(before)},
-        "comparisons": comparisons,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine, ("nntask", "numpy", "numba"), {"rounds": options.rounds, "before": common.commit(before)}, comparisons, rounds=rounds
+    )
     common.finish(options.output, result)
 
 

@@ -11,7 +11,6 @@ complete text is compared with that of the one client. At the end the server is 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -263,11 +262,10 @@ def comparisons(found: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "serve")
     parser.add_argument("--case", default="whole", choices=list(SHAPES))
     parser.add_argument("--minutes", type=float, default=10.0, help="that the clients ask for texts")
     parser.add_argument("--rounds", type=int, default=1, help="ignored: clients are many")
-    parser.add_argument("--output", default="serve", help="name of the result; empty: print it only")
     options = parser.parse_args()
     machine = common.machine()
     found = measure(options.case, options.minutes)

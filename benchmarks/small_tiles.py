@@ -109,14 +109,13 @@ def comparisons(found: common.Measurement, tiles: list[int]) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "small_tiles")
     parser.add_argument("--rounds", type=int, default=5, help="processes")
     parser.add_argument("--repetitions", type=int, default=15, help="products of each kind in a process")
     parser.add_argument("--large", type=int, default=LARGE, help="rows and columns of the matrices that one call multiplies")
     parser.add_argument("--extent", type=int, default=EXTENT, help="rows and columns of the matrices in tiles")
     parser.add_argument("--tiles", type=int, nargs="+", default=list(BARS), help="rows and columns of a tile")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="workers, and threads of the large products")
-    parser.add_argument("--output", default="small_tiles", help="name of the result; empty: print it only")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -127,14 +126,14 @@ def main() -> None:
     side = common.Side("tiles", common.this_script(__file__, "--side", *again), common.one_thread_blas())
     rounds = common.alternate([side], options.rounds)
     middle = common.medians(rounds["tiles"])
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy"),
-        "settings": {name: getattr(options, name) for name in ("rounds", "repetitions", "large", "extent", "tiles", "workers")},
-        "comparisons": comparisons(middle, options.tiles),
-        "medians": middle,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "numpy"),
+        {name: getattr(options, name) for name in ("rounds", "repetitions", "large", "extent", "tiles", "workers")},
+        comparisons(middle, options.tiles),
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result)
 
 

@@ -10,7 +10,6 @@ in turn: Python that does nothing, and Python that imports NumPy. Bars: 0.5 s fo
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -64,19 +63,18 @@ def measure() -> common.Measurement:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "startup")
     parser.add_argument("--rounds", type=int, default=7, help="times everything runs")
-    parser.add_argument("--output", default="startup", help="name of the result; empty: print it only")
     options = parser.parse_args()
     machine = common.machine()
     first_step(None)  # fills the cache
     rounds = [measure() for _ in range(options.rounds)]
     middle = common.medians(rounds)
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "tokenizers"),
-        "settings": {"model": "tiny", "rounds": options.rounds},
-        "comparisons": [
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "tokenizers"),
+        {"model": "tiny", "rounds": options.rounds},
+        [
             common.compare("nntask --help", "s", middle["help"], "python -c pass", middle["python"], better="less", bar="ours <= 0.5"),
             common.compare(
                 "first step of tiny, from the command", "s", middle["first_step"], "import numpy", middle["numpy"], better="less", bar="ours <= 5"
@@ -85,9 +83,9 @@ def main() -> None:
                 "first step of tiny, tokenizer not cached", "s", middle["first_step_empty_cache"], "cached", middle["first_step"], better="less"
             ),
         ],
-        "medians": middle,
-        "rounds": rounds,
-    }
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result)
 
 

@@ -79,12 +79,11 @@ def comparison(text: str, found: dict[str, common.Measurement]) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "tile_table")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="MODEL:SEQUENCES")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="CPU workers")
     parser.add_argument("--tiny", action="store_true", help="a toy model of each name, to try the script itself")
-    parser.add_argument("--output", default="tile_table", help="name of the result; empty: print it only")
     parser.add_argument("--limits", type=int, nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.limits:
@@ -103,15 +102,15 @@ def main() -> None:
         rounds[text] = common.alternate(sides, options.rounds)
         measured[text] = {"date": common.datetime.date.today().isoformat(), "commit": common.commit(), "rounds": options.rounds}
     middle = {text: {name: common.medians(found) for name, found in sides.items()} for text, sides in rounds.items()}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy"),
-        "settings": {"rounds": options.rounds, "shapes": list(rounds), "workers": options.workers},
-        "comparisons": [comparison(text, sides) for text, sides in middle.items()],
-        "measured": measured,
-        "medians": middle,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "numpy"),
+        {"rounds": options.rounds, "shapes": list(rounds), "workers": options.workers},
+        [comparison(text, sides) for text, sides in middle.items()],
+        measured=measured,
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result, measured=not options.tiny)
 
 

@@ -13,7 +13,6 @@ Bars: at least 20 families; the largest difference of a loss at most 1e-5; the s
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import sys
@@ -115,23 +114,22 @@ def comparisons(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     from support.torch_families import FAMILIES
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "torch_families")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="NAME", help="which ones (default: all)")
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps of each run")
-    parser.add_argument("--output", default="torch_families", help="name of the result; empty: print it only")
     options = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     machine, found = common.machine(), {}
     for name in options.families:
         found[name] = measure(name, options.steps)
         print(f"{name}: difference {found[name]['difference']:.2g}, same bits {found[name]['same_bits']}", file=sys.stderr, flush=True)
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "torch", "transformers", "numpy"),
-        "settings": {"rounds": 1, "steps": options.steps, "minibatches": MINIBATCHES, "optimizer": f"AdamW, lr {RATE}"},
-        "comparisons": comparisons(found),
-        "families": found,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "torch", "transformers", "numpy"),
+        {"rounds": 1, "steps": options.steps, "minibatches": MINIBATCHES, "optimizer": f"AdamW, lr {RATE}"},
+        comparisons(found),
+        families=found,
+    )
     common.finish(options.output, result)
 
 

@@ -14,7 +14,6 @@ import and budget. The peak while the session takes the values over is reported 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import tempfile
@@ -118,9 +117,8 @@ def row(what: str, found: common.Measurement) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "torch_memory")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--output", default="torch_memory")
     parser.add_argument("--side", default="", help="measure this model in this process")
     parser.add_argument("--ram", default="")
     asked = parser.parse_args(argv)
@@ -131,13 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in asked.models:
         kept[name] = _rounds(name)
         comparisons += [row(f"{MODELS[name]}, {share} of the RAM", kept[name][share][0]) for share in SHARES]
-    result = {
-        "machine": before,
-        "versions": common.versions("nntask", "torch", "transformers", "numpy"),
-        "settings": {"rounds": 1, "steps": STEPS, "workers": 2, "minibatches": 4},
-        "comparisons": comparisons,
-        "rounds": kept,
-    }
+    result = common.result(
+        before, ("nntask", "torch", "transformers", "numpy"), {"rounds": 1, "steps": STEPS, "workers": 2, "minibatches": 4}, comparisons, rounds=kept
+    )
     common.finish(asked.output, result)
 
 

@@ -13,7 +13,6 @@ only the step is recorded.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+from steps import torch_step
 
 EAGER: Final = "torch, eager"
 COMPILED: Final = "torch, compiled"
@@ -109,7 +109,7 @@ def measure(side: str, name: str, steps: int, ram: str) -> dict[str, float]:
         return _measure_own(name, steps)
     module, batch = make(name)
     if side in (EAGER, COMPILED):
-        return _timed(_torch_step(module, batch, compiled=side == COMPILED), steps)
+        return _timed(torch_step(module, batch, compiled=side == COMPILED), steps)
     from wrappers.torch import Session
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -163,22 +163,6 @@ def _measure_own(name: str, steps: int) -> dict[str, float]:
         return _timed(step, steps)
 
 
-def _torch_step(module: Any, batch: dict[str, Any], *, compiled: bool) -> Callable[[], float]:
-    import torch
-
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
-    call = torch.compile(module) if compiled else module
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = call(**batch).loss
-        loss.backward()
-        optimizer.step()
-        return float(loss)
-
-    return step
-
-
 def _timed(step: Callable[[], float], steps: int) -> dict[str, float]:
     loss = step()
     for _ in range(WARMUP - 1):
@@ -227,11 +211,10 @@ def rows(name: str, found: dict[str, list[common.Measurement]]) -> list[dict[str
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "torch_sessions")
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--output", default="torch_sessions")
     parser.add_argument("--side", default="", help="run one side in this process: its name, the model and the budget")
     parser.add_argument("--model", default="")
     parser.add_argument("--ram", default="")
@@ -258,13 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             found |= common.alternate([side(QUARTER, f"{int(SHARE * used)}B")], asked.rounds)
         kept[name] = found
         comparisons += rows(name, found)
-    result = {
-        "machine": before,
-        "versions": common.versions("nntask", "torch", "transformers", "numpy"),
-        "settings": {"rounds": asked.rounds, "steps": asked.steps},
-        "comparisons": comparisons,
-        "rounds": kept,
-    }
+    result = common.result(
+        before, ("nntask", "torch", "transformers", "numpy"), {"rounds": asked.rounds, "steps": asked.steps}, comparisons, rounds=kept
+    )
     common.finish(asked.output, result)
 
 

@@ -8,7 +8,6 @@ Bar: the median traced step takes at most 1.01 x the median plain one.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from statistics import median
@@ -52,22 +51,18 @@ def measure(pairs: int, workers: int) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "trace_cost")
     parser.add_argument("--pairs", type=int, default=40, help="plain and traced steps each")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="CPU workers")
-    parser.add_argument("--output", default="trace_cost", help="name of the result; empty: print it only")
     options = parser.parse_args()
     machine = common.machine()
     plain, traced = measure(options.pairs, options.workers)
     row = common.compare(
         "a traced step of tiny", "ms", 1e3 * median(traced), "the same, not traced", 1e3 * median(plain), better="less", bar="ratio <= 1.01"
     )
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy"),
-        "settings": {"model": "tiny", "batch": BATCH, "length": LENGTH, "rounds": options.pairs, "workers": options.workers},
-        "comparisons": [row],
-    }
+    result = common.result(
+        machine, ("nntask", "numpy"), {"model": "tiny", "batch": BATCH, "length": LENGTH, "rounds": options.pairs, "workers": options.workers}, [row]
+    )
     common.finish(options.output, result)
 
 

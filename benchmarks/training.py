@@ -19,15 +19,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Final
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import steps as steps_of
 
-LEARNING_RATE: Final = 3e-4
 LENGTH: Final = 1024
 KEEP: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(10**12)}
 OURS: Final = "ours"
@@ -75,27 +72,15 @@ def sizes_of(case: Case) -> Any:
     return replace(PRESETS[case.preset], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
-def batches(vocab: int, batch: int, length: int, number: int) -> list[tuple[Any, Any]]:
-    """`number` pairs of (B, T) token ids and targets, the same for every side."""
-    streams = np.random.default_rng(0).integers(0, vocab, (number, batch, length + 1), dtype=np.int64)
-    return [(stream[:, :-1].copy(), stream[:, 1:].copy()) for stream in streams]
-
-
 def measure(side: str, case: Case, warmup: int, steps: int, workers: int) -> dict[str, float]:
     """Run one side in this process."""
     config = sizes_of(case)
     length = min(LENGTH, config.n_positions)
     if side == PEAK:
         return {"tokens_per_second": peak_tokens(config, length, workers)}
-    data = batches(config.vocab_size, case.batch, length, warmup + steps)
-    run = run_ours if side == OURS else run_torch
-    seconds, loss = run(side, config, data, warmup, workers)
-    return {
-        "tokens_per_second": steps * case.batch * length / seconds,
-        "seconds_per_step": seconds / steps,
-        "peak_rss_bytes": common.peak_rss(),
-        "loss_last": loss,
-    }
+    data = steps_of.batches(config.vocab_size, case.batch, length, warmup + steps)
+    seconds, loss = steps_of.run_ours(config, data, warmup, workers) if side == OURS else run_torch(side, config, data, warmup, workers)
+    return steps_of.figures(seconds, loss, steps, case.batch * length)
 
 
 def peak_tokens(config: Any, length: int, workers: int) -> float:
@@ -105,54 +90,14 @@ def peak_tokens(config: Any, length: int, workers: int) -> float:
     return max(gemm_peak(workers) for _ in range(PEAK_TRIES)) / (common.model_flops(config, length) / length)
 
 
-def run_ours(side: str, config: Any, data: list[tuple[Any, Any]], warmup: int, workers: int) -> tuple[float, float]:
-    """Seconds of the timed steps and the last loss; two steps are in flight, as in training."""
-    from nntask import GPT2, AdamW, default_tiling
-    from scheduler import Runtime
-
-    batch, length = data[0][0].shape
-    with Runtime(cpu_workers=workers) as runtime:
-        model = GPT2(config, default_tiling(config, batch, length), runtime)
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
-        tokens, targets = model.input_tensors(batch=batch, seq_len=length)
-        with runtime.record() as step:
-            loss = model(tokens, targets)
-            loss.backward()
-            optimizer.step()
-        begin = perf_counter()
-        for number, (ids, following) in enumerate(data):
-            if number == warmup:
-                runtime.wait()
-                begin = perf_counter()
-            tokens.write(ids)
-            targets.write(following)
-            optimizer.prepare(number + 1)
-            ticket = step.replay()
-        value = ticket.read(loss)
-        runtime.wait()
-        return perf_counter() - begin, float(value.reshape(()))
-
-
 def run_torch(side: str, config: Any, data: list[tuple[Any, Any]], warmup: int, workers: int) -> tuple[float, float]:
-    """The same of a peer."""
+    """Return the seconds of the timed steps of a peer, and its last loss."""
     import torch
 
     torch.set_num_threads(workers)
     torch.manual_seed(0)
     model, parameters = transformers_model(config) if side.startswith("transformers") else hand_written_model(config)
-    if "compiled" in side:
-        model = torch.compile(model)
-    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
-    value, begin = 0.0, perf_counter()
-    for number, (tokens, targets) in enumerate(data):
-        if number == warmup:
-            begin = perf_counter()
-        optimizer.zero_grad(set_to_none=True)
-        loss = model(torch.from_numpy(tokens), torch.from_numpy(targets))
-        loss.backward()
-        optimizer.step()
-        value = loss.item()
-    return perf_counter() - begin, value
+    return steps_of.run_torch(torch.compile(model) if "compiled" in side else model, parameters, data, warmup)
 
 
 def transformers_model(config: Any) -> tuple[Any, Any]:
@@ -211,14 +156,13 @@ def sides_of(names: list[str], options: argparse.Namespace) -> list[common.Side]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, None)
     parser.add_argument("--case", default="4x1024", choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=5, help="times each judged side runs")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps of a run")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a run")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="threads of each side")
     parser.add_argument("--fastest", default="", choices=["", *PEERS], help="which peer is the fastest; without it, a scouting round finds out")
-    parser.add_argument("--output", default=None, help="name of the result; empty: print it only")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     case = CASES[options.case]
@@ -234,15 +178,15 @@ def main() -> None:
     rounds = common.alternate(sides_of(names, options), options.rounds)
     middle = {name: common.medians(measured) for name, measured in rounds.items()}
     settings = {"batch": case.batch, "length": LENGTH} | {n: getattr(options, n) for n in ("rounds", "warmup", "steps", "workers")}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy", "torch", "transformers"),
-        "settings": settings,
-        "comparisons": comparisons(case, middle, fastest),
-        "medians": middle,
-        "scouting": scouted,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "numpy", "torch", "transformers"),
+        settings,
+        comparisons(case, middle, fastest),
+        medians=middle,
+        scouting=scouted,
+        rounds=rounds,
+    )
     output = case.output if options.output is None else options.output
     common.finish(output, result, measured=options.case != "tiny")
 

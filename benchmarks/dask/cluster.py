@@ -260,24 +260,17 @@ def scale(arguments: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[
 def main() -> None:
     """Run a suite."""
     suites = {"same": same, "cost": cost, "traffic": traffic, "overlap": overlap, "faults": faults, "scale": scale}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, None)
     parser.add_argument("--suite", choices=[*suites], required=True)
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--output", default=None)
     arguments = parser.parse_args()
     sys.path.insert(0, str(common.ROOT))
     arguments.rounds = arguments.rounds or (min(4, ROUNDS[arguments.suite]) if arguments.tiny else ROUNDS[arguments.suite])
     machine = common.machine()
     with tempfile.TemporaryDirectory() as folder:
         rows, details = suites[arguments.suite](arguments, Path(folder))
-    result = {
-        "machine": machine,
-        "versions": common.versions("numpy", "dask", "distributed"),
-        "settings": {"rounds": arguments.rounds, "suite": arguments.suite},
-        "comparisons": rows,
-        "details": details,
-    }
+    result = common.result(machine, ("numpy", "dask", "distributed"), {"rounds": arguments.rounds, "suite": arguments.suite}, rows, details=details)
     name = f"dask_{arguments.suite}" if arguments.output is None else arguments.output
     common.finish(name, result, measured=not arguments.tiny)
 

@@ -255,7 +255,7 @@ def check(rounds: dict[str, list[common.Measurement]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "dask_graphs")
     parser.add_argument("--rounds", type=int, default=5, help="processes per side")
     parser.add_argument("--repetitions", type=int, default=3, help="computations of each array job in a process; 0 leaves them out")
     parser.add_argument("--scale", type=float, default=1.0, help="of the extents of the array jobs")
@@ -263,7 +263,6 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=3 << 30, help="bytes of the memory job's data; 0 leaves it out")
     parser.add_argument("--disk", default="", help="directory for what is spilled (default: the system's temporary directory)")
     parser.add_argument("--workers", type=int, default=common.usable_cores(), help="threads")
-    parser.add_argument("--output", default="dask_graphs", help="name of the result; empty: print it only")
     parser.add_argument("--side", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -280,14 +279,14 @@ def main() -> None:
     check(rounds)
     middle = {side: common.medians(found) for side, found in rounds.items()}
     settings = {name: getattr(options, name) for name in ("rounds", "repetitions", "scale", "tasks", "memory", "workers")}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "dask", "distributed", "numpy"),
-        "settings": settings,
-        "comparisons": comparisons({"ours": {}, "threaded": {}, **middle}),
-        "medians": middle,
-        "rounds": rounds,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "dask", "distributed", "numpy"),
+        settings,
+        comparisons({"ours": {}, "threaded": {}, **middle}),
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result)
 
 

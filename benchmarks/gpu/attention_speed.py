@@ -4,7 +4,7 @@ scaled_dot_product_attention."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -94,28 +94,36 @@ def cudnn_seconds(device: Any, batch: int, length: int, heads: int, size: int) -
         kernel("whole_attention_backward", "cuda")(q, k, v, o, lse, grad, dq, dk, dv, scratch, at=at)
 
     try:
-        forward()
-        backward()
-        ours = [read(x).astype(np.float32) for x in (o, dq)]
-        declined: list[str] = []
-        try:
-            device.open_attention(declined.append)
-        except ImportError as error:
-            return {"not there": str(error)}
-        device.enter(stream)
-        forward()
-        backward()
-        if declined:
-            return {"not there": declined[0]}
-        found: dict[str, Any] = {"forward": _seconds(device, stream, forward), "backward": _seconds(device, stream, backward)}
-        first = [read(x) for x in (o, dq, dk, dv)]
-        found["away"] = float(max(np.abs(x.astype(np.float32) - y).max() for x, y in zip(first, ours, strict=False)))
-        backward()
-        found["same bits"] = all(np.array_equal(x, read(y)) for x, y in zip(first, (o, dq, dk, dv), strict=True))
-        return found
+        return _of_library(device, stream, (forward, backward), read, (o, dq, dk, dv))
     finally:
         for address in reserved:
             device.release(address)
+
+
+def _of_library(
+    device: Any, stream: Any, passes: Sequence[Callable[[], None]], read: Callable[[Any], np.ndarray], outputs: Sequence[Any]
+) -> dict[str, Any]:
+    """Run both passes by our kernels, then by cuDNN, and compare the outputs; the reason if cuDNN does not run them."""
+    forward, backward = passes
+    forward()
+    backward()
+    ours = [read(x).astype(np.float32) for x in outputs[:2]]
+    declined: list[str] = []
+    try:
+        device.open_attention(declined.append)
+    except ImportError as error:
+        return {"not there": str(error)}
+    device.enter(stream)
+    forward()
+    backward()
+    if declined:
+        return {"not there": declined[0]}
+    found: dict[str, Any] = {"forward": _seconds(device, stream, forward), "backward": _seconds(device, stream, backward)}
+    first = [read(x) for x in outputs]
+    found["away"] = float(max(np.abs(x.astype(np.float32) - y).max() for x, y in zip(first, ours, strict=False)))
+    backward()
+    found["same bits"] = all(np.array_equal(x, read(y)) for x, y in zip(first, outputs, strict=True))
+    return found
 
 
 def torch_seconds(batch: int, length: int, heads: int, size: int) -> dict[str, float]:

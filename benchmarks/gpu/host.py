@@ -21,7 +21,8 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, process_time
@@ -72,39 +73,47 @@ def measure(size: str, steps: int, *, graphs: bool, profile: bool, in_turn: bool
             loss.backward()
             optimizer.step()
         data = np.zeros((BATCH, config.n_positions), np.int32)
-        wall, processor, before = [], [], None
-        started = runtime.stats()["tasks"]
-        for number in range(WARM + steps):
-            if number == WARM:
-                runtime.wait()
-                calls, kernels, started = Counter(gpu.calls), Counter(gpu.kernels), runtime.stats()["tasks"]
-            now = perf_counter(), process_time()
+        tickets: deque[Any] = deque(maxlen=2)
+
+        def replay(number: int) -> None:
             tokens.write(data)
             targets.write(data)
             optimizer.prepare(number + 1)
-            ticket = step.replay()
-            if before is not None:
-                before.read(loss.data)
-            before = ticket
+            tickets.append(step.replay())
+            if number:
+                tickets[0].read(loss.data)
             if in_turn:
                 runtime.wait()
-            if number >= WARM:
-                wall.append(perf_counter() - now[0])
-                processor.append(process_time() - now[1])
-        runtime.wait()
-        found = {
-            "tasks": step.num_tasks,
-            "started_tasks": (runtime.stats()["tasks"] - started) / steps,
-            "us_per_task": statistics.median(processor) / step.num_tasks * 1e6,
-            "wall_us_per_task": statistics.median(wall) / step.num_tasks * 1e6,
-            "kernels": (gpu.kernels.total() - kernels.total()) / steps,
-            "driver_calls": (gpu.calls.total() - calls.total()) / steps,
-        }
-        print(json.dumps({name: count / steps for name, count in (gpu.kernels - kernels).most_common()}), file=sys.stderr)
-        print(json.dumps({name: count / steps for name, count in (gpu.calls - calls).most_common()}), file=sys.stderr)
+
+        found = _timed(runtime, gpu, replay, step.num_tasks, steps)
     for each in profiles:
         pstats.Stats(each, stream=sys.stderr).sort_stats("tottime").print_stats(40)
     return found
+
+
+def _timed(runtime: Any, gpu: Any, replay: Callable[[int], None], num_tasks: int, steps: int) -> dict[str, Any]:
+    """Replay the step and return the figures of the replays after the first `WARM`."""
+    wall, processor = [], []
+    for number in range(WARM + steps):
+        if number == WARM:
+            runtime.wait()
+            calls, kernels, started = Counter(gpu.calls), Counter(gpu.kernels), runtime.stats()["tasks"]
+        now = perf_counter(), process_time()
+        replay(number)
+        if number >= WARM:
+            wall.append(perf_counter() - now[0])
+            processor.append(process_time() - now[1])
+    runtime.wait()
+    for counts in (gpu.kernels - kernels, gpu.calls - calls):
+        print(json.dumps({name: count / steps for name, count in counts.most_common()}), file=sys.stderr)
+    return {
+        "tasks": num_tasks,
+        "started_tasks": (runtime.stats()["tasks"] - started) / steps,
+        "us_per_task": statistics.median(processor) / num_tasks * 1e6,
+        "wall_us_per_task": statistics.median(wall) / num_tasks * 1e6,
+        "kernels": (gpu.kernels.total() - kernels.total()) / steps,
+        "driver_calls": (gpu.calls.total() - calls.total()) / steps,
+    }
 
 
 def _profile_threads() -> list[cProfile.Profile]:
@@ -135,35 +144,32 @@ def comparisons(size: str, fused: dict[str, float], single: dict[str, float]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = common.parser(__doc__, "gpu_host")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--steps", type=int, default=20, help="replays that count")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each model")
     parser.add_argument("--no-graphs", action="store_true", help="single tasks")
     parser.add_argument("--profile", action="store_true", help="print the functions that take longest")
-    parser.add_argument("--output", default="gpu_host", help="name of the result; empty: print it only")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side or options.profile:
         for size in [options.side] if options.side else options.models:
             common.report(measure(size, options.steps, graphs=not options.no_graphs, profile=options.profile))
         return
-    machine = common.machine()
     sides = [
         common.Side(name, common.this_script(__file__, f"--side={size}", f"--steps={options.steps}", *flags), common.one_thread_blas())
         for size in options.models
         for name, flags in ((size, ()), (f"{size} {SINGLE}", ("--no-graphs",)))
     ]
-    rounds = common.alternate(sides, options.rounds)
-    middle = {name: common.medians(measured) for name, measured in rounds.items()}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "numpy"),
-        "settings": {"steps": options.steps, "rounds": options.rounds},
-        "comparisons": [row for size in options.models for row in comparisons(size, middle[size], middle[f"{size} {SINGLE}"])],
-        "medians": middle,
-        "rounds": rounds,
-    }
+    machine, rounds, middle = common.measured(sides, options.rounds)
+    result = common.result(
+        machine,
+        ("nntask", "numpy"),
+        {"steps": options.steps, "rounds": options.rounds},
+        [row for size in options.models for row in comparisons(size, middle[size], middle[f"{size} {SINGLE}"])],
+        medians=middle,
+        rounds=rounds,
+    )
     common.finish(options.output, result)
 
 

@@ -229,11 +229,10 @@ def _resident(found: Result) -> dict[str, int]:
 
 def main() -> None:
     """Run a suite."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "memory")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--only", nargs="*", default=[], choices=NAMES, help="some variants, beside what they are compared with (default: all)")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
-    parser.add_argument("--output", default="memory", help="name of the result; empty writes nothing")
     args = parser.parse_args()
     header = {"machine": common.machine(), "versions": common.versions("numpy")}
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:

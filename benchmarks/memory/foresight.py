@@ -185,14 +185,13 @@ def bytes_moved(args: argparse.Namespace, disk: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run a suite."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, None)
     parser.add_argument("--suite", choices=("plan", "overlap", "devices", "policies", "bytes"), required=True)
     parser.add_argument("--rounds", type=int, default=6, help="of the suite overlap: steps of each side")
     parser.add_argument("--steps", type=int, default=2, help="of the suites plan and devices: steps that count")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS], help="of the suite policies")
     parser.add_argument("--minibatches", nargs="+", type=int, default=[8, 2], help="of the suite policies: sequences of each minibatch")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
-    parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
     suite = {"plan": plan, "overlap": overlap, "devices": devices, "policies": policies, "bytes": bytes_moved}[args.suite]
     header = {"machine": common.machine(), "versions": common.versions("numpy")}

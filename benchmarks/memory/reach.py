@@ -112,11 +112,10 @@ def sequence(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run the sequence."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "memory_reach")
     parser.add_argument("--model", default="gpt2-large", choices=sorted(PRESETS))
     parser.add_argument("--ram", default="1GB")
     parser.add_argument("--disk", default="", help="directory for the disk tier and the run (default: a temporary one)")
-    parser.add_argument("--output", default="memory_reach", help="name of the result; empty writes nothing")
     args = parser.parse_args()
     machine = common.machine()
     allowed = round(1.05 * parse_size(args.ram, "--ram")) + SLACK

@@ -186,13 +186,12 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run a suite."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, None)
     parser.add_argument("--suite", choices=("xl", "bound", "models", "runs"), default="models")
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--links", nargs="+", default=[*LINKS])
     parser.add_argument("--jobs", type=int, default=1, help="plans of the suite models that are made side by side")
     parser.add_argument("--rounds", type=int, default=1, help="of runs")
-    parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
     found = {"xl": xl, "bound": bound, "models": models, "runs": runs}[args.suite](args)
     name = f"recompute_{args.suite}" if args.output is None else args.output

@@ -76,11 +76,10 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run a suite."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, None)
     parser.add_argument("--suite", choices=("xl", "runs"), default="xl")
     parser.add_argument("--links", nargs="+", default=[*LINKS])
     parser.add_argument("--ram-rates", nargs="+", default=[*RAM_RATES])
-    parser.add_argument("--output", default=None, help="name of the result; empty writes nothing")
     args = parser.parse_args()
     found = {"xl": xl, "runs": runs}[args.suite](args)
     name = f"update_{args.suite}" if args.output is None else args.output

@@ -13,7 +13,6 @@ ends, does not stop the others. Every verdict is appended to build/torch_sweep.j
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -172,7 +171,7 @@ def read(journal: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Try the cases that are asked for, and keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, "torch_sweep")
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose names match this regular expression")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--resume", action="store_true", help="keep the verdicts of the journal, and try what is missing")
@@ -181,7 +180,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=LIMIT, help="processor seconds of a case")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--journal", type=Path, default=JOURNAL)
-    parser.add_argument("--output", default="torch_sweep", help="name of the result; empty: print it only")
     asked = parser.parse_args(argv)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", **common.one_thread_blas()}
     import sources
@@ -199,14 +197,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep([case for case in cases if case not in before], asked.journal, asked.processes, asked.limit)
     after = dict(read(asked.journal))
     found = {case: after[case] for case in cases if case in after}
-    result = {
-        "machine": machine,
-        "versions": common.versions("nntask", "torch", "transformers", "peft", "torchvision", "timm", "numpy"),
-        "settings": {"rounds": 1, "limit_seconds": asked.limit, "processes": asked.processes, **report.settings()},
-        "comparisons": report.comparisons(found),
-        "tables": report.tables(found),
-        "cases": found,
-    }
+    result = common.result(
+        machine,
+        ("nntask", "torch", "transformers", "peft", "torchvision", "timm", "numpy"),
+        {"rounds": 1, "limit_seconds": asked.limit, "processes": asked.processes, **report.settings()},
+        report.comparisons(found),
+        tables=report.tables(found),
+        cases=found,
+    )
     common.finish(asked.output, result)
 
 

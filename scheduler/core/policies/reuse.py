@@ -4,9 +4,9 @@ A worker looks at the next `AHEAD` tasks of its group, by priority and submissio
 first. So tiles are used before they are evicted. The bound keeps the choice cheap, and the order close to that of the program or plan, hence to its
 memory peak. A task that has been passed over `PATIENCE` times is taken, whatever it misses.
 
-Measured in virtual time (``python benchmarks/policies.py``: tiled matrix products, Cholesky factorizations and multilayer perceptrons over 1, 2 and 4
-devices with and without CPU workers; geometric mean of the time over the best policy's): under memory pressure 1.03, against 1.04 of dmdas, 1.06 of
-dmda, 1.14 of lws and 1.19 of prio; with memory for everything 1.03, like dmdas and dmda. A single queue for all groups, from which workers chose by
+Measured once in virtual time (tiled matrix products, Cholesky factorizations and multilayer perceptrons on 1, 2 and 4 devices, with and without CPU
+workers; geometric mean of the time over the best policy's): under memory pressure 1.03, against 1.04 of dmdas, 1.06 of dmda, 1.14 of lws and 1.19 of
+prio; with memory for everything 1.03, like dmdas and dmda. A single queue for all groups, from which workers chose by
 missing bytes alone, was slower (1.09 and 1.07), because tiles followed the idle worker.
 """
 
