@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 import steps as steps_of
 
 LENGTH: Final = 1024
@@ -108,16 +104,17 @@ def main() -> None:
     again = [f"--{name}={getattr(options, name)}" for name in names] + ["--tiny"] * options.tiny
     sides = [common.Side(n, common.this_script(__file__, f"--side={n}", *again), ENVIRONMENT.get(n, {})) for n in ("ours", *options.sides)]
     machine, rounds, middle = common.measured(sides, options.rounds)
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy", "torch", "onednn-cpu-gomp"),
         {"model": TINY if options.tiny else SMALL, "length": LENGTH, "openblas_coretype": os.environ.get("OPENBLAS_CORETYPE", "")}
         | {n: getattr(options, n) for n in ("rounds", *names)},
         comparisons(middle),
+        keep=not options.tiny,
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result, measured=not options.tiny)
 
 
 if __name__ == "__main__":

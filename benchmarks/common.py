@@ -219,27 +219,32 @@ def parser(doc: str | None, output: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def result(
-    before: Mapping[str, Any], packages: Sequence[str], settings: Mapping[str, Any], comparisons: Sequence[Mapping[str, Any]], **more: Any
-) -> dict[str, Any]:
-    """Return a result for `finish`.
+def finish(
+    name: str,
+    machine: Mapping[str, Any],
+    packages: Sequence[str],
+    settings: Mapping[str, Any],
+    comparisons: Sequence[Mapping[str, Any]],
+    *,
+    keep: bool = True,
+    **more: Any,
+) -> None:
+    """Print the comparisons, and keep the result as ``benchmarks/results/<name>.json``.
 
     Args:
-        before: `machine` before the first measurement.
+        name: name of the result; empty keeps none.
+        machine: description of the machine before the first measurement.
         packages: packages whose versions count.
         settings: options of the measurement; `rounds` is one of them.
         comparisons: rows of the page, by `compare`.
+        keep: False for a try of the script, whose result is not kept.
         more: single measurements and other entries of the file.
     """
-    return {"machine": before, "versions": versions(*packages), "settings": settings, "comparisons": comparisons, **more}
-
-
-def finish(name: str, result: Mapping[str, Any], *, measured: bool = True) -> None:
-    """Print the comparisons, and keep the result as ``benchmarks/results/<name>.json`` unless `name` is empty or nothing real was measured."""
-    for row in result["comparisons"]:
+    for row in comparisons:
         verdict = f"  bar {row['bar']}: {row.get('verdict') or ('met' if row['met'] else 'NOT MET')}" if "bar" in row else ""
         print(f"{row['what']}: ours {row['ours']:,.4g} {row['unit']}, {row['peer']} {row['theirs']:,.4g}, ratio {row['ratio']:.3f}{verdict}")
-    if name and measured:
+    if name and keep:
+        result = {"machine": machine, "versions": versions(*packages), "settings": settings, "comparisons": comparisons, **more}
         print(f"wrote {write(name, result).relative_to(ROOT)}; python benchmarks/table.py puts it into docs/results and README.md")
 
 

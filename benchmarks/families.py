@@ -12,15 +12,12 @@ buffers; a scouting round finds the fastest of the four, and that one, in turn w
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 from steps import torch_step
 
@@ -154,10 +151,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = common.alternate([side(fastest), side(OURS)], asked.rounds)
         kept[name] = {**scouted, **found}
         comparisons += rows(name, fastest, found)
-    result = common.result(
-        before, ("nntask", "torch", "transformers", "numpy"), {"rounds": asked.rounds, "steps": asked.steps}, comparisons, rounds=kept
+    common.finish(
+        asked.output, before, ("nntask", "torch", "transformers", "numpy"), {"rounds": asked.rounds, "steps": asked.steps}, comparisons, rounds=kept
     )
-    common.finish(asked.output, result)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,12 @@ those around positions 64 and 960, and the mean over all between them, in which 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 
 OURS: Final = "ours"
 TORCH: Final = "transformers' generate"
@@ -135,16 +131,17 @@ def main() -> None:
         for name in CASES[options.case]
     ]
     machine, rounds, middle = common.measured(sides, options.rounds)
-    result = common.result(
+    output = ("generation_long" if options.case == "long" else "generation") if options.output is None else options.output
+    common.finish(
+        output,
         machine,
         ("nntask", "numpy", "torch", "transformers"),
         {"prompt": PROMPT, "new": NEW, "rounds": options.rounds, "workers": options.workers},
         comparisons(options.case, middle),
+        keep=options.case != "tiny",
         medians=middle,
         rounds=rounds,
     )
-    output = ("generation_long" if options.case == "long" else "generation") if options.output is None else options.output
-    common.finish(output, result, measured=options.case != "tiny")
 
 
 def _threads(workers: int) -> dict[str, str]:

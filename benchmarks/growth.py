@@ -18,16 +18,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 
 LENGTH: Final = 1024
 BATCHES: Final = (1, 2, 4, 8, 16)
@@ -135,10 +131,16 @@ def main() -> None:
     sides += [side(f"length_{n}", max(options.tokens // n, 1), n, options.workers) for n in options.lengths]
     machine, rounds, middle = common.measured(sides, options.rounds)
     names = ("rounds", "layers", "workers", "batches", "lengths", "most", "tokens")
-    result = common.result(
-        machine, ("nntask", "numpy"), {name: getattr(options, name) for name in names}, comparisons(middle, options), medians=middle, rounds=rounds
+    common.finish(
+        options.output,
+        machine,
+        ("nntask", "numpy"),
+        {name: getattr(options, name) for name in names},
+        comparisons(middle, options),
+        keep=not options.tiny,
+        medians=middle,
+        rounds=rounds,
     )
-    common.finish(options.output, result, measured=not options.tiny)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 
 COLD_BYTES: Final = 96 << 20
 MOST_SETS: Final = 16
@@ -168,15 +164,16 @@ def main() -> None:
         print(f"{case.name:50} {rate['ours']:8.2f} {rate['torch']:8.2f} {rate['numpy']:8.2f} {rate['copy']:8.2f} {unit} (copy GB/s)", flush=True)
     if not rows:
         parser.error(f"--only {options.only}: no case begins so")
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy", "numba", "torch"),
         {"rounds": options.rounds, "threads": 1, "torch_keeps_buffers": kept, **{name: getattr(shape, name) for name in shape.__slots__}},
         rows,
+        keep=not (options.tiny or options.only),
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result, measured=not (options.tiny or options.only))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 CHAINS: Final = 64
@@ -94,7 +92,8 @@ def main() -> None:
         common.Side("dask", common.this_script(__file__, "--side=dask", f"--tasks={options.tasks}")),
     ]
     machine, rounds, middle = common.measured(sides, options.rounds)
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy", "dask"),
         {"tasks": options.tasks, "rounds": options.rounds},
@@ -102,7 +101,6 @@ def main() -> None:
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 
 FP32: Final = "fp32"
 SIDES: Final = (FP32, "q8_0", "q4_0")
@@ -131,15 +129,16 @@ def main() -> None:
         sides = [common.Side(name, common.this_script(__file__, f"--side={name}", *again), environment) for name in SIDES]
         rounds = common.alternate(sides, options.rounds)
     middle = {name: common.medians(measured) for name, measured in rounds.items()}
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy", "numba"),
         {"model": options.model, "prompt": PROMPT, "new": NEW, "rounds": options.rounds, "workers": options.workers},
         comparisons(options.model, middle),
+        keep=options.model == "gpt2-medium",
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result, measured=options.model == "gpt2-medium")
 
 
 if __name__ == "__main__":

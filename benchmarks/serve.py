@@ -24,11 +24,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
+import common
 import httpx
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import common
 import quantised
 
 CLIENTS: Final = 32
@@ -273,9 +271,8 @@ def main() -> None:
     assert found["exit_code"] == 0, "the server has ended with another code than 0"
     assert found["left_running"] == 0, "texts of clients that have left still run"
     settings = {"rounds": 1, "clients": CLIENTS, "slots": SLOTS, "ram": RAM, "minutes": options.minutes, "shape": SHAPES[options.case]}
-    packages = common.versions("nntask", "numpy", "starlette", "uvicorn")
-    result = {"machine": machine, "versions": packages, "settings": settings, "comparisons": comparisons(found), "measured": found}
-    common.finish(options.output, result, measured=options.case != "tiny")
+    packages = ("nntask", "numpy", "starlette", "uvicorn")
+    common.finish(options.output, machine, packages, settings, comparisons(found), keep=options.case != "tiny", measured=found)
 
 
 if __name__ == "__main__":

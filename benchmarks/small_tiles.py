@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 
 LARGE: Final = 2048
 EXTENT: Final = 1024
@@ -126,7 +122,8 @@ def main() -> None:
     side = common.Side("tiles", common.this_script(__file__, "--side", *again), common.one_thread_blas())
     rounds = common.alternate([side], options.rounds)
     middle = common.medians(rounds["tiles"])
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy"),
         {name: getattr(options, name) for name in ("rounds", "repetitions", "large", "extent", "tiles", "workers")},
@@ -134,7 +131,6 @@ def main() -> None:
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 COMMAND: Final = (sys.executable, "-m", "nntask")
@@ -70,7 +69,8 @@ def main() -> None:
     first_step(None)  # fills the cache
     rounds = [measure() for _ in range(options.rounds)]
     middle = common.medians(rounds)
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy", "tokenizers"),
         {"model": "tiny", "rounds": options.rounds},
@@ -86,7 +86,6 @@ def main() -> None:
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

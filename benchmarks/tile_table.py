@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 SHAPES: Final = ("tiny:8", "gpt2:4", "gpt2:1", "gpt2-medium:2")
@@ -102,16 +99,17 @@ def main() -> None:
         rounds[text] = common.alternate(sides, options.rounds)
         measured[text] = {"date": common.datetime.date.today().isoformat(), "commit": common.commit(), "rounds": options.rounds}
     middle = {text: {name: common.medians(found) for name, found in sides.items()} for text, sides in rounds.items()}
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy"),
         {"rounds": options.rounds, "shapes": list(rounds), "workers": options.workers},
         [comparison(text, sides) for text, sides in middle.items()],
+        keep=not options.tiny,
         measured=measured,
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result, measured=not options.tiny)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 sys.path.insert(0, str(common.ROOT / "tests"))  # torch_families imports nothing of tests
@@ -123,14 +121,14 @@ def main() -> None:
     for name in options.families:
         found[name] = measure(name, options.steps)
         print(f"{name}: difference {found[name]['difference']:.2g}, same bits {found[name]['same_bits']}", file=sys.stderr, flush=True)
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "torch", "transformers", "numpy"),
         {"rounds": 1, "steps": options.steps, "minibatches": MINIBATCHES, "optimizer": f"AdamW, lr {RATE}"},
         comparisons(found),
         families=found,
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

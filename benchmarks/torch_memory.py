@@ -15,13 +15,11 @@ import and budget. The peak while the session takes the values over is reported 
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import torch_sessions
 
@@ -129,10 +127,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in asked.models:
         kept[name] = _rounds(name)
         comparisons += [row(f"{MODELS[name]}, {share} of the RAM", kept[name][share][0]) for share in SHARES]
-    result = common.result(
-        before, ("nntask", "torch", "transformers", "numpy"), {"rounds": 1, "steps": STEPS, "workers": 2, "minibatches": 4}, comparisons, rounds=kept
+    common.finish(
+        asked.output,
+        before,
+        ("nntask", "torch", "transformers", "numpy"),
+        {"rounds": 1, "steps": STEPS, "workers": 2, "minibatches": 4},
+        comparisons,
+        rounds=kept,
     )
-    common.finish(asked.output, result)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,12 @@ only the step is recorded.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 from steps import torch_step
 
@@ -241,10 +238,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             found |= common.alternate([side(QUARTER, f"{int(SHARE * used)}B")], asked.rounds)
         kept[name] = found
         comparisons += rows(name, found)
-    result = common.result(
-        before, ("nntask", "torch", "transformers", "numpy"), {"rounds": asked.rounds, "steps": asked.steps}, comparisons, rounds=kept
+    common.finish(
+        asked.output, before, ("nntask", "torch", "transformers", "numpy"), {"rounds": asked.rounds, "steps": asked.steps}, comparisons, rounds=kept
     )
-    common.finish(asked.output, result)
 
 
 if __name__ == "__main__":

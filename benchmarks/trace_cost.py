@@ -8,15 +8,11 @@ Bar: the median traced step takes at most 1.01 x the median plain one.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
+import numpy as np
 
 from nntask import GPT2, PRESETS, AdamW, default_tiling
 from scheduler import Runtime, Trace
@@ -60,10 +56,13 @@ def main() -> None:
     row = common.compare(
         "a traced step of tiny", "ms", 1e3 * median(traced), "the same, not traced", 1e3 * median(plain), better="less", bar="ratio <= 1.01"
     )
-    result = common.result(
-        machine, ("nntask", "numpy"), {"model": "tiny", "batch": BATCH, "length": LENGTH, "rounds": options.pairs, "workers": options.workers}, [row]
+    common.finish(
+        options.output,
+        machine,
+        ("nntask", "numpy"),
+        {"model": "tiny", "batch": BATCH, "length": LENGTH, "rounds": options.pairs, "workers": options.workers},
+        [row],
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,10 @@ every round as well and counted in tokens: model flops are 6N + 12Ldn per token,
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 import steps as steps_of
 
@@ -178,17 +175,18 @@ def main() -> None:
     rounds = common.alternate(sides_of(names, options), options.rounds)
     middle = {name: common.medians(measured) for name, measured in rounds.items()}
     settings = {"batch": case.batch, "length": LENGTH} | {n: getattr(options, n) for n in ("rounds", "warmup", "steps", "workers")}
-    result = common.result(
+    output = case.output if options.output is None else options.output
+    common.finish(
+        output,
         machine,
         ("nntask", "numpy", "torch", "transformers"),
         settings,
         comparisons(case, middle, fastest),
+        keep=options.case != "tiny",
         medians=middle,
         scouting=scouted,
         rounds=rounds,
     )
-    output = case.output if options.output is None else options.output
-    common.finish(output, result, measured=options.case != "tiny")
 
 
 if __name__ == "__main__":

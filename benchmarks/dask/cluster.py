@@ -270,9 +270,16 @@ def main() -> None:
     machine = common.machine()
     with tempfile.TemporaryDirectory() as folder:
         rows, details = suites[arguments.suite](arguments, Path(folder))
-    result = common.result(machine, ("numpy", "dask", "distributed"), {"rounds": arguments.rounds, "suite": arguments.suite}, rows, details=details)
     name = f"dask_{arguments.suite}" if arguments.output is None else arguments.output
-    common.finish(name, result, measured=not arguments.tiny)
+    common.finish(
+        name,
+        machine,
+        ("numpy", "dask", "distributed"),
+        {"rounds": arguments.rounds, "suite": arguments.suite},
+        rows,
+        keep=not arguments.tiny,
+        details=details,
+    )
 
 
 if __name__ == "__main__":

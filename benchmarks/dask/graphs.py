@@ -279,7 +279,8 @@ def main() -> None:
     check(rounds)
     middle = {side: common.medians(found) for side, found in rounds.items()}
     settings = {name: getattr(options, name) for name in ("rounds", "repetitions", "scale", "tasks", "memory", "workers")}
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "dask", "distributed", "numpy"),
         settings,
@@ -287,7 +288,6 @@ def main() -> None:
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result)
 
 
 def environment() -> dict[str, str]:

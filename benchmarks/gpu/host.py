@@ -162,7 +162,8 @@ def main() -> None:
         for name, flags in ((size, ()), (f"{size} {SINGLE}", ("--no-graphs",)))
     ]
     machine, rounds, middle = common.measured(sides, options.rounds)
-    result = common.result(
+    common.finish(
+        options.output,
         machine,
         ("nntask", "numpy"),
         {"steps": options.steps, "rounds": options.rounds},
@@ -170,7 +171,6 @@ def main() -> None:
         medians=middle,
         rounds=rounds,
     )
-    common.finish(options.output, result)
 
 
 if __name__ == "__main__":

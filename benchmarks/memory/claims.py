@@ -234,10 +234,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], choices=NAMES, help="some variants, beside what they are compared with (default: all)")
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     args = parser.parse_args()
-    header = {"machine": common.machine(), "versions": common.versions("numpy")}
+    machine = common.machine()
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = standard(args, disk)
-    common.finish(args.output, {**header, "settings": {"rounds": args.rounds}, **found})
+    common.finish(args.output, machine, ("numpy",), {"rounds": args.rounds}, **found)
 
 
 if __name__ == "__main__":

@@ -194,14 +194,14 @@ def main() -> None:
     parser.add_argument("--disk", default="", help="directory of the disk tier (default: a temporary one)")
     args = parser.parse_args()
     suite = {"plan": plan, "overlap": overlap, "devices": devices, "policies": policies, "bytes": bytes_moved}[args.suite]
-    header = {"machine": common.machine(), "versions": common.versions("numpy")}
+    machine = common.machine()
     with tempfile.TemporaryDirectory(dir=args.disk or None) as disk:
         found = suite(args, disk)
     name = f"foresight_{args.suite}" if args.output is None else args.output
     settings = {"rounds": args.rounds if args.suite == "overlap" else 1}
     if args.suite in ("plan", "devices"):
         settings["steps"] = args.steps
-    common.finish(name, {**header, "settings": settings, **found})
+    common.finish(name, machine, ("numpy",), settings, **found)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def main() -> None:
     ]
     print(f"loss of step {STEPS} after the kill and the resume: {'the same bits' if found['equal'] else 'DIFFERENT'}")
     settings = {"rounds": 1, "model": args.model, "ram": args.ram, "batch": 1}
-    common.finish(args.output, {"machine": machine, "versions": common.versions("numpy"), "settings": settings, **found, "comparisons": rows})
+    common.finish(args.output, machine, ("numpy",), settings, rows, **found)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     found = {"xl": xl, "bound": bound, "models": models, "runs": runs}[args.suite](args)
     name = f"recompute_{args.suite}" if args.output is None else args.output
-    common.finish(name, {"machine": common.machine(), "versions": common.versions("numpy", "scipy"), "settings": {"rounds": args.rounds}, **found})
+    common.finish(name, common.machine(), ("numpy", "scipy"), {"rounds": args.rounds}, **found)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     found = {"xl": xl, "runs": runs}[args.suite](args)
     name = f"update_{args.suite}" if args.output is None else args.output
-    common.finish(name, {"machine": common.machine(), "versions": common.versions("numpy"), "settings": {"rounds": 1}, **found})
+    common.finish(name, common.machine(), ("numpy",), {"rounds": 1}, **found)
 
 
 if __name__ == "__main__":

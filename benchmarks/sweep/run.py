@@ -197,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep([case for case in cases if case not in before], asked.journal, asked.processes, asked.limit)
     after = dict(read(asked.journal))
     found = {case: after[case] for case in cases if case in after}
-    result = common.result(
+    common.finish(
+        asked.output,
         machine,
         ("nntask", "torch", "transformers", "peft", "torchvision", "timm", "numpy"),
         {"rounds": 1, "limit_seconds": asked.limit, "processes": asked.processes, **report.settings()},
@@ -205,7 +206,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         tables=report.tables(found),
         cases=found,
     )
-    common.finish(asked.output, result)
 
 
 if __name__ == "__main__":
