@@ -81,8 +81,8 @@ lists all reports with their outcomes.
 
 {END}
 
-`make test` runs them for a few families, `make test-long` for all. `test_torch_gpu.py` uses emulated devices; `test_gpu_torch.py` needs a card, and
-has not run on one yet.
+`make test` and `make test-more` run them for a few families, `make test-all` for all. `test_torch_gpu.py` uses emulated devices; `test_gpu_torch.py`
+needs a card, and has not run on one yet.
 
 {tests}
 
