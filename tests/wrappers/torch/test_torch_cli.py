@@ -20,7 +20,7 @@ hf = pytest.importorskip("transformers")
 
 from nntask import UsageError  # noqa: E402
 from nntask.data import BatchStream, DataSpec, Windows, open_dataset  # noqa: E402
-from nntask.optim import make_schedule  # noqa: E402
+from nntask.optim.lr_schedule import make_schedule  # noqa: E402
 from wrappers.cli import main  # noqa: E402
 from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
 from wrappers.torch.language import language_config  # noqa: E402
