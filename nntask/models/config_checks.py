@@ -114,7 +114,7 @@ def check_switch(key: str, value: object, source: str) -> None:
         raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}; write true or false without quotes")
 
 
-def check_choice(key: str, value: object, names: Collection[str], source: str) -> None:
+def check_choice(key: str, value: object, source: str, names: Collection[str]) -> None:
     """Check that `value` is one of the strings `names`.
 
     Raises:

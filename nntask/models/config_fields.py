@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, field
+from functools import partial
 from typing import Any, Final
 
 from ..errors import UsageError
@@ -39,18 +40,25 @@ ACTIVATIONS: Final = {
 """Name of an activation in configs -> name of its kernel. The first four names are the tanh approximation of GELU."""
 
 
-def _field(check: Check, default: Any, *, convert: Callable[[Any], Any] | None = None, is_token: bool = False) -> Any:
-    return field(default=default, metadata={"check": check, "convert": convert, "is_token": is_token})
+def _field(check: Check, default: Any, *, or_null: bool = False, convert: Callable[[Any], Any] | None = None, is_token: bool = False) -> Any:
+    """Declare a field with a check; null is legal if it is the default or allowed."""
+    takes_null = or_null or default is None
+
+    def check_value(key: str, value: Any, source: str) -> None:
+        if value is not None or not takes_null:
+            check(key, value, source)
+
+    return field(default=default, metadata={"check": check_value, "convert": convert, "is_token": is_token})
 
 
 def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
-    """Declare a whole number from 1 to `most`; null or 0 is legal if it is the default or allowed. Error messages give `usual` as an example."""
+    """Declare a whole number from 1 to `most`; 0 is legal if it is allowed. Error messages give `usual` as an example."""
 
     def check(key: str, value: Any, source: str) -> None:
-        if not (value is None and (or_null or default is None)) and not (or_zero and type(value) is int and value == 0):
+        if not (or_zero and type(value) is int and value == 0):
             check_count(key, value, source, usual, most)
 
-    return _field(check, default)
+    return _field(check, default, or_null=or_null)
 
 
 def depth(usual: int, default: Any = MISSING) -> Any:
@@ -64,60 +72,40 @@ def classes(usual: int, default: Any = MISSING, *, or_zero: bool = False) -> Any
 
 
 def positive(usual: float, default: Any = MISSING, *, or_null: bool = False) -> Any:
-    """Declare a number above 0; null is legal if it is the default or allowed."""
-
-    def check(key: str, value: Any, source: str) -> None:
-        if value is not None or not (or_null or default is None):
-            check_positive(key, value, source, usual)
-
-    return _field(check, default, convert=float)
+    """Declare a number above 0."""
+    return _field(partial(check_positive, usual=usual), default, or_null=or_null, convert=float)
 
 
 def probability(default: float | None) -> Any:
-    """Declare a number in [0, 1); null is legal if it is the default."""
-
-    def check(key: str, value: Any, source: str) -> None:
-        if value is not None or default is not None:
-            check_probability(key, value, source)
-
-    return _field(check, default, convert=float)
+    """Declare a number in [0, 1)."""
+    return _field(check_probability, default, convert=float)
 
 
 def switch(default: bool | None) -> Any:
-    """Declare a value that is true or false; null is legal if it is the default."""
-
-    def check(key: str, value: Any, source: str) -> None:
-        if value is not None or default is not None:
-            check_switch(key, value, source)
-
-    return _field(check, default)
+    """Declare a value that is true or false."""
+    return _field(check_switch, default)
 
 
 def choice(names: Collection[str], default: Any = MISSING) -> Any:
-    """Declare a choice from some strings; null is legal if it is the default."""
-
-    def check(key: str, value: Any, source: str) -> None:
-        if value is not None or default is not None:
-            check_choice(key, value, names, source)
-
-    return _field(check, default)
+    """Declare a choice from some strings."""
+    return _field(partial(check_choice, names=names), default)
 
 
 def token(default: int | None) -> Any:
-    """Declare the id of a token, or null; `FamilyConfig` checks that the vocabulary has it."""
+    """Declare the id of a token, or null; `ModelConfig` checks that the vocabulary has it."""
 
     def check(key: str, value: Any, source: str) -> None:
-        if value is not None and (type(value) is not int or value < 0):
+        if type(value) is not int or value < 0:
             raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}; write for example 0")
 
-    return _field(check, default, is_token=True)
+    return _field(check, default, or_null=True, is_token=True)
 
 
 def layer_kinds(kinds: Collection[str]) -> Any:
     """Declare a list with one of `kinds` for every block, or null."""
 
     def check(key: str, value: Any, source: str) -> None:
-        if value is not None and (not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value)):
+        if not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value):
             raise UsageError(f"{key} in {source} must be a list of {' and '.join(kinds)}, one for every layer, got {shown(value)}; correct it")
 
     return _field(check, None, convert=tuple)

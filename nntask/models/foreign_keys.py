@@ -1,9 +1,9 @@
 """Rules for keys of config.json that are not fields of our configs: read by a translation, another name of a field, ignored for a reason, or refused
 unless the value changes nothing.
 
-A class of configs has the rules of its own keys in `FamilyConfig.foreign` and inherits those of its bases, which it may override. The rules cover
+A class of configs has the rules of its own keys in `ModelConfig.foreign` and inherits those of its bases, which it may override. The rules cover
 every key of transformers' config of the family. A key without a rule and without a field therefore changes nothing in transformers' model; callers
-report it (`FamilyConfig.unread`). Keys within a rotary scaling are handled in `rotary`.
+report it (`ModelConfig.unread`). Keys within a rotary scaling are handled in `rotary`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .config_checks import shown
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A key that `FamilyConfig.read` of its class reads, or the code named in `by`."""
+    """A key that `ModelConfig.read` of its class reads, or the code named in `by`."""
 
     by: str = "the family"
 

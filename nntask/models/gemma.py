@@ -106,9 +106,9 @@ class GemmaConfig(GatedConfig):
         return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5, has_bias=has_bias, has_out_bias=has_bias)
 
     @property
-    def activation(self) -> str:
-        """Name of the activation's kernel."""
-        return ACTIVATIONS[self.hidden_activation]
+    def gate_act(self) -> str:
+        """Activation of the gate."""
+        return self.hidden_activation
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object."""
@@ -199,38 +199,12 @@ def _kinds(count: int, pattern: int) -> list[str]:
 
 
 PRESETS_2: Final[Mapping[str, Gemma2Config]] = {
-    "gemma2-2b": Gemma2Config(
-        vocab_size=256000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-    ),
+    "gemma2-2b": Gemma2Config.of_size(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4),
 }
 """Name -> config: Gemma 2 2B."""
 
 PRESETS: Final[Mapping[str, Gemma3Config]] = {
-    "gemma3-270m": Gemma3Config(
-        vocab_size=262144,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=32768,
-        sliding_window=512,
-    ),
-    "gemma3-1b": Gemma3Config(
-        vocab_size=262144,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_hidden_layers=26,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=32768,
-        sliding_window=512,
-    ),
+    "gemma3-270m": Gemma3Config.of_size(262144, 640, 2048, 18, 4, 32768, num_key_value_heads=1, sliding_window=512),
+    "gemma3-1b": Gemma3Config.of_size(262144, 1152, 6912, 26, 4, 32768, num_key_value_heads=1, sliding_window=512),
 }
 """Name -> config: Gemma 3 270M and 1B."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from ..errors import UsageError
 from .config_checks import LARGEST_DEPTH, shown
 from .config_fields import ACTIVATIONS, choice, count, depth, layer_kinds, positive, probability, switch
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .description import AttentionShape, BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used
 from .names import Names
@@ -108,9 +108,7 @@ class GPTNeoConfig(KeyedConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=ACTIVATIONS[self.activation_function], has_gate=False, has_bias=True, std=std, out_std=std
-        )
+        feed_forward = self.feed_forward_shape(self.activation_function)
         blocks = tuple(
             BlockShape(attention=self._attention(layer), feed_forward=feed_forward, norm=norm, dropout=self.resid_dropout)
             for layer in range(self.num_layers)
@@ -123,14 +121,7 @@ class GPTNeoConfig(KeyedConfig):
     def _attention(self, layer: int) -> AttentionShape:
         kind = (self.attention_layers or _in_turn(self.num_layers))[layer]
         window = self.window_size if kind == LOCAL and self.window_size < self.n_positions else None
-        return AttentionShape.of(
-            self,
-            scale=1.0,
-            has_bias=False,
-            has_out_bias=True,
-            dropout=self.attention_dropout,
-            window=window,
-        )
+        return self.attention_shape(scale=1.0, has_bias=False, has_out_bias=True, dropout=self.attention_dropout, window=window)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, with the kinds of blocks in the older form, which every version reads."""

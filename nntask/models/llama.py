@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from .config_fields import ACTIVATIONS, choice, positive, switch
+from .config_fields import choice, positive, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .names import Names
 from .rotary import RopeScaling, Rotary
@@ -75,8 +75,7 @@ class GatedConfig(RotaryConfig):
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block, layer from 0."""
         window = self.window(layer)
-        return AttentionShape.of(
-            self,
+        return self.attention_shape(
             has_bias=False,
             has_out_bias=False,
             dropout=self.attention_dropout,
@@ -89,14 +88,13 @@ class GatedConfig(RotaryConfig):
         return None
 
     @property
-    def activation(self) -> str:
-        """Name of the activation's kernel."""
-        return ACTIVATIONS[self.hidden_act]
+    def gate_act(self) -> str:
+        """Activation of the gate."""
+        return self.hidden_act
 
     def feed_forward(self) -> FeedForwardShape:
         """Return the feed-forward layer of every block."""
-        std = self.initializer_range
-        return FeedForwardShape(inner_size=self.inner_size, activation=self.activation, has_gate=True, has_bias=False, std=std, out_std=std)
+        return self.feed_forward_shape(self.gate_act, has_gate=True, has_bias=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,35 +128,17 @@ class Llama(Transformer):
     """A LLaMA on a runtime, with the arguments of `Transformer`."""
 
 
-def _llama_3_2(*, hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> LlamaConfig:
-    """Return the config of a text model of Meta's Llama 3.2; their sizes differ in three numbers."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=hidden_size,
-        intermediate_size=8192,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
-    )
-
-
+_SCALING: Final = RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_LLAMA_3_2: Final[dict[str, Any]] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+    "rope_scaling": _SCALING,
+}
 PRESETS: Final[dict[str, LlamaConfig]] = {
-    "llama-tiny": LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-    ),
-    "llama-1b": _llama_3_2(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32),
-    "llama-3b": _llama_3_2(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24),
+    "llama-tiny": LlamaConfig.of_size(4096, 256, 704, 4, 4, 256, num_key_value_heads=2, rms_norm_eps=1e-5),
+    "llama-1b": LlamaConfig.of_size(128256, 2048, 8192, 16, 32, 131072, **_LLAMA_3_2),
+    "llama-3b": LlamaConfig.of_size(128256, 3072, 8192, 28, 24, 131072, **_LLAMA_3_2),
 }
 """Name -> config. `llama-tiny` learns text in minutes on two cores; the others are Llama 3.2 1B and 3B."""

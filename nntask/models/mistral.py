@@ -34,14 +34,6 @@ class MistralConfig(GatedConfig):
 
 
 PRESETS: Final[dict[str, MistralConfig]] = {
-    "mistral-7b": MistralConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
-    ),
+    "mistral-7b": MistralConfig.of_size(32000, 4096, 14336, 32, 32, 32768, rms_norm_eps=1e-5),
 }
 """Name -> config: Mistral 7B."""

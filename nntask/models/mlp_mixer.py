@@ -123,8 +123,8 @@ class MixerMlp(Module):
     """Feed-forward layer over the last axis: (.., K) -> (.., K)."""
 
     def __init__(self, width: int, inner: int, tile: tuple[int, int], std: float, activation: str) -> None:
-        self.fc1 = TransposedLinear(width, inner, tile, std=std, has_bias=True, activation=activation)
-        self.fc2 = TransposedLinear(inner, width, tile[::-1], std=std, has_bias=True)
+        self.fc1 = TransposedLinear(width, inner, tile, std=std, activation=activation)
+        self.fc2 = TransposedLinear(inner, width, tile[::-1], std=std)
 
     def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(.., K) -> (.., K)."""
@@ -170,7 +170,7 @@ class MlpMixer(LanguageModel):
         self.names = config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
         width, std = config.hidden_size, config.initializer_range
-        self.stem = TransposedLinear(config.patch_width, width, (-1, cut.embd_tile), std=std, has_bias=True)
+        self.stem = TransposedLinear(config.patch_width, width, (-1, cut.embd_tile), std=std)
         self.blocks = [MixerBlock(config, cut, layer) for layer in range(config.num_hidden_layers)]
         self.norm = LayerNorm(width, cut.embd_tile, config.layer_norm_eps)
         self.lm_head = Parameter((config.num_labels, width), (cut.vocab_tile, cut.embd_tile), normal(std))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 from ..errors import UsageError
 from .config_checks import shown
 from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Only, Rules, Used, ignored
 from .names import Names
@@ -112,11 +112,8 @@ class OPTConfig(KeyedConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.init_std, NormShape(kind="layer", eps=1e-5)
-        attention = AttentionShape.of(self, has_bias=self.enable_bias, has_out_bias=self.enable_bias, dropout=self.attention_dropout)
-        activation = ACTIVATIONS[self.activation_function]
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=activation, has_gate=False, has_bias=self.enable_bias, std=std, out_std=std
-        )
+        attention = self.attention_shape(has_bias=self.enable_bias, has_out_bias=self.enable_bias, dropout=self.attention_dropout)
+        feed_forward = self.feed_forward_shape(self.activation_function, has_bias=self.enable_bias)
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=self.dropout)
         rows = self.n_positions + FIRST_POSITION
         stack = StackShape(blocks=(block,) * self.n_layer, std=std, num_positions=rows, first_position=FIRST_POSITION, norm=norm)
@@ -127,17 +124,8 @@ class OPTConfig(KeyedConfig):
         return {**super().to_dict(), "word_embed_proj_dim": self.hidden_size, "do_layer_norm_before": True}
 
 
-def _opt(hidden: int, layers: int, heads: int) -> OPTConfig:
-    """Return the config of an OPT; their sizes differ in three numbers."""
-    return OPTConfig(
-        vocab_size=50272,
-        hidden_size=hidden,
-        ffn_dim=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=2048,
-    )
-
-
-PRESETS: Final[Mapping[str, OPTConfig]] = {"opt-125m": _opt(768, 12, 12), "opt-1.3b": _opt(2048, 24, 32)}
+PRESETS: Final[Mapping[str, OPTConfig]] = {
+    "opt-125m": OPTConfig.of_size(50272, 768, 3072, 12, 12, 2048),
+    "opt-1.3b": OPTConfig.of_size(50272, 2048, 8192, 24, 32, 2048),
+}
 """Name -> config: OPT 125M and 1.3B."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import ClassVar, Final
 
 from .config_fields import ACTIVATIONS, choice, positive, probability
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .foreign_keys import Rules, off
 from .names import Names
 from .rotary_config import PartialRotaryConfig
@@ -66,10 +66,8 @@ class PhiConfig(PartialRotaryConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
-        attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, dropout=self.attention_dropout, rotary=self.rotary)
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=ACTIVATIONS[self.hidden_act], has_gate=False, has_bias=True, std=std, out_std=std
-        )
+        attention = self.attention_shape(has_bias=True, has_out_bias=True, dropout=self.attention_dropout, rotary=self.rotary)
+        feed_forward = self.feed_forward_shape(self.hidden_act)
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, is_parallel=True, has_two_norms=False, dropout=self.resid_pdrop)
         return Description(
             stack=StackShape(blocks=(block,) * self.n_layer, std=std, dropout=self.embd_pdrop, norm=norm),
@@ -77,18 +75,8 @@ class PhiConfig(PartialRotaryConfig):
         )
 
 
-def _phi(hidden: int, layers: int, factor: float) -> PhiConfig:
-    """Return the config of a Phi; their sizes differ in three numbers."""
-    return PhiConfig(
-        vocab_size=51200,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        max_position_embeddings=2048,
-        partial_rotary_factor=factor,
-    )
-
-
-PRESETS: Final[Mapping[str, PhiConfig]] = {"phi-1.5": _phi(2048, 24, 0.5), "phi-2": _phi(2560, 32, 0.4)}
+PRESETS: Final[Mapping[str, PhiConfig]] = {
+    "phi-1.5": PhiConfig.of_size(51200, 2048, 8192, 24, 32, 2048),
+    "phi-2": PhiConfig.of_size(51200, 2560, 10240, 32, 32, 2048, partial_rotary_factor=0.4),
+}
 """Name -> config: Phi 1.5 and 2."""

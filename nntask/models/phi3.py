@@ -118,14 +118,6 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
 
 
 PRESETS: Final[Mapping[str, Phi3Config]] = {
-    "phi3-mini": Phi3Config(
-        vocab_size=32064,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=4096,
-        sliding_window=2047,
-    ),
+    "phi3-mini": Phi3Config.of_size(32064, 3072, 8192, 32, 32, 4096, sliding_window=2047),
 }
 """Name -> config: Phi 3 mini with 4,096 tokens."""

@@ -80,29 +80,15 @@ class Qwen3Config(Qwen2Config):
         return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias, head_norm=self.norm)
 
 
-def _qwen(kind: type[Qwen2Config], hidden: int, inner: int, layers: int, heads: int, shared: int, theta: float = 1e6, **more: Any) -> Any:
-    """Return a config of the small models; their sizes differ in these numbers."""
-    return kind(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        rope_theta=theta,
-        tie_word_embeddings=True,
-        **{"max_position_embeddings": 32768, **more},
-    )
-
-
+_SMALL: Final[dict[str, Any]] = {"rope_theta": 1e6, "tie_word_embeddings": True}
 PRESETS: Final[Mapping[str, Qwen2Config]] = {
-    "qwen2.5-0.5b": _qwen(Qwen2Config, 896, 4864, 24, 14, 2),
-    "qwen2.5-1.5b": _qwen(Qwen2Config, 1536, 8960, 28, 12, 2),
+    "qwen2.5-0.5b": Qwen2Config.of_size(151936, 896, 4864, 24, 14, 32768, num_key_value_heads=2, **_SMALL),
+    "qwen2.5-1.5b": Qwen2Config.of_size(151936, 1536, 8960, 28, 12, 32768, num_key_value_heads=2, **_SMALL),
 }
 """Name -> config: Qwen2.5 0.5B and 1.5B."""
 
 PRESETS_3: Final[Mapping[str, Qwen3Config]] = {
-    "qwen3-0.6b": _qwen(Qwen3Config, 1024, 3072, 28, 16, 8, max_position_embeddings=40960),
-    "qwen3-1.7b": _qwen(Qwen3Config, 2048, 6144, 28, 16, 8, max_position_embeddings=40960),
+    "qwen3-0.6b": Qwen3Config.of_size(151936, 1024, 3072, 28, 16, 40960, num_key_value_heads=8, **_SMALL),
+    "qwen3-1.7b": Qwen3Config.of_size(151936, 2048, 6144, 28, 16, 40960, num_key_value_heads=8, **_SMALL),
 }
 """Name -> config: Qwen3 0.6B and 1.7B."""

@@ -48,7 +48,7 @@ class RotaryConfig(HiddenConfig):
 
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Return the keys that `FamilyConfig.unread` does, and those within the rotary scaling."""
+        """Return the keys that `ModelConfig.unread` does, and those within the rotary scaling."""
         return super().unread(values) + unread_of_rope(values)
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Self
 from ..errors import UsageError
 from .config_checks import shown
 from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, RelativePositions, StackShape
+from .description import BlockShape, Description, HeadShape, NormShape, RelativePositions, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used
 from .names import Names
@@ -196,8 +196,7 @@ class T5Config(KeyedConfig):
             num_buckets=self.relative_attention_num_buckets, max_distance=self.relative_attention_max_distance, std=self.initializer_range
         )
         std, norm, p = self.initializer_range, NormShape(kind="rms", eps=self.layer_norm_epsilon), self.dropout_rate
-        attention = AttentionShape.of(
-            self,
+        attention = self.attention_shape(
             scale=1.0,
             has_bias=False,
             has_out_bias=False,
@@ -209,9 +208,7 @@ class T5Config(KeyedConfig):
         )
         activation, has_gate = PROJECTIONS[self.feed_forward_proj]
         out_std = self.initializer_factor * self.d_ff**-0.5
-        feed_forward = FeedForwardShape(
-            inner_size=self.d_ff, activation=activation, has_gate=has_gate, has_bias=False, std=std, out_std=out_std, dropout=p
-        )
+        feed_forward = self.feed_forward_shape(activation, has_gate=has_gate, has_bias=False, out_std=out_std, dropout=p)
         cross = replace(attention, is_causal=False, relative=None) if is_decoder else None
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=p, cross=cross)
         return StackShape(blocks=(block,) * num_blocks, std=self.initializer_factor, dropout=p, drops_last=True, norm=norm)
@@ -222,15 +219,11 @@ class T5Config(KeyedConfig):
         return {key: value for key, value in values.items() if key != "scale_decoder_outputs" or value is not None}
 
 
-def _t5(width: int, heads: int, layers: int, inner: int, **more: Any) -> T5Config:
-    """Return a config of the usual sizes."""
-    return T5Config(vocab_size=32128, d_model=width, d_kv=64, d_ff=inner, num_layers=layers, num_heads=heads, **more)
-
-
+_VERSION_1_1: Final[dict[str, Any]] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 PRESETS: Final[Mapping[str, T5Config]] = {
-    "t5-small": _t5(512, 8, 6, 2048),
-    "t5-base": _t5(768, 12, 12, 3072),
-    "t5-v1.1-small": _t5(512, 6, 8, 1024, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-    "t5-v1.1-base": _t5(768, 12, 12, 2048, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5-small": T5Config.of_size(32128, 512, 2048, 6, 8, 512, d_kv=64),
+    "t5-base": T5Config.of_size(32128, 768, 3072, 12, 12, 512, d_kv=64),
+    "t5-v1.1-small": T5Config.of_size(32128, 512, 1024, 8, 6, 512, d_kv=64, **_VERSION_1_1),
+    "t5-v1.1-base": T5Config.of_size(32128, 768, 2048, 12, 12, 512, d_kv=64, **_VERSION_1_1),
 }
 """Name -> config: T5 small and base, and those of version 1.1."""

@@ -85,23 +85,10 @@ class Linear(Adaptable):
 
 
 class TransposedLinear(Linear):
-    """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N): the layout of torch, whose files then map onto tiles as they are.
-
-    Args:
-        num_in: K.
-        num_out: N.
-        tile: features in and out per weight tile.
-        std: standard deviation of the first weights; the bias begins at zero.
-        activation: gelu_new, gelu, relu, silu, tanh, or None.
-        has_bias: whether to add a bias.
-    """
+    """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N), with the arguments of `Linear`: the layout of torch, whose files then map onto tiles as
+    they are."""
 
     has_rows_in = False
-
-    def __init__(
-        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = False
-    ) -> None:
-        super().__init__(num_in, num_out, tile, std=std, activation=activation, has_bias=has_bias)
 
 
 class LayerNorm(Module):
@@ -119,10 +106,6 @@ class LayerNorm(Module):
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
-
-    def of_sum(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Return the norm of x + branch alone, (.., C), in one pass; the sum is freed as soon as the gradient of the norm is computed."""
-        return self.after_add(x, branch)[1]
 
 
 class RMSNorm(Module):

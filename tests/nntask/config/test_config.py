@@ -27,9 +27,9 @@ def test_a_gpt2_of_hugging_face_is_read(tmp_path):
     """Keys we know are taken, the others ignored, numbers of floats may be whole; a directory stands for its config.json."""
     values = {**GPT2_SMALL, "n_inner": None, "n_ctx": 1024, "architectures": ["GPT2LMHeadModel"], "resid_pdrop": 0, "activation_function": "gelu"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    config = GPT2Config.from_json(tmp_path)
-    assert config == GPT2Config.from_json(tmp_path / "config.json")
-    assert (config.inner_size, config.head_size, config.activation, config.resid_pdrop) == (3072, 64, "gelu", 0.0)
+    config = config_from_json(tmp_path)
+    assert config == config_from_json(tmp_path / "config.json")
+    assert (config.inner_size, config.head_size, config.activation_function, config.resid_pdrop) == (3072, 64, "gelu", 0.0)
     assert GPT2Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -37,7 +37,7 @@ def test_a_llama_of_hugging_face_is_read(tmp_path):
     """The same; without num_key_value_heads every head has its own keys."""
     about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 500000, "bos_token_id": 1, "pretraining_tp": 1}
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA_SMALL, **about}))
-    config = LlamaConfig.from_json(tmp_path)
+    config = config_from_json(tmp_path)
     assert config == config_from_json(tmp_path / "config.json")
     assert (config.n_kv_head, config.head_size, config.rope_theta, config.rms_norm_eps) == (32, 64, 500000.0, 1e-6)
     assert (config.n_embd, config.n_layer, config.inner_size, config.n_positions) == (2048, 16, 8192, 131072)
