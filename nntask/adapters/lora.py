@@ -2,12 +2,11 @@
 
     y = x W + b + alpha / r * dropout(x) A^T B^T        (their equation 3, scaled as in section 4.1)
 
-W is (K, N) in the orientation that multiplies x, A is (r, K), B is (N, r). A begins uniform in [-1 / sqrt(K), 1 / sqrt(K)] (Kaiming's bound with
-a = sqrt(5), as in the authors' code and in PEFT), B at zero, so training begins with the frozen model itself. Rules:
+W is (K, N), A (r, K), B (N, r). A begins uniform in [-1 / sqrt(K), 1 / sqrt(K)], as in the authors' code and in PEFT, and B at zero. Rules:
 
-- Every parameter of the original model but a classifier's head is frozen: no gradient, no optimizer state, and no task writes it. Every `Adaptable`
-  layer, that is each matrix of attention and of the feed-forward layers, gets an adapter. The head of a classifier has not been trained before, so it
-  is trained whole, as in PEFT, and so is the layer before it.
+- Every parameter of the original model is frozen: no gradient, no optimizer state, and no task writes it. Every `Adaptable` layer, that is each
+  matrix of attention and of the feed-forward layers, gets an adapter. Only a classifier's head, which is new, and the layer before it are trained
+  whole, as in PEFT.
 - Weights that are one matrix in the family's files, such as GPT-2's q, k and v, count as one matrix: their layers share A and the dropout mask of x,
   and their B are row blocks of one B. So the adapters equal those of PEFT, which adapts the matrices of the files.
 """

@@ -159,7 +159,7 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], machine: Mac
     for at, nbytes in short:
         size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
         if machine.disk is not None and target.storage and at == target.last:
-            where = "" if machine.disk.budget.is_given else ", where as much is free"
+            where = "" if machine.disk.budget.is_given else "; it needs that much free space"
             changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk.budget.text}) to at least {size}{where}")
         else:
             flag, budget = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.device)

@@ -57,9 +57,6 @@ class BertConfig(HiddenConfig):
         id2label: names of the classes by their numbers, as strings; None for none. A masked language model may have names for a classifier that is
             fine-tuned from it.
         problem_type: kind of labels that a classifier learns, one of `PROBLEMS`; None for a single label. Only a single label can be trained.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     type_vocab_size: int = count(2, 2)
@@ -227,9 +224,6 @@ class RobertaConfig(BertConfig):
     """Shape and hyperparameters of a RoBERTa; field names and meaning as in ``transformers.RobertaConfig``.
 
     Its first token has position 2, and the two rows before it belong to padding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     pad_token_id: int | None = token(1)

@@ -38,6 +38,9 @@ class ModelConfig:
         dropouts: fields that `with_dropout` sets.
         objective: default objective of training; `objectives` has all.
         foreign: rules of the keys in files that are not fields, in addition to those of the base classes (`foreign_keys`).
+
+    Raises:
+        UsageError: a value breaks its rule.
     """
 
     model_type: ClassVar[str]

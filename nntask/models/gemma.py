@@ -125,9 +125,6 @@ class Gemma2Config(GemmaConfig):
         layer_types: for each block "full_attention" or "sliding_attention"; None makes every second block full.
         final_logit_softcapping: soft cap of the scores of tokens; None for none.
         attn_logit_softcapping: soft cap of the scores of attention; None for none.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     final_logit_softcapping: float | None = positive(30.0, 30.0, or_null=True)
@@ -150,9 +147,6 @@ class Gemma3Config(GemmaConfig):
     Args:
         layer_types: for each block "full_attention" or "sliding_attention"; None makes every sixth block full.
         rope_local_base_freq: base of the rotary frequencies in blocks with a window; `rope_theta` and `rope_scaling` apply to the other blocks.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     rope_theta: float = positive(1e6, 1e6)

@@ -59,9 +59,6 @@ class GPT2Config(ModelConfig):
         scale_attn_by_inverse_layer_idx: whether the scores of layer i (from 0) are also divided by i + 1.
         reorder_and_upcast_attn: accepted without effect, since scores are always computed in fp32 or better.
         tie_word_embeddings: whether the head is the token embedding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     model_type: ClassVar[str] = "gpt2"

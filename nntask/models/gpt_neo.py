@@ -4,7 +4,7 @@ not scaled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
@@ -14,6 +14,7 @@ from .config_fields import ACTIVATIONS, choice, count, depth, layer_kinds, posit
 from .description import AttentionShape, BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used
+from .gpt2 import NAMES
 from .names import Names
 
 GLOBAL: Final = "global"
@@ -38,9 +39,6 @@ class GPTNeoConfig(KeyedConfig):
         layer_norm_epsilon: term added to the variance.
         initializer_range: standard deviation of initial weights.
         tie_word_embeddings: whether the head is the token embedding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     vocab_size: int = count(50257)
@@ -67,26 +65,10 @@ class GPTNeoConfig(KeyedConfig):
     kinds_keys: ClassVar[tuple[str, ...]] = ("attention_layers",)
     foreign: ClassVar[Rules] = {"attention_types": Used(), "num_attention_heads": Alias("num_heads"), "num_hidden_layers": Alias("num_layers")}
     dropouts: ClassVar[tuple[str, ...]] = ("resid_dropout", "embed_dropout", "attention_dropout")
-    names: ClassVar[Names] = Names(
-        modules={
-            "embed": "wte",
-            "stack": "",
-            "positions": "wpe",
-            "blocks": "h",
-            "attention_norm": "ln_1",
-            "attention": "attn.attention",
-            "q": "q_proj",
-            "k": "k_proj",
-            "v": "v_proj",
-            "out": "out_proj",
-            "feed_forward_norm": "ln_2",
-            "feed_forward": "mlp",
-            "up": "c_fc",
-            "down": "c_proj",
-            "norm": "ln_f",
-        },
-        prefix="transformer.",
-        embedding="transformer.wte.weight",
+    names: ClassVar[Names] = replace(
+        NAMES,
+        modules={**NAMES.modules, "attention": "attn.attention", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"},
+        joined=(),
         dropped=(".attention.bias", ".attention.masked_bias"),
     )
 

@@ -29,9 +29,6 @@ class GPTNeoXConfig(PartialRotaryConfig):
         layer_norm_eps: term added to the variance.
         use_parallel_residual: whether both layers of a block read the same stream.
         attention_bias: whether the projections of attention have biases.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     partial_rotary_factor: float = positive(0.25, 0.25)

@@ -103,9 +103,6 @@ class LlamaConfig(GatedConfig):
 
     Args:
         attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     attention_bias: bool = switch(False)

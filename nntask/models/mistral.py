@@ -16,9 +16,6 @@ class MistralConfig(GatedConfig):
     Args:
         num_key_value_heads: G; 8 by default, H if null.
         sliding_window: number of tokens that a token sees, itself included; None for all.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     num_key_value_heads: int | None = count(8, 8, or_null=True)

@@ -53,9 +53,6 @@ class MlpMixerConfig(KeyedConfig):
         hidden_dropout_prob: dropout probability after each feed-forward layer.
         layer_norm_eps: term added to the variance.
         initializer_range: standard deviation of initial weights.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     image_size: int = count(224)

@@ -39,9 +39,6 @@ class OPTConfig(KeyedConfig):
         enable_bias: whether products have biases.
         tie_word_embeddings: whether the head is the token embedding.
         pad_token_id: id of padding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     vocab_size: int = count(50272)

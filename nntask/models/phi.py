@@ -6,13 +6,14 @@ Both layers of a block read the stream through one norm, a part of each head tur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Final
 
 from .config_fields import ACTIVATIONS, choice, positive, probability
 from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .foreign_keys import Rules, off
+from .llama import NAMES
 from .names import Names
 from .rotary_config import PartialRotaryConfig
 
@@ -25,9 +26,6 @@ class PhiConfig(PartialRotaryConfig):
         hidden_act: one of `ACTIVATIONS`.
         resid_pdrop, embd_pdrop: dropout probability after each layer, after the embeddings.
         layer_norm_eps: term added to the variance.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     partial_rotary_factor: float = positive(0.5, 0.5)
@@ -41,25 +39,11 @@ class PhiConfig(PartialRotaryConfig):
     architecture: ClassVar[str] = "PhiForCausalLM"
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attention_dropout")
     foreign: ClassVar[Rules] = off("use the config of a Phi without norms of queries and keys", "qk_layernorm")
-    names: ClassVar[Names] = Names(
-        modules={
-            "embed": "embed_tokens",
-            "stack": "",
-            "blocks": "layers",
-            "attention_norm": "input_layernorm",
-            "attention": "self_attn",
-            "q": "q_proj",
-            "k": "k_proj",
-            "v": "v_proj",
-            "out": "dense",
-            "feed_forward": "mlp",
-            "up": "fc1",
-            "down": "fc2",
-            "norm": "final_layernorm",
-        },
-        prefix="model.",
-        embedding="model.embed_tokens.weight",
+    names: ClassVar[Names] = replace(
+        NAMES,
+        modules={**NAMES.modules, "out": "dense", "up": "fc1", "down": "fc2", "norm": "final_layernorm"},
         outside={"head_bias": "lm_head.bias"},
+        dropped=(),
     )
 
     @cached_property

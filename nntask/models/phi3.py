@@ -34,9 +34,6 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         resid_pdrop: dropout probability after each layer.
         sliding_window: number of tokens that a token attends to, itself included; None for all.
         pad_token_id: id of padding; transformers assumes 32000 for files without the key.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     partial_rotary_factor: float = positive(1.0, 1.0)
@@ -77,8 +74,8 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
             if kind == "longrope" and values.get(_ORIGINAL) is None:
                 if (inside := scaling.get(_ORIGINAL, _ORIGINAL_LENGTH)) != _ORIGINAL_LENGTH:
                     raise UsageError(
-                        f"{_ORIGINAL} of a Phi 3 in {source} must be beside {key}, as transformers reads {_ORIGINAL_LENGTH} otherwise, got "
-                        f"{inside} inside it; move it"
+                        f"{_ORIGINAL} of a Phi 3 in {source} must be next to {key}, because transformers assumes {_ORIGINAL_LENGTH} otherwise, got "
+                        f"{inside} inside {key}; move it out"
                     )
                 taken[_ORIGINAL] = _ORIGINAL_LENGTH
         return super().read(taken, source)

@@ -25,9 +25,6 @@ class Qwen2Config(GatedConfig):
         sliding_window: number of tokens that a token sees in those blocks, itself included.
         max_window_layers: number of the first of those blocks.
         layer_types: for each block "full_attention" or "sliding_attention"; None if the three fields above decide.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     num_key_value_heads: int | None = count(8, 32, or_null=True)
@@ -63,9 +60,6 @@ class Qwen3Config(Qwen2Config):
     Args:
         head_dim: D; 128 by default.
         attention_bias: whether the projections of attention have biases.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     head_dim: int | None = count(128, 128, or_null=True)

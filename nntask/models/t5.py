@@ -47,9 +47,6 @@ class T5Config(KeyedConfig):
         scale_decoder_outputs: whether the head's input is scaled by d_model^-0.5; None for only if the head is tied.
         pad_token_id: id of padding.
         decoder_start_token_id: id before the first token of an output.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     vocab_size: int = count(32128)

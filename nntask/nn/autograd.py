@@ -8,8 +8,7 @@ Rules.
 - `backward` visits nodes in reverse order of creation and empties each: its activations are freed as soon as the tasks that read them are done.
 - Gradients of activations are replaced, never changed in place: two nodes may share one tile tensor. Gradients of parameters are accumulators:
   operations contribute to them by REDUX, over any number of backward passes, until the program sets them to None.
-
-This module only emits tasks. It never waits or reads a value, so it works while a step is being recorded.
+- This module only emits tasks and never reads a value, so it works while a step is being recorded.
 """
 
 from __future__ import annotations
@@ -352,6 +351,13 @@ def only(gradients: Gradients) -> TileTensor:
     return gradient
 
 
+def add_to(edges: Sequence[Edge | None], gradients: Sequence[TileTensor]) -> None:
+    """Add its gradient to each edge; None for an input that wants none."""
+    for edge, gradient in zip(edges, gradients, strict=True):
+        if edge is not None:
+            edge.add(gradient)
+
+
 def accumulator_of(edge: Edge) -> TileTensor:
     """Return the tensor in which the gradient of a weight is summed.
 
@@ -365,10 +371,5 @@ def accumulator_of(edge: Edge) -> TileTensor:
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     """Return x + y, of equal shapes and tilings."""
-    edges = [t.edge for t in (x, y) if t.edge is not None]
-
-    def backward(gradients: Gradients) -> None:
-        for edge in edges:
-            edge.add(only(gradients))
-
-    return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], backward)[0]
+    edges = (x.edge, y.edge)
+    return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], lambda gradients: add_to(edges, [only(gradients)] * 2))[0]

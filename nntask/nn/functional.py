@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Any, Final
 
 import numpy.typing as npt
 
@@ -25,7 +25,7 @@ from tiles.ops import tokens as token_ops
 from ..errors import UsageError
 from .attention import RelativeBias as RelativeBias  # a part of this module's names
 from .attention import attention as attention
-from .autograd import Edge, Gradients, Tensor, accumulator_of, contribute_late, on_tape, only
+from .autograd import Edge, Gradients, Tensor, accumulator_of, add_to, contribute_late, on_tape, only
 from .autograd import add as add  # the sum, which `Tensor` has as an operator, lives with the tape
 from .linear import linear as linear  # a part of this module's names
 from .linear import linear_activation as linear_activation
@@ -67,12 +67,7 @@ def _mapped(name: str, x: Tensor, y: TileTensor, backward: Callable[[TileTensor]
         backward: function dy -> dx; it must capture only what it needs.
     """
     edge = x.edge
-
-    def through(gradients: Gradients) -> None:
-        if edge is not None:
-            edge.add(backward(only(gradients)))
-
-    return on_tape(name, [x], [y], through)[0]
+    return on_tape(name, [x], [y], lambda gradients: add_to([edge], [backward(only(gradients))]))[0]
 
 
 def _accumulators(*parameters: Edge | None) -> list[TileTensor | None]:
@@ -88,8 +83,7 @@ def add_positions(x: Tensor, p: Tensor) -> Tensor:
         dy = only(gradients)  # (B, T, C)
         if p_edge is not None:
             elementwise.add_rows_backward(dy, accumulator_of(p_edge))
-        if x_edge is not None:
-            x_edge.add(dy)
+        add_to([x_edge], [dy])
 
     return on_tape("add_positions", [x, p], [elementwise.add_rows(x.data, p.data)], backward)[0]
 
@@ -115,9 +109,7 @@ def _normed(name: str, x: Tensor, parameters: Sequence[Tensor], y: TileTensor, t
     x_edge, edges = x.edge, [p.edge for p in parameters]
 
     def backward(gradients: Gradients) -> None:
-        dx = through(only(gradients), _accumulators(*edges), None if x_edge is None else x_edge.take())
-        if x_edge is not None:
-            x_edge.add(dx)
+        add_to([x_edge], [through(only(gradients), _accumulators(*edges), None if x_edge is None else x_edge.take())])
 
     return on_tape(name, [x, *parameters], [y], backward)[0]
 
@@ -126,15 +118,14 @@ def _normed_sum(
     name: str, inputs: tuple[Tensor, Tensor], parameters: Sequence[Tensor], s: TileTensor, y: TileTensor, through: NormBackward
 ) -> tuple[Tensor, Tensor]:
     """Return the sum s of two inputs and its norm y, (.., C) each, with their place on the tape."""
-    edges, norm_edges = [t.edge for t in inputs if t.edge is not None], [p.edge for p in parameters]
+    edges, norm_edges = [t.edge for t in inputs], [p.edge for p in parameters]
 
     def backward(gradients: Gradients) -> None:
         ds, dy = gradients  # (.., C) each: of the sum, of its norm
         if dy is not None:
             ds = through(dy, _accumulators(*norm_edges), ds)
         assert ds is not None  # a node without any gradient is not visited
-        for edge in edges:
-            edge.add(ds)
+        add_to(edges, [ds, ds])
 
     out = on_tape(name, [*inputs, *parameters], [s, y], backward)
     return out[0], out[1]
@@ -188,10 +179,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     gate_data, up_data, edges = gate.data, up.data, (gate.edge, up.edge)
 
     def backward(gradients: Gradients) -> None:
-        gradients_of_inputs = elementwise.gated_backward(gate_data, up_data, only(gradients), activation)
-        for edge, gradient in zip(edges, gradients_of_inputs, strict=True):
-            if edge is not None:
-                edge.add(gradient)
+        add_to(edges, elementwise.gated_backward(gate_data, up_data, only(gradients), activation))
 
     return on_tape("gated", [gate, up], [elementwise.gated(gate_data, up_data, activation)], backward)[0]
 
@@ -252,15 +240,6 @@ def cast(x: Tensor, dtype: npt.DTypeLike) -> Tensor:
     return _mapped("cast", x, elementwise.cast(x.data, dtype), lambda dy: elementwise.cast(dy, before))
 
 
-class _HeadOptions(TypedDict):
-    """Options shared by the forward and the backward pass of `linear_cross_entropy`."""
-
-    scale: float
-    bias: TileTensor | None
-    factor: TileTensor | None
-    cap: float | None
-
-
 def linear_cross_entropy(
     x: Tensor,
     w: Tensor,
@@ -285,7 +264,7 @@ def linear_cross_entropy(
     Returns:
         (1,), a loss: where a backward pass begins.
     """
-    how: _HeadOptions = {"scale": scale, "bias": None if bias is None else bias.data, "factor": factor, "cap": cap}
+    how: dict[str, Any] = {"scale": scale, "bias": None if bias is None else bias.data, "factor": factor, "cap": cap}
     loss, lse = loss_ops.linear_cross_entropy(x.data, w.data, targets, **how)
     x_data, w_data, x_edge, w_edge, bias_edge = x.data, w.data, x.edge, w.edge, None if bias is None else bias.edge
 
@@ -293,8 +272,6 @@ def linear_cross_entropy(
         if gradients[0] is not None:
             raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
         dw, dbias = _accumulators(w_edge, bias_edge)
-        dx = loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, dbias=dbias, **how)
-        if x_edge is not None:
-            x_edge.add(dx)
+        add_to([x_edge], [loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, dbias=dbias, **how)])
 
     return on_tape("linear_cross_entropy", [x, w, bias], [loss], backward, is_loss=True)[0]

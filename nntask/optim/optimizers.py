@@ -269,7 +269,7 @@ class Adam(Optimizer):
         super().__init__(parameters, options, ("m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
     def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
-        optimizer_ops.adamw(parameter, gradient, *moments, self.hyper, decoupled=self.decoupled, **how)
+        optimizer_ops.adamw(parameter, gradient, moments[0], moments[1], self.hyper, decoupled=self.decoupled, **how)
 
 
 class AdamW(Adam):
