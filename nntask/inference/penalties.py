@@ -46,7 +46,7 @@ class Penalties:
         """
         if self.repetition == 1 and self.no_repeat_ngram == 0:
             return scores
-        found = scores.astype(np.promote_types(np.float32, scores.dtype) if scores.dtype.kind == "f" else np.float32)
+        found = _widened(scores)
         known = np.unique(np.asarray(text, np.intp))
         known = known[known < len(found)]  # a prompt may contain ids that the model may not choose
         if self.repetition != 1:
@@ -58,6 +58,11 @@ class Penalties:
 
 
 NO_PENALTIES: Final = Penalties()
+
+
+def _widened(scores: Floats) -> Floats:
+    """Return a copy in at least fp32."""
+    return scores.astype(np.promote_types(np.float32, scores.dtype) if scores.dtype.kind == "f" else np.float32)
 
 
 def _followers(text: Sequence[int], size: int, limit: int) -> list[int]:
@@ -83,7 +88,7 @@ class OutputPenalties:
 
     def apply(self, scores: Floats, said: Sequence[int]) -> Floats:
         """Return the scores (V,) of the token after the output `said` with penalties, in a new array of at least fp32."""
-        found = scores.astype(np.promote_types(np.float32, scores.dtype) if scores.dtype.kind == "f" else np.float32)
+        found = _widened(scores)
         known, counts = np.unique(np.asarray(said, np.intp), return_counts=True)
         found[known] -= self.presence + self.frequency * counts
         for token, number in self.bias.items():

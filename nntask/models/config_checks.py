@@ -155,21 +155,6 @@ def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> 
         )
 
 
-def check_head(arrays: Mapping[str, object], name: str, *, is_tied: bool) -> None:
-    """Check that weights under our names include the head, unless the head is tied to the embedding.
-
-    Args:
-        arrays: our name -> array.
-        name: name of the head in the family's files.
-        is_tied: whether the head is the embedding.
-
-    Raises:
-        DataError: an untied head is missing.
-    """
-    if not is_tied and "lm_head" not in arrays:
-        raise DataError(f"the weights lack {name}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
-
-
 def _short(value: object) -> str:
     """Return a value as text, shortened to about 40 characters."""
     digits = str(value)

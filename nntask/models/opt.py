@@ -15,7 +15,7 @@ from .config_checks import shown
 from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
 from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
-from .foreign_keys import Only, Rules, Used, ignored
+from .foreign_keys import Only, Rules, Used, ignored, only
 from .names import Names
 
 FIRST_POSITION: Final = 2
@@ -61,9 +61,8 @@ class OPTConfig(KeyedConfig):
     inner_key: ClassVar[str] = "ffn_dim"
     foreign: ClassVar[Rules] = {
         "word_embed_proj_dim": Used(),
-        "do_layer_norm_before": Only((True,), "use another OPT than 350m"),
+        **only((True,), "use another OPT than 350m", "do_layer_norm_before layer_norm_elementwise_affine"),
         "_remove_final_layer_norm": Only((False,), "use another OPT than 350m"),
-        "layer_norm_elementwise_affine": Only((True,), "use another OPT than 350m"),
         "layerdrop": Only((0.0, 0, None), "layers are never left out in training here; write 0"),
         **ignored("no version of the model reads it", "activation_dropout"),
     }

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 from ..errors import UsageError
 from .config_fields import count, positive, probability, token
 from .description import AttentionShape, BlockShape
-from .foreign_keys import Only, Rules, ignored, off
+from .foreign_keys import Rules, ignored, off, only
 from .llama import NAMES, GatedConfig
 from .names import Joined, Names
 from .rotary_config import PartialRotaryConfig
@@ -48,7 +48,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "attention_dropout")
     foreign: ClassVar[Rules] = {
         **off("use the config of a Phi 3 without biases", "attention_bias mlp_bias lm_head_bias"),
-        **{key: Only((1, None), "use the config of a Phi 3 whose blocks are alike") for key in ("full_attn_mod", "interpolate_factor")},
+        **only((1, None), "use the config of a Phi 3 whose blocks are alike", "full_attn_mod interpolate_factor"),
         **ignored("no version of the model reads it", "embd_pdrop"),
     }
     names: ClassVar[Names] = replace(

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from tiles.ops import elementwise
 
 from ..errors import UsageError
 
+_T = TypeVar("_T")
 Gradients = Sequence[TileTensor | None]
 Backward = Callable[[Gradients], None]
 """Takes the gradients of a node's outputs (None for outputs without a contribution; at least one has some) and adds to its inputs' edges.
@@ -169,10 +170,6 @@ class Tensor:
         """Return the whole tensor as an array, read tile by tile through `borrow`, as a ticket's ``read`` does."""
         return self.data.gather(borrow)
 
-    def detach(self) -> Tensor:
-        """Return the same data without history."""
-        return Tensor(self.data)
-
     def backward(self, gradient: TileTensor | None = None) -> None:
         """Emit the tasks that compute the gradients of everything this tensor depends on.
 
@@ -222,6 +219,16 @@ def run_backward(root: Edge, gradient: TileTensor | None) -> None:
 
 
 @contextmanager
+def _set(variable: ContextVar[_T], value: _T) -> Iterator[_T]:
+    """Give a variable another value inside."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def accumulation() -> Iterator[None]:
     """Sum the gradients of several backward passes; postpone contributions that are cheap to keep until the block ends.
 
@@ -229,11 +236,8 @@ def accumulation() -> Iterator[None]:
     next minibatch would have to wait for that whole pass. Postponed to the end of the block, it leaves minibatches free to run in any order.
     """
     queue: list[Callable[[], None]] = []
-    token = _postponed.set(queue)
-    try:
+    with _set(_postponed, queue):
         yield
-    finally:
-        _postponed.reset(token)
     for contribute in queue:
         contribute()
 
@@ -252,20 +256,9 @@ def tape_enabled() -> bool:
     return _enabled.get()
 
 
-@contextmanager
-def no_grad() -> Iterator[None]:
+def no_grad() -> AbstractContextManager[object]:
     """Leave operations inside off the tape: for evaluation and sampling."""
-    with _tape(False):
-        yield
-
-
-@contextmanager
-def _tape(on: bool) -> Iterator[None]:
-    token = _enabled.set(on)
-    try:
-        yield
-    finally:
-        _enabled.reset(token)
+    return _set(_enabled, False)
 
 
 def edges_of(inputs: Sequence[Tensor | None]) -> tuple[Edge, ...]:
@@ -309,7 +302,7 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
     if not tape_enabled():
         return block(x, *others)
     edges, kept = [given.edge for given in (x, *others)], [given.data for given in (x, *others)]
-    with no_grad(), _watching() as inside:
+    with no_grad(), _set(_watched, []) as inside:
         y = block(*(Tensor(data) for data in kept)).data
     if not inside and all(edge is None for edge in edges):  # nothing in it is learnt
         return Tensor(y)
@@ -321,7 +314,7 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
         for edge, begun in zip(edges, inner, strict=True):  # the block continues the sums so far, so their order stays the same
             if edge is not None and begun is not None:
                 begun.gradient = edge.take()
-        with _tape(True):
+        with _set(_enabled, True):
             again = block(*(Tensor(data, edge) for data, edge in zip(kept, inner, strict=True)))
         if again.edge is not None:
             run_backward(again.edge, dy)
@@ -331,17 +324,6 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
 
     node = Node("checkpoint", backward, tuple(edge for edge in edges if edge is not None), 1)
     return Tensor(y, Edge(node))
-
-
-@contextmanager
-def _watching() -> Iterator[list[Edge]]:
-    """Collect the edges that operations inside would have led to with the tape on: those of tensors that are learnt."""
-    found: list[Edge] = []
-    token = _watched.set(found)
-    try:
-        yield found
-    finally:
-        _watched.reset(token)
 
 
 def only(gradients: Gradients) -> TileTensor:

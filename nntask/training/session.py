@@ -138,11 +138,15 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     """
     settings, resumed = run.settings, run.start.resumed
     if settings.run.eval_every and dataset.validation is None:
-        raise UsageError(f"--eval-every {settings.run.eval_every} needs validation data, and {dataset.name} has none; add --val-path, or drop --eval-every")
+        raise UsageError(
+            f"--eval-every {settings.run.eval_every} needs validation data, and {dataset.name} has none; add --val-path, or drop --eval-every"
+        )
     cursor = None
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
-            raise DataError(f"--resume {resumed.path} was trained on other data than {dataset.train.name} holds now; restore the data, or start a new run")
+            raise DataError(
+                f"--resume {resumed.path} was trained on other data than {dataset.train.name} holds now; restore the data, or start a new run"
+            )
         _check_tokenizer(resumed, dataset)
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
