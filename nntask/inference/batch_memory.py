@@ -8,7 +8,7 @@ has all pages that fit, and texts wait until pages are free.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from scheduler import CapturingRuntime
 from tiles import TileTensor
@@ -16,15 +16,12 @@ from tiles import TileTensor
 from ..errors import DoesNotFit
 from ..hardware.machine_model import this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
-from ..planning.needs import shortage
+from ..models.language import LanguageModel
+from ..planning.needs import Needs, shortage
+from ..tiling.model_tiling import ModelTiling
 from .memory_check import needs_of_step, what_to_raise
+from .pretrained import ModelSource
 from .row_steps import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
-
-if TYPE_CHECKING:
-    from ..models.language import LanguageModel
-    from ..planning.needs import Needs
-    from ..tiling.model_tiling import ModelTiling
-    from .pretrained import ModelSource
 
 _SCORE_NBYTES: Final = 4
 _INSTANCES: Final = 2

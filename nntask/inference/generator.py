@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import Runtime, Step
 from tiles import TileTensor
 
 from ..errors import UsageError
+from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
@@ -30,11 +32,6 @@ from .beams import BeamSearch, Hypothesis, Rows, search
 from .encoded import attended, padded
 from .penalties import NO_PENALTIES, Penalties
 from .sampling import Sampling, choose
-
-if TYPE_CHECKING:
-    from scheduler import Runtime, Step
-
-    from ..models.interface import ModelConfig
 
 Scores = npt.NDArray[np.floating[Any]]
 

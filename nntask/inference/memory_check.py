@@ -9,7 +9,7 @@ A refusal names every budget that is too small with its least sufficient value, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scheduler import CapturingRuntime
 from tiles import TileTensor
@@ -18,16 +18,13 @@ from ..config.units import flag_size
 from ..errors import DoesNotFit
 from ..hardware.machine_model import RAM, MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
+from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..planning.memory_fit import needs_of, no_collections, untouched
 from ..planning.needs import Needs, shortage
-from ..tiling.model_tiling import default_tiling
+from ..tiling.model_tiling import ModelTiling, default_tiling
 from .encoded import attended
-
-if TYPE_CHECKING:
-    from ..models.language import LanguageModel
-    from ..tiling.model_tiling import ModelTiling
-    from .pretrained import ModelSource
+from .pretrained import ModelSource
 
 
 def check_memory(

@@ -20,12 +20,12 @@ from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 from tiles.ops import pages as page_ops
 
+from .encoder_past import EncoderPast
 from .kv_cache import Past
 
 if TYPE_CHECKING:
     from ..models.interface import ModelConfig
     from ..tiling.model_tiling import ModelTiling
-    from .encoder_past import EncoderPast
 
 _TILE_TOKENS: Final = 1024
 """Number of positions in a tile, in whole pages."""

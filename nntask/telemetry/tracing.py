@@ -18,18 +18,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scheduler import Ran, SchedulerError
+from scheduler import Ran, Runtime, SchedulerError, Step
 from scheduler.machine import StepPlan
 
 from ..config.run_config import LanguageRun
 from ..errors import StorageError
 from ..io.atomic_write import written_aside
 from ..training.run_directory import TRACE
-
-if TYPE_CHECKING:
-    from scheduler import Runtime, Step
 
 
 class Tracer:

@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import Runtime
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
 
-from ..checkpoints.store import STATE
+from ..checkpoints.store import STATE, Checkpoint
 from ..config.run_config import LanguageRun, Length, RunConfig
 from ..config.settings import from_dict
 from ..config.toml import to_toml
@@ -38,11 +39,6 @@ from .initial_weights import load_weights
 from .run_directory import CONFIG, computing_versions, write_file, write_plan
 from .run_lock import RunLock
 from .signals import Interrupts
-
-if TYPE_CHECKING:
-    from scheduler import Runtime
-
-    from ..checkpoints.store import Checkpoint
 
 MOST_NAMES: Final = 8
 """Largest number of workers whose names are listed one by one."""
