@@ -8,12 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tiles import TileTensor
 
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.encoder_past import EncoderPast, kept, source_documents
+
+
+def filled(texts: Sequence[Sequence[int]], shape: Sequence[int], padding: int = 0) -> npt.NDArray[np.int32]:
+    """Return ids of texts as rows of an array, with padding at their ends."""
+    ids = np.full(shape, padding, np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    return ids
 
 
 def padded(model: LanguageModel, sources: Sequence[Sequence[int]], length: int | None = None) -> dict[str, TileTensor]:
@@ -25,10 +34,7 @@ def padded(model: LanguageModel, sources: Sequence[Sequence[int]], length: int |
     """
     names = ("tokens", "documents") if length is None else ("tokens", "documents", "decoder_tokens")
     found = model.inputs(len(sources), max(map(len, sources)), names, length)
-    tokens = np.full(found["tokens"].shape, getattr(model.config, "pad_token_id", None) or 0, np.int32)
-    for row, source in enumerate(sources):
-        tokens[row, : len(source)] = source
-    found["tokens"].write(tokens)
+    found["tokens"].write(filled(sources, found["tokens"].shape, getattr(model.config, "pad_token_id", None) or 0))
     found["documents"].write(_is_text(sources))
     return found
 
@@ -54,7 +60,7 @@ def pasts(pairs: list[tuple[TileTensor, TileTensor]], sources: Sequence[Sequence
     return found
 
 
-def _is_text(sources: Sequence[Sequence[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+def _is_text(sources: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
     """Return (B, S): 1 for a token of a prompt, 0 for padding."""
     lengths = np.array([len(source) for source in sources])[:, None]
     return (np.arange(lengths.max()) < lengths).astype(np.int32)

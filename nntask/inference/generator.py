@@ -29,7 +29,7 @@ from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
 from .beams import BeamSearch, Hypothesis, Rows, search
-from .encoded import attended, padded
+from .encoded import attended, filled, padded
 from .penalties import NO_PENALTIES, Penalties
 from .sampling import Sampling, choose
 
@@ -205,12 +205,8 @@ class Generator:
         for start in range(0, longest, cache.tile):
             end = min(start + cache.tile, longest)
             tokens, positions = cache.inputs(end - start)
-            ids = np.zeros(tokens.shape, np.int32)
-            for row, text in enumerate(texts):
-                piece = text[start:end]
-                ids[row, : len(piece)] = piece
-            tokens.write(ids)
-            positions.write(np.broadcast_to(np.arange(start, end, dtype=np.int32), ids.shape))
+            tokens.write(filled([text[start:end] for text in texts], tokens.shape))
+            positions.write(np.broadcast_to(np.arange(start, end, dtype=np.int32), tokens.shape))
             cache.grow(end)
             cache.leave(min(start, *(len(text) - 1 for text in texts)))
             with no_grad():
@@ -236,10 +232,7 @@ class Generator:
             each_has = len(texts) // len(prompts)
             given, key = padded(model, [prompt for prompt in prompts for _ in range(each_has)], length), "decoder_tokens"
         last = model.position_tensor(len(texts))
-        ids = np.zeros((len(texts), length), np.int32)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = text
-        given[key].write(ids)
+        given[key].write(filled(texts, (len(texts), length)))
         last.write(np.array([len(text) - 1 for text in texts], np.int32))
         with no_grad():
             return model.next_logits(positions=last, **given).read()[:, 0]

@@ -97,6 +97,17 @@ class Past:
     length: int
 
 
+def layers_of(
+    config: ModelConfig, runtime: TaskRuntime, shape: Sequence[int], tile: Sequence[int], dtype: npt.DTypeLike
+) -> list[tuple[TileTensor, TileTensor]]:
+    """Return keys and values of this shape for each layer of a model, without memory."""
+
+    def tensor(what: str, layer: int) -> TileTensor:
+        return TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
+
+    return [(tensor("keys", layer), tensor("values", layer)) for layer in range(len(config.description.stack.blocks))]
+
+
 class KVCache:
     """Keys and values of a batch of texts, with one row or several (beams) for each text.
 
@@ -136,13 +147,7 @@ class KVCache:
         self._left = [0] * num_layers
         self._across: list[EncoderPast | None] = [None] * num_layers
         self._runtime = runtime
-        self._layers = [
-            tuple(
-                TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
-                for what in ("keys", "values")
-            )
-            for layer in range(num_layers)
-        ]
+        self._layers = layers_of(config, runtime, shape, tile, dtype)
 
     @property
     def last_position(self) -> int:

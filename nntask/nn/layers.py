@@ -131,18 +131,11 @@ class RMSNorm(Module):
         return functional.residual_rms_norm(x, branch, self.weight, self.eps, self.offset)
 
 
-class HeadNorm(Module):
-    """RMS norm within each head (Henry et al., 2020), multiplied by weight (D,) + offset, the same for all heads; tiles hold whole heads.
-
-    Args:
-        head_size: D.
-        eps: added to the mean of squares.
-        offset: added to the weight; the first weight is 1 - offset.
-    """
+class HeadNorm(RMSNorm):
+    """RMS norm within each head (Henry et al., 2020), multiplied by weight (D,) + offset, the same for all heads; tiles hold whole heads."""
 
     def __init__(self, head_size: int, eps: float, offset: float = 0.0) -> None:
-        self.eps, self.offset = eps, offset
-        self.weight = Parameter((head_size,), (-1,), constant(1.0 - offset))
+        super().__init__(head_size, -1, eps, offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(.., H*D) -> (.., H*D)."""
