@@ -47,6 +47,7 @@ class GemmaConfig(GatedConfig):
     tie_word_embeddings: bool = switch(True)
 
     pattern: ClassVar[int]
+    gate_key: ClassVar[str] = "hidden_activation"
     kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
     foreign: ClassVar[Rules] = {
         "sliding_window_pattern": Used(),
@@ -102,13 +103,7 @@ class GemmaConfig(GatedConfig):
 
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block."""
-        has_bias = self.attention_bias
-        return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5, has_bias=has_bias, has_out_bias=has_bias)
-
-    @property
-    def gate_act(self) -> str:
-        """Activation of the gate."""
-        return self.hidden_activation
+        return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object."""

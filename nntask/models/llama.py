@@ -6,14 +6,14 @@ frequencies, which are computed from the config.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from .config_fields import choice, positive, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .names import Names
-from .rotary import RopeScaling, Rotary
+from .rotary import RopeScaling
 from .rotary_config import RotaryConfig
 from .transformer import Transformer
 
@@ -47,6 +47,10 @@ class GatedConfig(RotaryConfig):
     Args:
         hidden_act: "silu", or its synonym "swish".
         rms_norm_eps: term added to the mean of squares.
+
+    Attributes:
+        gate_key: key of the activation of the gate.
+        attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases; fields of some families.
     """
 
     hidden_act: str = choice(("silu", "swish"), "silu")
@@ -54,6 +58,8 @@ class GatedConfig(RotaryConfig):
 
     names: ClassVar[Names] = NAMES
     num_inner_matrices: ClassVar[int] = 3
+    gate_key: ClassVar[str] = "hidden_act"
+    attention_bias = mlp_bias = False
 
     @cached_property
     def description(self) -> Description:
@@ -76,25 +82,21 @@ class GatedConfig(RotaryConfig):
         """Return the attention of one block, layer from 0."""
         window = self.window(layer)
         return self.attention_shape(
-            has_bias=False,
-            has_out_bias=False,
+            has_bias=self.attention_bias,
+            has_out_bias=self.attention_bias,
             dropout=self.attention_dropout,
             window=None if window is None or window >= self.n_positions else window,
-            rotary=Rotary(size=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling),
+            rotary=self.rotary,
         )
 
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that a token sees in a block, itself included; None for all."""
-        return None
-
-    @property
-    def gate_act(self) -> str:
-        """Activation of the gate."""
-        return self.hidden_act
+        window: int | None = getattr(self, "sliding_window", None)
+        return window
 
     def feed_forward(self) -> FeedForwardShape:
         """Return the feed-forward layer of every block."""
-        return self.feed_forward_shape(self.gate_act, has_gate=True, has_bias=False)
+        return self.feed_forward_shape(getattr(self, self.gate_key), has_gate=True, has_bias=self.mlp_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +113,6 @@ class LlamaConfig(GatedConfig):
     model_type: ClassVar[str] = "llama"
     title: ClassVar[str] = "LLaMA"
     architecture: ClassVar[str] = "LlamaForCausalLM"
-
-    def attention(self, layer: int) -> AttentionShape:
-        """Return the attention of one block, layer from 0."""
-        return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias)
-
-    def feed_forward(self) -> FeedForwardShape:
-        """Return the feed-forward layer of every block."""
-        return replace(super().feed_forward(), has_bias=self.mlp_bias)
 
 
 class Llama(Transformer):

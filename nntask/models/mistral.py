@@ -25,10 +25,6 @@ class MistralConfig(GatedConfig):
     title: ClassVar[str] = "Mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
 
-    def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token sees in a block; None for all."""
-        return self.sliding_window
-
 
 PRESETS: Final[dict[str, MistralConfig]] = {
     "mistral-7b": MistralConfig.of_size(32000, 4096, 14336, 32, 32, 32768, rms_norm_eps=1e-5),

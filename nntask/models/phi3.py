@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
 from .config_fields import count, positive, probability, token
-from .description import AttentionShape, BlockShape
+from .description import BlockShape
 from .foreign_keys import Rules, ignored, off, only
 from .llama import NAMES, GatedConfig
 from .names import Joined, Names
@@ -100,14 +100,6 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
             del found[key]
         others = {key: values["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
         return {**values, _ORIGINAL: original, "rope_scaling": found, "rope_parameters": {**found, **others}}
-
-    def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token attends to in a block; None for all."""
-        return self.sliding_window
-
-    def attention(self, layer: int) -> AttentionShape:
-        """Return the attention of one block, layer from 0."""
-        return replace(super().attention(layer), rotary=self.rotary)
 
     def block(self, layer: int) -> BlockShape:
         """Return the parts of one block, layer from 0."""

@@ -71,7 +71,7 @@ class Qwen3Config(Qwen2Config):
 
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block."""
-        return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias, head_norm=self.norm)
+        return replace(super().attention(layer), has_bias=self.attention_bias, head_norm=self.norm)
 
 
 _SMALL: Final[dict[str, Any]] = {"rope_theta": 1e6, "tie_word_embeddings": True}

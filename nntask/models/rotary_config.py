@@ -96,6 +96,11 @@ class RotaryConfig(HiddenConfig):
         """D: width of one head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def rotary(self) -> Rotary:
+        """Rotation of queries and keys."""
+        return Rotary(size=self.turned_size(vars(self)), theta=self.rope_theta, scaling=self.rope_scaling)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object; rotary scaling in the format of transformers 4, which both versions read."""
         return {**super().to_dict(), "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_dict()}
@@ -150,11 +155,6 @@ class PartialRotaryConfig(RotaryConfig):
     def turned_size(cls, values: Mapping[str, Any]) -> int:
         """Return the number of features of a head that turn, from checked values of all fields."""
         return int(super().turned_size(values) * values["partial_rotary_factor"])
-
-    @property
-    def rotary(self) -> Rotary:
-        """Rotation of queries and keys."""
-        return Rotary(size=int(self.head_size * self.partial_rotary_factor), theta=self.rope_theta, scaling=self.rope_scaling)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, with older keys in addition to today's, so that versions 4 and 5 read it."""
