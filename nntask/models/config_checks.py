@@ -1,7 +1,7 @@
 """Checks of values in a JSON config, one function per rule, and the rendering of values in error messages.
 
 Each error names the key, the source, the rule, the value with its JSON type, and a legal value. In all functions `key` is the key of the value, and
-`source` is the name of the file or object that holds it.
+`source` is the name of the file or object that holds it. A check raises `UsageError` if the rule is broken.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ def config_values(path: str | os.PathLike[str], advice: str = "check --config-pa
 
 
 def check_object(values: object, source: str, key: str) -> None:
-    """Check that `values` is a JSON object; the error names `key` as an example of its keys.
-
-    Raises:
-        UsageError: `values` is another JSON value.
-    """
+    """Check that `values` is a JSON object; the error names `key` as an example of its keys."""
     if not isinstance(values, Mapping):
         raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}; write {{...}}")
 
@@ -57,9 +53,6 @@ def check_count(key: str, value: object, source: str, usual: int, most: int = LA
         source: the file or object that holds the value.
         usual: a legal value, for the error message.
         most: the largest legal value.
-
-    Raises:
-        UsageError: `value` is not a whole number, or is out of range.
     """
     if type(value) is not int:
         try:
@@ -75,22 +68,14 @@ def check_count(key: str, value: object, source: str, usual: int, most: int = LA
 
 
 def check_positive(key: str, value: object, source: str, usual: float) -> None:
-    """Check that `value` is a finite number above 0; the error suggests `usual`.
-
-    Raises:
-        UsageError: `value` is not a number, or is out of range.
-    """
+    """Check that `value` is a finite number above 0; the error suggests `usual`."""
     number = _number(key, value, source, usual)
     if not 0 < number < float("inf"):
         raise UsageError(f'{key} in {source} must be positive and finite, got {_short(value)}; write for example "{key}": {usual}')
 
 
 def check_probability(key: str, value: object, source: str) -> None:
-    """Check that `value` is a number in [0, 1).
-
-    Raises:
-        UsageError: `value` is not a number, or is out of range.
-    """
+    """Check that `value` is a number in [0, 1)."""
     if not 0 <= _number(key, value, source, 0.1) < 1:
         raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}; write 0 for no dropout")
 
@@ -105,21 +90,13 @@ def _number(key: str, value: object, source: str, usual: float) -> float:
 
 
 def check_switch(key: str, value: object, source: str) -> None:
-    """Check that `value` is true or false.
-
-    Raises:
-        UsageError: `value` is another JSON value.
-    """
+    """Check that `value` is true or false."""
     if type(value) is not bool:
         raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}; write true or false without quotes")
 
 
 def check_choice(key: str, value: object, source: str, names: Collection[str]) -> None:
-    """Check that `value` is one of the strings `names`.
-
-    Raises:
-        UsageError: `value` is not one of them.
-    """
+    """Check that `value` is one of the strings `names`."""
     if type(value) is not str or value not in names:
         raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}; choose one of them")
 
@@ -142,11 +119,7 @@ def check_num_weights(asked: int, held: int, source: object, files: str, advice:
 
 
 def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:
-    """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`.
-
-    Raises:
-        UsageError: `value` is not divisible by `by`.
-    """
+    """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`."""
     if value % by:
         halves = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
         near = min((*halves, *(value // n for n in halves)), key=lambda n: (abs(n - by), n))

@@ -25,7 +25,7 @@ class ModelConfig:
     """Base of the configs of families; field names and meaning as in transformers.
 
     A subclass declares its fields with `config_fields`, checks rules between fields in `check_together`, and has `names` and a `description`.
-    Letters: V vocabulary, P longest sequence, C width of the residual stream, H heads of queries, G heads of keys and values, D width of a head,
+    Letters: V number of token ids, P longest sequence, C width of the residual stream, H heads of queries, G heads of keys and values, D width of a head,
     I width of the feed-forward layer.
 
     Attributes:
@@ -275,12 +275,8 @@ class HiddenConfig(KeyedConfig):
     """Base of the configs with the usual keys of recent models.
 
     Args:
-        vocab_size: V, number of token ids.
-        hidden_size: C, width of the residual stream.
-        intermediate_size: I, width inside the feed-forward layer.
-        num_hidden_layers: number of blocks.
-        num_attention_heads: H, number of heads of queries.
-        max_position_embeddings: P, longest sequence.
+        vocab_size, hidden_size, intermediate_size: V, C and I.
+        num_hidden_layers, num_attention_heads, max_position_embeddings: number of blocks, H and P.
         initializer_range: standard deviation of initial weights.
         tie_word_embeddings: whether the head is the token embedding.
     """

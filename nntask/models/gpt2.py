@@ -45,12 +45,8 @@ class GPT2Config(ModelConfig):
     """Shape and hyperparameters of a GPT-2; field names and meaning as in ``transformers.GPT2Config``.
 
     Args:
-        vocab_size: V, number of token ids.
-        n_positions: P, longest sequence.
-        n_embd: C, width of the residual stream.
-        n_layer: number of blocks.
-        n_head: H, attention heads; divides n_embd.
-        n_inner: I, width inside the feed-forward layer; None for 4 C.
+        vocab_size, n_positions, n_embd, n_layer, n_head: V, P, C, number of blocks, and H, which divides C.
+        n_inner: I; None for 4 C.
         activation_function: one of `ACTIVATIONS`.
         resid_pdrop, embd_pdrop, attn_pdrop: dropout probability after each branch, after the embeddings, on attention probabilities.
         layer_norm_epsilon: term added to the variance.

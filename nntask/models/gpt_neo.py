@@ -26,12 +26,8 @@ class GPTNeoConfig(KeyedConfig):
     """Shape and hyperparameters of a GPT-Neo; field names and meaning as in ``transformers.GPTNeoConfig``.
 
     Args:
-        vocab_size: V, number of token ids.
-        hidden_size: C, width of the residual stream.
-        num_layers: number of blocks.
-        num_heads: H, attention heads; divides hidden_size.
-        max_position_embeddings: P, longest sequence.
-        intermediate_size: I, width inside the feed-forward layer; None for 4 C.
+        vocab_size, hidden_size, num_layers, num_heads, max_position_embeddings: V, C, number of blocks, H, which divides C, and P.
+        intermediate_size: I; None for 4 C.
         attention_layers: for each block "global" or "local"; None for the two in turn.
         window_size: number of tokens that a token sees in a local block, itself included.
         activation_function: one of `ACTIVATIONS`.

@@ -27,12 +27,8 @@ class OPTConfig(KeyedConfig):
     """Shape and hyperparameters of an OPT; field names and meaning as in ``transformers.OPTConfig``.
 
     Args:
-        vocab_size: V, number of token ids.
-        hidden_size: C, width of the residual stream.
-        num_hidden_layers: number of blocks.
-        num_attention_heads: H, attention heads; divides hidden_size.
-        ffn_dim: I, width inside the feed-forward layer.
-        max_position_embeddings: P, longest sequence.
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads: V, C, number of blocks, and H, which divides C.
+        ffn_dim, max_position_embeddings: I and P.
         activation_function: one of `ACTIVATIONS`.
         dropout, attention_dropout: dropout probability after each layer, on attention probabilities.
         init_std: standard deviation of initial weights.

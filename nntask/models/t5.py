@@ -30,13 +30,8 @@ class T5Config(KeyedConfig):
     """Shape and hyperparameters of a T5; field names and meaning as in ``transformers.T5Config``.
 
     Args:
-        vocab_size: V, number of token ids.
-        d_model: C, width of the residual stream.
-        d_kv: D, width of a head.
-        d_ff: I, width inside the feed-forward layer.
-        num_layers: number of blocks of the encoder.
-        num_decoder_layers: number of blocks of the decoder; None for num_layers.
-        num_heads: H.
+        vocab_size, d_model, d_kv, d_ff, num_heads: V, C, D, I and H.
+        num_layers, num_decoder_layers: number of blocks of the encoder, and of the decoder; None for the same number.
         n_positions: usual length of sequences; a T5 has no limit, since biases depend on distances alone.
         relative_attention_num_buckets, relative_attention_max_distance: number of buckets of distances, and first distance of the last.
         dropout_rate: dropout probability everywhere.
