@@ -25,8 +25,8 @@ class ModelConfig:
     """Base of the configs of families; field names and meaning as in transformers.
 
     A subclass declares its fields with `config_fields`, checks rules between fields in `check_together`, and has `names` and a `description`.
-    Letters: V number of token ids, P longest sequence, C width of the residual stream, H heads of queries, G heads of keys and values, D width of a head,
-    I width of the feed-forward layer.
+    Letters: V number of token ids, P longest sequence, C width of the residual stream, H heads of queries, G heads of keys and values, D width of a
+    head, I width of the feed-forward layer.
 
     Attributes:
         model_type: Hugging Face's name of the family.

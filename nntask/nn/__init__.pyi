@@ -2,13 +2,4 @@ from . import functional, initializers
 from .autograd import Edge, Node, ParameterEdge
 from .layers import Embedding, LayerNorm, Linear
 
-__all__ = [
-    "Edge",
-    "Embedding",
-    "LayerNorm",
-    "Linear",
-    "Node",
-    "ParameterEdge",
-    "functional",
-    "initializers",
-]
+__all__ = ["Edge", "Embedding", "LayerNorm", "Linear", "Node", "ParameterEdge", "functional", "initializers"]
