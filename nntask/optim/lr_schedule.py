@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ..errors import UsageError
@@ -77,18 +78,18 @@ def make_schedule(
         raise UsageError(f"warmup_steps {warmup_steps} and full_lr_iter {full_lr_iter} are both warm-ups; drop one of them")
     if kind != "constant" and min_lr > lr:
         raise UsageError(f"min_lr must be at most lr = {lr:g}, got {min_lr:g}; the nearest legal value is {lr:g}")
+    return partial(_rate, kind=kind, lr=lr, steps=steps, warmup_steps=warmup_steps, min_lr=min_lr, start_lr=start_lr, full_lr_iter=full_lr_iter)
 
-    def rate(step: int) -> float:
-        if step < 1:
-            raise UsageError(f"steps count from 1, got {step}; the first learning rate is that of step 1")
-        if step < full_lr_iter:
-            return start_lr + (lr - start_lr) * (step - 1) / (full_lr_iter - 1)
-        if step < warmup_steps:
-            return lr * step / warmup_steps
-        if kind == "constant":
-            return lr
-        first = max(warmup_steps, full_lr_iter, 1)  # the step with the whole lr
-        progress = min(1.0, (step - first) / max(1, steps - first))
-        return min_lr + (lr - min_lr) * SHAPES[kind](progress)
 
-    return rate
+def _rate(step: int, *, kind: str, lr: float, steps: int, warmup_steps: int, min_lr: float, start_lr: float, full_lr_iter: int) -> float:
+    if step < 1:
+        raise UsageError(f"steps count from 1, got {step}; the first learning rate is that of step 1")
+    if step < full_lr_iter:
+        return start_lr + (lr - start_lr) * (step - 1) / (full_lr_iter - 1)
+    if step < warmup_steps:
+        return lr * step / warmup_steps
+    first = max(warmup_steps, full_lr_iter, 1)  # the step with the whole lr
+    if kind == "constant":
+        return lr
+    progress = min(1.0, (step - first) / max(1, steps - first))
+    return min_lr + (lr - min_lr) * SHAPES[kind](progress)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +45,6 @@ from .run_loop import run_loop
 from .session import Opened, Session, UntiledModel, about_tiled, begin, counts_of, stream_of
 from .signals import Interrupts
 
-_Run = TypeVar("_Run", bound=LanguageRun)
-
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
@@ -75,12 +74,15 @@ def train(run: RunConfig, cluster: Cluster | None = None) -> int:
     Raises:
         NntaskError: any kind of `nntask.errors`, which also lists the exit codes.
     """
-    with _prepared(run) as (run, printer):
-        return _train(run, cluster, printer)
+    with _directory_of(run) as directory:
+        return _train(run if directory == run.directory else replace(run, directory=directory), cluster)
 
 
-def _train(run: RunConfig, cluster: Cluster | None, printer: StepPrinter) -> int:
+def _train(run: RunConfig, cluster: Cluster | None) -> int:
     """Run a training in its final directory, like `train`."""
+    printer = StepPrinter()
+    if run.settings.observe.report_to == "tensorboard":
+        check_installed()
     if cluster is None:
         check_start(run)
     if run.tiles.is_measured:
@@ -124,21 +126,21 @@ def _train(run: RunConfig, cluster: Cluster | None, printer: StepPrinter) -> int
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
     """Train a model that is not made of tiles on this machine, like `train`."""
-    with _prepared(run) as (run, printer):
-        return _train_untiled(run, model, printer)
+    with _directory_of(run) as directory:
+        return _train_untiled(run if directory == run.directory else replace(run, directory=directory), model)
 
 
-@contextmanager
-def _prepared(run: _Run) -> Iterator[tuple[_Run, StepPrinter]]:
-    """Yield a run in its directory, and its printer. A new run without a given directory gets its own, except for a dry run."""
-    has_place = run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run
-    with nullcontext(run.directory) if has_place else own_directory(run.directory, run.name) as directory:
-        if run.settings.observe.report_to == "tensorboard":
-            check_installed()
-        yield run if directory == run.directory else replace(run, directory=directory), StepPrinter()
+def _directory_of(run: LanguageRun) -> AbstractContextManager[Path]:
+    """Return the directory of a run. A new run without a given directory gets its own, except for a dry run."""
+    if run.settings.checkpoints.run_dir or run.start.resumed is not None or run.settings.run.dry_run:
+        return nullcontext(run.directory)
+    return own_directory(run.directory, run.name)
 
 
-def _train_untiled(run: LanguageRun, model: UntiledModel, printer: StepPrinter) -> int:
+def _train_untiled(run: LanguageRun, model: UntiledModel) -> int:
+    printer = StepPrinter()
+    if run.settings.observe.report_to == "tensorboard":
+        check_installed()
     check_start(run)
     model.check(run)
     warn_of_disk(run.machine.disk)
