@@ -77,6 +77,7 @@ class BertConfig(HiddenConfig):
     classifier: ClassVar[str] = "BertForSequenceClassification"
     dropouts: ClassVar[tuple[str, ...]] = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     objectives: ClassVar[tuple[str, ...]] = ("masked", "classify")
+    unwritten: ClassVar[tuple[str, ...]] = ("problem_type",)
     first_position: ClassVar[int] = 0
     drops_first: ClassVar[bool] = False
     foreign: ClassVar[Rules] = {
@@ -212,8 +213,6 @@ class BertConfig(HiddenConfig):
         del values["id2label"], values["num_labels"]
         if self.num_labels:
             values["num_labels"], values["architectures"], names = self.num_labels, [self.classifier], names or _numbered(self.num_labels)
-        if values["problem_type"] is None:
-            del values["problem_type"]
         if names:
             values |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
         return values

@@ -26,7 +26,7 @@ from ..nn.autograd import Tensor
 from ..nn.encoder_past import EncoderPast
 from ..nn.functional import Masks, RelativeBias
 from ..nn.kv_cache import LayerPast
-from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
+from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
 from ..nn.module import Module
 from ..tiling.model_tiling import ModelTiling
 from .description import AttentionShape, BlockShape, FeedForwardShape, NormShape
@@ -58,12 +58,9 @@ class Construction:
     library: bool = False
     sites: Iterator[int] = field(default_factory=itertools.count)
 
-    def linear(
-        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool, activation: str | None = None
-    ) -> Linear | TransposedLinear:
+    def linear(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool, activation: str | None = None) -> Linear:
         """Return a product with a matrix in the layout of the family's files."""
-        kind = Linear if self.has_rows_in else TransposedLinear
-        return kind(num_in, num_out, tile, std=std, has_bias=has_bias, activation=activation)
+        return Linear(num_in, num_out, tile, std=std, has_bias=has_bias, activation=activation, has_rows_in=self.has_rows_in)
 
     def norm(self, shape: NormShape) -> LayerNorm | RMSNorm:
         """Return a norm of the residual stream."""

@@ -36,6 +36,7 @@ class ModelConfig:
         example_key: a key that every config has, for error messages.
         kinds_keys: fields with a kind for every block.
         dropouts: fields that `with_dropout` sets.
+        unwritten: fields that files lack if they are null.
         objective: default objective of training; `objectives` has all.
         foreign: rules of the keys in files that are not fields, in addition to those of the base classes (`foreign_keys`).
 
@@ -55,6 +56,7 @@ class ModelConfig:
     example_key: ClassVar[str] = "hidden_size"
     kinds_keys: ClassVar[tuple[str, ...]] = ()
     dropouts: ClassVar[tuple[str, ...]] = ()
+    unwritten: ClassVar[tuple[str, ...]] = ()
     objective: ClassVar[str] = "causal"
     objectives: ClassVar[tuple[str, ...]] = ("causal",)
     foreign: ClassVar[Rules] = COMMON
@@ -233,7 +235,8 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, which transformers loads."""
-        return {"model_type": self.model_type, "architectures": [self.architecture], **asdict(self)}
+        values = {key: value for key, value in asdict(self).items() if value is not None or key not in self.unwritten}
+        return {"model_type": self.model_type, "architectures": [self.architecture], **values}
 
     def with_dropout(self, p: float) -> Self:
         """Return the same config with every dropout probability `p`."""

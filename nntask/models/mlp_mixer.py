@@ -26,7 +26,7 @@ from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks
 from ..nn.initializers import constant, normal
-from ..nn.layers import Dropout, LayerNorm, TransposedLinear
+from ..nn.layers import Dropout, LayerNorm, Linear
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .config_checks import check_divisible
@@ -120,8 +120,8 @@ class MixerMlp(Module):
     """Feed-forward layer over the last axis: (.., K) -> (.., K)."""
 
     def __init__(self, width: int, inner: int, tile: tuple[int, int], std: float, activation: str) -> None:
-        self.fc1 = TransposedLinear(width, inner, tile, std=std, activation=activation)
-        self.fc2 = TransposedLinear(inner, width, tile[::-1], std=std)
+        self.fc1 = Linear(width, inner, tile, std=std, activation=activation, has_rows_in=False)
+        self.fc2 = Linear(inner, width, tile[::-1], std=std, has_rows_in=False)
 
     def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(.., K) -> (.., K)."""
@@ -167,7 +167,7 @@ class MlpMixer(LanguageModel):
         self.names = config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
         width, std = config.hidden_size, config.initializer_range
-        self.stem = TransposedLinear(config.patch_width, width, (-1, cut.embd_tile), std=std)
+        self.stem = Linear(config.patch_width, width, (-1, cut.embd_tile), std=std, has_rows_in=False)
         self.blocks = [MixerBlock(config, cut, layer) for layer in range(config.num_hidden_layers)]
         self.norm = LayerNorm(width, cut.embd_tile, config.layer_norm_eps)
         self.lm_head = Parameter((config.num_labels, width), (cut.vocab_tile, cut.embd_tile), normal(std))

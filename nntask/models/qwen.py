@@ -34,6 +34,7 @@ class Qwen2Config(GatedConfig):
     layer_types: tuple[str, ...] | None = layer_kinds((FULL, SLIDING))
 
     kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
+    unwritten: ClassVar[tuple[str, ...]] = ("head_dim",)
     model_type: ClassVar[str] = "qwen2"
     title: ClassVar[str] = "Qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
@@ -46,11 +47,6 @@ class Qwen2Config(GatedConfig):
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block."""
         return replace(super().attention(layer), has_bias=True)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as Hugging Face's JSON object; a Qwen2 has the key of the head size only if its heads have a size of their own."""
-        values = super().to_dict()
-        return {key: value for key, value in values.items() if key != "head_dim" or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

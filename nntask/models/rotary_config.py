@@ -119,6 +119,7 @@ class PartialRotaryConfig(RotaryConfig):
 
     partial_rotary_factor: float = positive(0.5, 0.5)
 
+    unwritten: ClassVar[tuple[str, ...]] = ("head_dim",)  # transformers would take null for a size
     factor_keys: ClassVar[tuple[str, ...]] = ()
     theta_keys: ClassVar[tuple[str, ...]] = ()
 
@@ -161,7 +162,5 @@ class PartialRotaryConfig(RotaryConfig):
         values = super().to_dict()
         scaling = values["rope_scaling"] or {"rope_type": "default"}
         values["rope_parameters"] = {**scaling, "rope_theta": self.rope_theta, "partial_rotary_factor": self.partial_rotary_factor}
-        if self.head_dim is None:  # transformers would take null for a size
-            del values["head_dim"]
         values |= dict.fromkeys(self.factor_keys, self.partial_rotary_factor) | dict.fromkeys(self.theta_keys, self.rope_theta)
         return values

@@ -73,6 +73,7 @@ class T5Config(KeyedConfig):
     inner_key: ClassVar[str] = "d_ff"
     example_key: ClassVar[str] = "d_model"
     dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate",)
+    unwritten: ClassVar[tuple[str, ...]] = ("scale_decoder_outputs",)
     objective: ClassVar[str] = "seq2seq"
     objectives: ClassVar[tuple[str, ...]] = ("seq2seq",)
     foreign: ClassVar[Rules] = {
@@ -204,11 +205,6 @@ class T5Config(KeyedConfig):
         cross = replace(attention, is_causal=False, relative=None) if is_decoder else None
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=p, cross=cross)
         return StackShape(blocks=(block,) * num_blocks, std=self.initializer_factor, dropout=p, drops_last=True, norm=norm)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as Hugging Face's JSON object."""
-        values = super().to_dict()
-        return {key: value for key, value in values.items() if key != "scale_decoder_outputs" or value is not None}
 
 
 _VERSION_1_1: Final[dict[str, Any]] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}

@@ -66,12 +66,21 @@ class Linear(Adaptable):
         std: standard deviation of the first weights; the bias begins at zero.
         activation: gelu_new, gelu, relu, silu, tanh, or None.
         has_bias: whether to add a bias.
+        has_rows_in: False for a weight (N, K), the layout of torch, whose files then map onto tiles as they are.
     """
 
-    has_rows_in = True
-
-    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = True) -> None:
-        self.activation = activation
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        tile: tuple[int, int],
+        *,
+        std: float,
+        activation: str | None = None,
+        has_bias: bool = True,
+        has_rows_in: bool = True,
+    ) -> None:
+        self.activation, self.has_rows_in = activation, has_rows_in
         shape, cut = ((num_in, num_out), tile) if self.has_rows_in else ((num_out, num_in), tile[::-1])
         self.weight = Parameter(shape, cut, normal(std))
         self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
@@ -82,13 +91,6 @@ class Linear(Adaptable):
         if self.activation is not None:
             return functional.linear_activation(x, self.weight, self.bias, self.activation, transpose_w=transpose, added=added)
         return functional.linear(x, self.weight, self.bias, transpose_w=transpose, added=added)
-
-
-class TransposedLinear(Linear):
-    """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N), with the arguments of `Linear`: the layout of torch, whose files then map onto tiles as
-    they are."""
-
-    has_rows_in = False
 
 
 class LayerNorm(Module):
