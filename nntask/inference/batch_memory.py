@@ -54,7 +54,7 @@ def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: Machin
     if (needs := lacking(fewest)) is not None:
         smaller = "lower --slots or --max-context, or " if not is_exact else "lower --cache-tokens, or "
         size = f"{shape.slots} texts over a cache of {fewest.num_pages * shape.page} tokens"
-        raise DoesNotFit(f"{size}: {shortage(target, needs)}; {smaller}{what_to_raise(target, needs, machine)}")
+        raise DoesNotFit(f"{size}: {shortage(target, needs)}; {smaller}{what_to_raise(target, needs)}")
     fits, not_so = fewest.num_pages, shape.num_pages
     while not_so - fits > max(1, fits // 16):
         middle = (fits + not_so) // 2

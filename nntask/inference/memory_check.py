@@ -14,12 +14,12 @@ from typing import Any
 from scheduler import CapturingRuntime
 from tiles import TileTensor
 
-from ..config.units import flag_size
 from ..errors import DoesNotFit
-from ..hardware.machine_model import RAM, MachineModel, this_machine
+from ..hardware.machine_model import MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
+from ..planning.fit_advice import more_memory
 from ..planning.memory_fit import needs_of, no_collections, untouched
 from ..planning.needs import Needs, shortage
 from ..tiling.model_tiling import ModelTiling, default_tiling
@@ -135,30 +135,9 @@ def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, .
     if found.fit(target):
         return
     flags = " or ".join(flag for flag, less in smaller.items() if less != size and needs(*less).fit(target))
-    more = what_to_raise(target, found, machine)
-    raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
+    raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{what_to_raise(target, found)}")
 
 
-def what_to_raise(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:
-    """Return advice: the budgets to raise, or a disk tier that replaces host memory together with the budgets to raise then."""
-    found = _raised(target, needs.short(target), machine)
-    if target.storage or all(at != target.last for at, _ in needs.short(target)):
-        return found
-    with_disk = target.with_empty_disk()
-    besides = [each for each in needs.short(with_disk) if each[0] != with_disk.last]
-    return f"{found}, or {f'{_raised(with_disk, besides, machine)} and ' if besides else ''}add --disk DIR"
-
-
-def _raised(target: MachineModel, short: Sequence[tuple[int, int]], machine: MachineSpec) -> str:
-    """Return the flags to raise so that each node of `short` has its number of bytes."""
-    changes = []
-    devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # all devices have one size
-    for at, nbytes in short:
-        size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
-        if machine.disk is not None and target.storage and at == target.last:
-            where = "" if machine.disk.budget.is_given else "; it needs that much free space"
-            changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk.budget.text}) to at least {size}{where}")
-        else:
-            flag, budget = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.device)
-            changes.append(f"{flag} (now {budget.text or 'the default'}) to at least {size}")
-    return f"raise {' and '.join(dict.fromkeys(changes))}"
+def what_to_raise(target: MachineModel, needs: Needs) -> str:
+    """Return advice: budgets that suffice, and those with a disk tier that replaces host memory."""
+    return f"use {', or '.join(more_memory(target, needs))}"

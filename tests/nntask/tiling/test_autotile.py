@@ -11,7 +11,7 @@ from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture
 from nntask.tiling.model_tiling import Limits, ModelTiling, cut
 from nntask.tiling.tile_table import add_row, read_table, shape_of
-from nntask.training.autotune import _kernel_seconds, _doubled, _halved, measure
+from nntask.training.autotune import _doubled, _halved, _kernel_seconds, measure
 
 CONFIG = GPT2Config(vocab_size=300, n_positions=32, n_embd=24, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 ASKED = TrainSettings(model=ModelSettings(model="gpt2"), tiling=TilingSettings(batch=6, minibatch=2), resources=ResourceSettings(ncpu=2))
