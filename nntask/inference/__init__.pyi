@@ -1,8 +1,7 @@
-from .batch_memory import fitted
 from .beams import STEEPEST, BeamSearch, search
 from .filled_masks import fill
 from .generator import Generator, check_writes
-from .memory_check import check_memory, check_scoring
+from .memory_check import check_memory, check_scoring, fitted
 from .penalties import OutputPenalties, Penalties
 from .pretrained import ModelSource, TextIds
 from .row_steps import BatchShape

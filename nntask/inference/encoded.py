@@ -14,7 +14,7 @@ from tiles import TileTensor
 
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
-from ..nn.encoder_past import EncoderPast, kept, source_documents
+from ..nn.kv_cache import EncoderPast, kept, source_documents
 
 
 def filled(texts: Sequence[Sequence[int]], shape: Sequence[int], padding: int = 0) -> npt.NDArray[np.int32]:

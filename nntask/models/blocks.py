@@ -23,9 +23,8 @@ from tiles.ops import attention as attention_ops
 
 from ..nn import functional
 from ..nn.autograd import Tensor
-from ..nn.encoder_past import EncoderPast
 from ..nn.functional import Masks, RelativeBias
-from ..nn.kv_cache import LayerPast
+from ..nn.kv_cache import EncoderPast, LayerPast
 from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
 from ..nn.module import Module
 from ..tiling.model_tiling import ModelTiling

@@ -65,8 +65,8 @@ class ModelConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         self._check(values, "the config")
         for f in fields(self):
-            if f.metadata.get("convert") and values[f.name] is not None:
-                object.__setattr__(self, f.name, f.metadata["convert"](values[f.name]))
+            convert, value = f.metadata.get("convert"), values[f.name]
+            object.__setattr__(self, f.name, value if convert is None or value is None else convert(value))
 
     @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:

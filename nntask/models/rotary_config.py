@@ -40,12 +40,6 @@ class RotaryConfig(HiddenConfig):
         **ignored("no version of the models here reads it", "default_theta rope_interleaved use_mrope"),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rope_scaling is not None:  # with defaults and element types as read from a file
-            object.__setattr__(self, "rope_scaling", scaling_of(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config"))
-            check_divisors(self.rope_scaling, self.turned_size(vars(self)), "the config")
-
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
         """Return the keys that `ModelConfig.unread` does, and those within the rotary scaling."""
@@ -62,8 +56,9 @@ class RotaryConfig(HiddenConfig):
     @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:
         super()._check(values, source)
-        if isinstance(values, dict) and not isinstance(values.get("rope_scaling"), RopeScaling | None):
-            values["rope_scaling"] = scaling_of(values["rope_scaling"], values["max_position_embeddings"], source)
+        if isinstance(values, dict) and (scaling := values.get("rope_scaling")) is not None:
+            given = scaling.to_dict() if isinstance(scaling, RopeScaling) else scaling
+            values["rope_scaling"] = scaling_of(given, values["max_position_embeddings"], source)  # with defaults and element types
             check_divisors(values["rope_scaling"], cls.turned_size({**{f.name: f.default for f in fields(cls)}, **values}), source)
 
     @classmethod

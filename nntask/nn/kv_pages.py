@@ -20,8 +20,7 @@ from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 from tiles.ops import pages as page_ops
 
-from .encoder_past import EncoderPast
-from .kv_cache import Past, layers_of
+from .kv_cache import EncoderPast, Past, layers_of
 
 if TYPE_CHECKING:
     from ..models.interface import ModelConfig
