@@ -14,7 +14,6 @@ An encoder reads the prompts once; the texts are then the decoder's output and b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,18 +29,9 @@ from ..nn.autograd import no_grad
 from ..nn.kv_cache import KVCache
 from .beams import BeamSearch, Hypothesis, Rows, search
 from .encoded import attended, filled, padded
-from .penalties import NO_PENALTIES, Penalties
-from .sampling import Sampling, choose
+from .sampling import NO_PENALTIES, Penalties, Sampling, choose
 
 Scores = npt.NDArray[np.floating[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodingStep:
-    """Recorded step of one token per text, for the tiles that the tokens lie in. Steps in which texts continue other rows are recorded apart."""
-
-    step: Step
-    output: TileTensor
 
 
 def check_writes(config: ModelConfig) -> None:
@@ -247,7 +237,7 @@ class _Steps:
         self._sources, self._itself = cache.sources(), np.arange(len(texts), dtype=np.int32)
         self._shared = min(map(len, texts)) - 1
         self._written = range(0)
-        self._recorded: dict[bool, _DecodingStep] = {}
+        self._recorded: dict[bool, tuple[Step, TileTensor]] = {}
 
     def scores(self, rows: Rows | None = None) -> Scores:
         """Return scores (B, V) of the next token of each text. The position of a text that has ended does not change.
@@ -263,12 +253,12 @@ class _Steps:
         moved = None if rows is None or np.array_equal(rows, self._itself) else rows
         if moved is not None:
             self._sources.write(moved)
-        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), moved is not None)
-        scores: Scores = recorded.step.replay().read(recorded.output)[:, 0]
+        step, output = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), moved is not None)
+        scores: Scores = step.replay().read(output)[:, 0]
         return scores
 
-    def _step(self, written: range, forks: bool) -> _DecodingStep:
-        """Return the recorded step for tokens in the tiles `written` of the cache."""
+    def _step(self, written: range, forks: bool) -> tuple[Step, TileTensor]:
+        """Return the recorded step for tokens in the tiles `written` of the cache, and its scores; steps with `forks` are recorded apart."""
         if self._written != written:
             self._recorded.clear()
             self._written = written
@@ -278,5 +268,5 @@ class _Steps:
             sources = self._sources if forks else None
             with no_grad(), self._runtime.record(groups=True) as step:
                 output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written, sources, self._shared)).data
-            self._recorded[forks] = _DecodingStep(step, output)
+            self._recorded[forks] = step, output
         return self._recorded[forks]

@@ -26,9 +26,8 @@ from ..errors import Diverged, UsageError
 from ..models.language import LanguageModel
 from ..nn.kv_pages import RowInputs
 from .page_pool import PagePool, digests_of
-from .penalties import NO_PENALTIES, OutputPenalties, Penalties
 from .row_steps import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
-from .sampling import Sampling, check_finite, choose
+from .sampling import NO_PENALTIES, OutputPenalties, Penalties, Sampling, check_finite, choose
 
 Scores = npt.NDArray[np.floating[Any]]
 Work = Literal["tokens", "prompt", "scored prompt"]

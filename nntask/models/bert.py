@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
-from .config_checks import shown
-from .config_fields import ACTIVATIONS, choice, classes, count, positive, probability, switch, token
+from .config_checks import ACTIVATIONS, choice, classes, count, positive, probability, shown, switch, token
 from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import HiddenConfig
 from .foreign_keys import Only, Rules, ignored, off

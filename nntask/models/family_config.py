@@ -1,4 +1,4 @@
-"""Base of the configs of families: dataclasses whose fields are declared with their rules (`config_fields`), read from JSON.
+"""Base of the configs of families: dataclasses whose fields are declared with their rules (`config_checks`), read from JSON.
 
 Keys without a default are required. Keys that are not fields have rules in `foreign_keys`. `unread` lists keys without a rule, for callers to report.
 """
@@ -11,8 +11,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..errors import UsageError
-from .config_checks import check_divisible, check_object
-from .config_fields import ACTIVATIONS, count, depth, positive, switch
+from .config_checks import ACTIVATIONS, check_divisible, check_object, count, depth, positive, switch
 from .description import AttentionShape, Description, FeedForwardShape
 from .foreign_keys import COMMON, Rules, check_foreign, renamed
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 class ModelConfig:
     """Base of the configs of families; field names and meaning as in transformers.
 
-    A subclass declares its fields with `config_fields`, checks rules between fields in `check_together`, and has `names` and a `description`.
+    A subclass declares its fields with `config_checks`, checks rules between fields in `check_together`, and has `names` and a `description`.
     Letters: V number of token ids, P longest sequence, C width of the residual stream, H heads of queries, G heads of keys and values, D width of a
     head, I width of the feed-forward layer.
 

@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import LARGEST_DEPTH, check_object, shown
-from .config_fields import ACTIVATIONS, choice, count, layer_kinds, positive, switch
+from .config_checks import ACTIVATIONS, LARGEST_DEPTH, check_object, choice, count, layer_kinds, positive, shown, switch
 from .description import AttentionShape, BlockShape, Description, NormShape
 from .foreign_keys import Only, Rules, Used, off
 from .llama import NAMES, GatedConfig

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import sqrt
 from typing import ClassVar, Final
 
-from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch
+from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, switch
 from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import ModelConfig
 from .foreign_keys import Alias, Rules, ignored

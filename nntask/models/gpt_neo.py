@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import LARGEST_DEPTH, shown
-from .config_fields import ACTIVATIONS, choice, count, depth, layer_kinds, positive, probability, switch
+from .config_checks import ACTIVATIONS, LARGEST_DEPTH, choice, count, depth, layer_kinds, positive, probability, shown, switch
 from .description import AttentionShape, BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used

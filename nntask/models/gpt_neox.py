@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_fields import ACTIVATIONS, choice, positive, probability, switch
+from .config_checks import ACTIVATIONS, choice, positive, probability, switch
 from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .foreign_keys import Rules, Used
 from .names import Joined, Names

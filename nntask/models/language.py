@@ -46,11 +46,6 @@ class ExtraInputs:
     decoder_tokens: TileTensor | None = None
     positions: TileTensor | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the inputs that are present."""
-        return tuple(name for name in ExtraInputs.__slots__ if getattr(self, name) is not None)
-
 
 NO_EXTRAS: Final = ExtraInputs()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
-from .config_fields import choice, positive, switch
+from .config_checks import choice, positive, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .names import Names
 from .rotary import RopeScaling

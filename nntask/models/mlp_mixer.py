@@ -29,8 +29,7 @@ from ..nn.initializers import constant, normal
 from ..nn.layers import Dropout, LayerNorm, Linear
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
-from .config_checks import check_divisible
-from .config_fields import ACTIVATIONS, choice, classes, count, depth, positive, probability
+from .config_checks import ACTIVATIONS, check_divisible, choice, classes, count, depth, positive, probability
 from .family_config import KeyedConfig
 from .language import LanguageModel
 from .names import Names

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Final
 
-from .config_fields import ACTIVATIONS, choice, positive, probability
+from .config_checks import ACTIVATIONS, choice, positive, probability
 from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .foreign_keys import Rules, off
 from .llama import NAMES

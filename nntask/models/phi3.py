@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_fields import count, positive, probability, token
+from .config_checks import count, positive, probability, token
 from .description import BlockShape
 from .foreign_keys import Rules, ignored, off, only
 from .llama import NAMES, GatedConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-from .config_fields import count, layer_kinds, switch
+from .config_checks import count, layer_kinds, switch
 from .description import AttentionShape
 from .llama import GatedConfig
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..errors import UsageError
-from .config_checks import check_divisible, shown
-from .config_fields import count, positive, probability
+from .config_checks import check_divisible, count, positive, probability, shown
 from .family_config import HiddenConfig
 from .foreign_keys import Rules, Used, ignored
 from .rotary import RopeScaling, Rotary, check_divisors, rope_of, scaling_of, unread_of_rope

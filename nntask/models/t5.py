@@ -11,8 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
-from .config_checks import shown
-from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
+from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
 from .description import BlockShape, Description, HeadShape, NormShape, RelativePositions, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used
