@@ -27,7 +27,7 @@ from ..planning.fit_advice import more_memory
 from ..planning.memory_fit import needs_of, no_collections, untouched
 from ..planning.needs import Needs, shortage
 from ..tiling.model_tiling import ModelTiling, default_tiling
-from .encoded import attended
+from .generator import attended
 from .pretrained import ModelSource
 from .row_steps import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
 
