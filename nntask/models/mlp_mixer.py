@@ -159,8 +159,7 @@ class MlpMixer(LanguageModel):
         *,
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
-        flash: bool = True,
-        library: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__(config, tiling, runtime)
         self.names = config.names.modules

@@ -39,24 +39,7 @@ class Adapter(Module):
         return LowRank(self.A, self.B, self.scale, dropout)
 
 
-class Adaptable(Module):
-    """Base of layers with a matrix `weight` that can have an adapter.
-
-    Attributes:
-        lora: the adapter; None without one.
-        has_rows_in: whether the weight is (in, out), not (out, in).
-    """
-
-    lora: Adapter | None = None
-    has_rows_in: bool
-    weight: Parameter
-
-    def added(self, masks: Masks | None) -> LowRank | None:
-        """Return the adapter's update for one forward pass; None without an adapter."""
-        return None if self.lora is None else self.lora.low_rank(masks)
-
-
-class Linear(Adaptable):
+class Linear(Module):
     """x (.., K) @ weight (K, N) [+ bias (N,)] -> (.., N), and an activation in the same pass.
 
     Args:
@@ -67,7 +50,12 @@ class Linear(Adaptable):
         activation: gelu_new, gelu, relu, silu, tanh, or None.
         has_bias: whether to add a bias.
         has_rows_in: False for a weight (N, K), the layout of torch, whose files then map onto tiles as they are.
+
+    Attributes:
+        lora: the adapter; None without one.
     """
+
+    lora: Adapter | None = None
 
     def __init__(
         self,
@@ -87,7 +75,7 @@ class Linear(Adaptable):
 
     def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
         """(.., K) -> (.., N)."""
-        transpose, added = not self.has_rows_in, self.added(masks)
+        transpose, added = not self.has_rows_in, None if self.lora is None else self.lora.low_rank(masks)
         if self.activation is not None:
             return functional.linear_activation(x, self.weight, self.bias, self.activation, transpose_w=transpose, added=added)
         return functional.linear(x, self.weight, self.bias, transpose_w=transpose, added=added)
