@@ -113,7 +113,7 @@ def test_refusals(here, capsys, argv, code, words):
     ("argv", "code", "words"),
     [
         (["--disk=small.json:100TB"], 2, "--disk small.json is a file"),
-        (["--disk=none/a/b:100TB"], 2, "--disk none/a/b cannot be made"),
+        (["--disk=none/a/b:100TB"], 2, "--disk none/a/b cannot be created"),
         (["--disk=/proc/x:100TB"], 2, "--disk /proc/x cannot be written"),
         (["--ram=10TB", "--minibatch=3"], 2, "--minibatch must divide"),
         (["--ram=10TB", "--dataset-path=nowhere"], 4, "--dataset-path nowhere does not exist"),
