@@ -3,10 +3,8 @@ from .errors import ClusterError, DataError, Diverged, DoesNotFit, NntaskError, 
 from .models.gpt2 import GPT2, GPT2Config
 from .models.llama import Llama, LlamaConfig
 from .models.registry import PRESETS
-from .models.rotary import RopeScaling
 from .nn.autograd import Tensor, checkpoint, no_grad, on_tape
 from .nn.module import Module, Parameter
-from .optim.lr_schedule import make_schedule
 from .optim.optimizers import SGD, Adam, AdamW, Group, decay_groups
 from .tiling.model_tiling import ModelTiling, default_tiling
 
@@ -30,7 +28,6 @@ __all__ = [
     "NntaskError",
     "Parameter",
     "ProcessUnavailable",
-    "RopeScaling",
     "StorageError",
     "Tensor",
     "UsageError",
@@ -38,7 +35,6 @@ __all__ = [
     "checkpoint",
     "decay_groups",
     "default_tiling",
-    "make_schedule",
     "no_grad",
     "on_tape",
 ]

@@ -1,4 +1,3 @@
-from .frozen_base import FrozenBase
-from .lora import LoRA, add_adapters, merged_arrays
+from .lora import merged_arrays
 
-__all__ = ["FrozenBase", "LoRA", "add_adapters", "merged_arrays"]
+__all__ = ["merged_arrays"]

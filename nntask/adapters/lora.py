@@ -2,12 +2,11 @@
 
     y = x W + b + alpha / r * dropout(x) A^T B^T        (their equation 3, scaled as in section 4.1)
 
-W is (K, N) in the orientation that multiplies x, A is (r, K), B is (N, r). A begins uniform in [-1 / sqrt(K), 1 / sqrt(K)] (Kaiming's bound with
-a = sqrt(5), as in the authors' code and in PEFT), B at zero, so training begins with the frozen model itself. Rules:
+W is (K, N), A (r, K), B (N, r). A begins uniform in [-1 / sqrt(K), 1 / sqrt(K)], as in the authors' code and in PEFT, and B at zero. Rules:
 
-- Every parameter of the original model but a classifier's head is frozen: no gradient, no optimizer state, and no task writes it. Every `Adaptable`
-  layer, that is each matrix of attention and of the feed-forward layers, gets an adapter. The head of a classifier has not been trained before, so it
-  is trained whole, as in PEFT, and so is the layer before it.
+- Every parameter of the original model is frozen: no gradient, no optimizer state, and no task writes it. Every `Linear` layer, that is each
+  matrix of attention and of the feed-forward layers, gets an adapter. Only a classifier's head, which is new, and the layer before it are trained
+  whole, as in PEFT.
 - Weights that are one matrix in the family's files, such as GPT-2's q, k and v, count as one matrix: their layers share A and the dropout mask of x,
   and their B are row blocks of one B. So the adapters equal those of PEFT, which adapts the matrices of the files.
 """
@@ -30,7 +29,7 @@ from ..models.language import LanguageModel
 from ..models.names import is_of_head
 from ..nn.functional import SITES
 from ..nn.initializers import uniform
-from ..nn.layers import Adaptable, Adapter
+from ..nn.layers import Adapter, Linear
 from ..nn.module import Parameter
 
 Array = npt.NDArray[Any]
@@ -118,19 +117,19 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
             parameter.allocate(model.runtime, name, dtype, seed)
 
 
-def adapted(model: LanguageModel) -> dict[str, dict[str, Adaptable]]:
+def adapted(model: LanguageModel) -> dict[str, dict[str, Linear]]:
     """Return module name in the family's files -> {name: our layer}, for the layers whose weights the module joins, in the order of its columns."""
     layers = _adaptable(model)
     factors = _factors(layers)
     base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}
     theirs = names_of(model.config, base)
-    groups: dict[str, dict[str, Adaptable]] = {}
+    groups: dict[str, dict[str, Linear]] = {}
     for name, layer in layers.items():
         groups.setdefault(theirs[name + _WEIGHT].removesuffix(_WEIGHT), {})[name] = layer
     return groups
 
 
-def adapter_factors(layer: Adaptable, down: Array, up: Array) -> tuple[Array, Array]:
+def adapter_factors(layer: Linear, down: Array, up: Array) -> tuple[Array, Array]:
     """Return the two factors of an adapter's update, in the layout of the layer's weight.
 
     Args:
@@ -169,17 +168,17 @@ def merged_arrays(model: LanguageModel) -> dict[str, Array]:
     return {name: found[name] for name, parameter in model.named_parameters().items() if id(parameter) not in factors}
 
 
-def _factors(layers: dict[str, Adaptable]) -> set[int]:
+def _factors(layers: dict[str, Linear]) -> set[int]:
     """Return the ids of A and B of every adapter."""
     return {id(p) for layer in layers.values() if layer.lora is not None for p in layer.lora.parameters()}
 
 
-def _adaptable(model: LanguageModel) -> dict[str, Adaptable]:
+def _adaptable(model: LanguageModel) -> dict[str, Linear]:
     """Return the layers that take an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Adaptable) and not _is_trained_whole(model, name)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear) and not _is_trained_whole(model, name)}
 
 
-def _adapt(layers: list[Adaptable], lora: LoRA, site: int) -> None:
+def _adapt(layers: list[Linear], lora: LoRA, site: int) -> None:
     """Give adapters to layers whose weights are column blocks of one matrix: they have one input, and share A and the dropout stream `site`."""
     (num_in, _), (tile_in, _) = _ways(layers[0])
     down = Parameter((lora.rank, num_in), (-1, tile_in), uniform(num_in**-0.5))
@@ -188,7 +187,7 @@ def _adapt(layers: list[Adaptable], lora: LoRA, site: int) -> None:
         layer.lora = Adapter(down, num_out, tile_out, scale=lora.scale, p=lora.dropout, site=site)
 
 
-def _ways(layer: Adaptable) -> tuple[tuple[int, int], tuple[int, int]]:
+def _ways(layer: Linear) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (input features, output features) of a layer, and the same of a tile of its weight."""
     shape, tile = layer.weight.extents, layer.weight.tile
     first, second = (0, 1) if layer.has_rows_in else (1, 0)

@@ -1,4 +1,4 @@
-from .interface import NodesChanged, Outcome, Pending, StepEngine
+from .interface import NodesChanged, Outcome, Pending
 from .recorded import RecordedEngine, build_model, build_optimizer, emit_training_step, outcome_of
 
-__all__ = ["NodesChanged", "Outcome", "Pending", "RecordedEngine", "StepEngine", "build_model", "build_optimizer", "emit_training_step", "outcome_of"]
+__all__ = ["NodesChanged", "Outcome", "Pending", "RecordedEngine", "build_model", "build_optimizer", "emit_training_step", "outcome_of"]

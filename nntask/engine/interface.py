@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from scheduler import Step
 from tiles import TileTensor
 
+from ..config.run_config import RunConfig
 from ..data.batch import Batch
 from ..data.dataset import Dataset
-
-if TYPE_CHECKING:
-    from scheduler import Step
-
-    from ..config.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

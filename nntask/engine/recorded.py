@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from scheduler import TaskRuntime, contribution
-from scheduler.planning import SUBMISSION
+from scheduler import Runtime, Step, TaskRuntime, Ticket, contribution
+from scheduler.planning import SUBMISSION, PlannedOrder
 from tiles import TileTensor
 
 from ..adapters.lora import add_adapters
@@ -35,10 +35,6 @@ from ..nn.autograd import accumulation, no_grad
 from ..optim.optimizers import SGD, Adam, AdamW, Optimizer, Tiles, decay_groups, norm_of
 from ..optim.sharded import DataShard, Exchange, Transport
 from .interface import Outcome
-
-if TYPE_CHECKING:
-    from scheduler import Runtime, Step, Ticket
-    from scheduler.planning import PlannedOrder
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "fp32": np.dtype(np.float32),

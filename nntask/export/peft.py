@@ -20,7 +20,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..hf.layout import names_of
 from ..hf.model_directory import ADAPTER_CONFIG
-from ..nn.layers import Adaptable
+from ..nn.layers import Linear
 from .huggingface import Exported, as_stored, check_target, kind_of, new_file, write_directory, write_json, write_tokenizer
 from .merged_weights import adapter_arrays, capture_of
 
@@ -93,7 +93,7 @@ def _saved_module(name: str) -> str:
     return _CLASSIFIER if module.split(".")[0] == _CLASSIFIER else module
 
 
-def _config(lora: LoRA, groups: Mapping[str, Mapping[str, Adaptable]], base: str | None) -> dict[str, Any]:
+def _config(lora: LoRA, groups: Mapping[str, Mapping[str, Linear]], base: str | None) -> dict[str, Any]:
     """Return the content of PEFT's adapter_config.json; `base` is the path of the frozen base weights, if they are a model directory."""
     layers = [layer for members in groups.values() for layer in members.values()]
     return {

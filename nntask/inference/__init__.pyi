@@ -1,14 +1,12 @@
-from .batch_memory import fitted
-from .beams import STEEPEST, BeamSearch, Hypothesis, search
-from .filled_masks import FilledMask, fill
+from .beams import STEEPEST, BeamSearch, search
+from .filled_masks import fill
 from .generator import Generator, check_writes
-from .memory_check import check_memory, check_scoring
-from .penalties import OutputPenalties, Penalties
+from .memory_check import check_memory, check_scoring, fitted
 from .pretrained import ModelSource, TextIds
-from .row_steps import BatchShape, check_joins
+from .row_steps import BatchShape
 from .running_batch import NextToken, RunningBatch, RunningText, TextRequest, TokenScore
 from .samples import HOW, sample_prompt, sample_text
-from .sampling import Sampling, choose
+from .sampling import OutputPenalties, Penalties, Sampling, choose
 from .scoring import perplexity
 from .spelling import Spelling, TokenBytes, TokenOffsets
 
@@ -17,9 +15,7 @@ __all__ = [
     "STEEPEST",
     "BatchShape",
     "BeamSearch",
-    "FilledMask",
     "Generator",
-    "Hypothesis",
     "ModelSource",
     "NextToken",
     "OutputPenalties",
@@ -33,7 +29,6 @@ __all__ = [
     "TokenBytes",
     "TokenOffsets",
     "TokenScore",
-    "check_joins",
     "check_memory",
     "check_scoring",
     "check_writes",

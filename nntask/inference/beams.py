@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from .penalties import NO_PENALTIES, Penalties
-from .sampling import best_ids, check_finite
+from .sampling import NO_PENALTIES, Penalties, best_ids, check_finite
 
 Scores = npt.NDArray[np.floating[Any]]
 Rows = npt.NDArray[np.int32]

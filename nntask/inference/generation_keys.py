@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ..models.foreign_keys import Only, Rules, Used, check_foreign, ignored
+from ..models.foreign_keys import Rules, Used, check_foreign, ignored, only
 
 _ADVICE: Final = "that is not done here; remove the key to write texts without it"
 
 GENERATION_KEYS: Final[Rules] = {
-    **dict.fromkeys(("bos_token_id", "eos_token_id"), Used("inference.pretrained")),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), Used()),
     **ignored("the config says it", "pad_token_id decoder_start_token_id"),
     **ignored(
         "flags say it",
@@ -32,24 +32,15 @@ GENERATION_KEYS: Final[Rules] = {
     **ignored(
         "a record of the software that wrote the file", "_from_model_config transformers_version generation_kwargs trust_remote_code chat_format"
     ),
-    **{key: Only((None, 0), _ADVICE) for key in ("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size")},
-    **{key: Only((None, 1.0, 1), _ADVICE) for key in ("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "top_h")},
-    **{key: Only((None, 0.0, 0), _ADVICE) for key in ("diversity_penalty", "penalty_alpha", "min_p", "epsilon_cutoff", "eta_cutoff")},
-    **{
-        key: Only((None, []), _ADVICE)
-        for key in ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "stop_strings", "constraints", "force_words_ids", "sequence_bias")
-    },
-    **{
-        key: Only((None, False), _ADVICE)
-        for key in (
-            "forced_bos_token_id",
-            "forced_eos_token_id",
-            "exponential_decay_length_penalty",
-            "token_healing",
-            "watermarking_config",
-            "dola_layers",
-        )
-    },
+    **only((None, 0), _ADVICE, "min_length min_new_tokens encoder_no_repeat_ngram_size"),
+    **only((None, 1.0, 1), _ADVICE, "typical_p encoder_repetition_penalty guidance_scale num_beam_groups top_h"),
+    **only((None, 0.0, 0), _ADVICE, "diversity_penalty penalty_alpha min_p epsilon_cutoff eta_cutoff"),
+    **only((None, []), _ADVICE, "bad_words_ids suppress_tokens begin_suppress_tokens stop_strings constraints force_words_ids sequence_bias"),
+    **only(
+        (None, False),
+        _ADVICE,
+        "forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty token_healing watermarking_config dola_layers",
+    ),
 }
 """Rule of each key of transformers' ``GenerationConfig``."""
 

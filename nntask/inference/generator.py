@@ -7,44 +7,30 @@ since its tasks change then. Texts of unequal length need no padding: every toke
 The context is the largest number of tokens that a model attends to. A longer prompt is refused, and a text ends when its context is full: a sliding
 window would move every cached key to another position, so each token would recompute all of them. Frequencies that depend on the length of a text
 (LongRoPE) are those of the longest possible text: the longest prompt and all new tokens.
-
-An encoder reads the prompts once; the texts are then the decoder's output and begin with the model's start token.
+An encoder reads the prompts once, and every token of the decoder attends to its output; the texts then begin with the model's start token. Letters:
+B prompts, S tokens of the longest prompt, T tokens of a text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import Runtime, Step
 from tiles import TileTensor
 
 from ..errors import UsageError
+from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
-from ..nn.kv_cache import KVCache
+from ..nn.kv_cache import EncoderPast, KVCache, kept, source_documents
 from .beams import BeamSearch, Hypothesis, Rows, search
-from .encoded import attended, padded
-from .penalties import NO_PENALTIES, Penalties
-from .sampling import Sampling, choose
-
-if TYPE_CHECKING:
-    from scheduler import Runtime, Step
-
-    from ..models.interface import ModelConfig
+from .sampling import NO_PENALTIES, Penalties, Sampling, choose
 
 Scores = npt.NDArray[np.floating[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodingStep:
-    """Recorded step of one token per text, for the tiles that the tokens lie in. Steps in which texts continue other rows are recorded apart."""
-
-    step: Step
-    output: TileTensor
 
 
 def check_writes(config: ModelConfig) -> None:
@@ -208,12 +194,8 @@ class Generator:
         for start in range(0, longest, cache.tile):
             end = min(start + cache.tile, longest)
             tokens, positions = cache.inputs(end - start)
-            ids = np.zeros(tokens.shape, np.int32)
-            for row, text in enumerate(texts):
-                piece = text[start:end]
-                ids[row, : len(piece)] = piece
-            tokens.write(ids)
-            positions.write(np.broadcast_to(np.arange(start, end, dtype=np.int32), ids.shape))
+            tokens.write(filled([text[start:end] for text in texts], tokens.shape))
+            positions.write(np.broadcast_to(np.arange(start, end, dtype=np.int32), tokens.shape))
             cache.grow(end)
             cache.leave(min(start, *(len(text) - 1 for text in texts)))
             with no_grad():
@@ -239,13 +221,59 @@ class Generator:
             each_has = len(texts) // len(prompts)
             given, key = padded(model, [prompt for prompt in prompts for _ in range(each_has)], length), "decoder_tokens"
         last = model.position_tensor(len(texts))
-        ids = np.zeros((len(texts), length), np.int32)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = text
-        given[key].write(ids)
+        given[key].write(filled(texts, (len(texts), length)))
         last.write(np.array([len(text) - 1 for text in texts], np.int32))
         with no_grad():
             return model.next_logits(positions=last, **given).read()[:, 0]
+
+
+def filled(texts: Sequence[Sequence[int]], shape: Sequence[int], padding: int = 0) -> npt.NDArray[np.int32]:
+    """Return ids of texts as rows of an array, with padding at their ends."""
+    ids = np.full(shape, padding, np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    return ids
+
+
+def padded(model: LanguageModel, sources: Sequence[Sequence[int]], length: int | None = None) -> dict[str, TileTensor]:
+    """Return tokens and documents (B, S) of prompts of unequal lengths; shorter ones are padded at the end.
+
+    Args:
+        sources: ids of each prompt.
+        length: T, to add `decoder_tokens` (B, T), which are not written.
+    """
+    names = ("tokens", "documents") if length is None else ("tokens", "documents", "decoder_tokens")
+    found = model.inputs(len(sources), max(map(len, sources)), names, length)
+    found["tokens"].write(filled(sources, found["tokens"].shape, getattr(model.config, "pad_token_id", None) or 0))
+    found["documents"].write(_is_text(sources))
+    return found
+
+
+def attended(model: LanguageModel, sources: Sequence[Sequence[int]], num_beams: int = 1) -> list[EncoderPast]:
+    """Run the encoder once and return the keys and values of the prompts for each layer of the decoder, `num_beams` rows a prompt."""
+    given = padded(model, sources)
+    model.eval()
+    with no_grad():
+        pairs = [(keys.data, values.data) for keys, values in model.encode(**given)]
+    return pasts(pairs, sources, num_beams)
+
+
+def pasts(pairs: list[tuple[TileTensor, TileTensor]], sources: Sequence[Sequence[int]], num_beams: int) -> list[EncoderPast]:
+    """Return the pasts of keys and values (B, S, G*D) of each layer. `pairs` is emptied, which frees its memory."""
+    found: list[EncoderPast] = []
+    while pairs:
+        pair = pairs.pop(0)
+        keys, values = (kept(each, num_beams) for each in pair)
+        documents = found[0].documents if found else source_documents(keys, _is_text(sources))
+        found.append(EncoderPast(keys, values, documents))
+        del pair
+    return found
+
+
+def _is_text(sources: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Return (B, S): 1 for a token of a prompt, 0 for padding."""
+    lengths = np.array([len(source) for source in sources])[:, None]
+    return (np.arange(lengths.max()) < lengths).astype(np.int32)
 
 
 class _Steps:
@@ -257,7 +285,7 @@ class _Steps:
         self._sources, self._itself = cache.sources(), np.arange(len(texts), dtype=np.int32)
         self._shared = min(map(len, texts)) - 1
         self._written = range(0)
-        self._recorded: dict[bool, _DecodingStep] = {}
+        self._recorded: dict[bool, tuple[Step, TileTensor]] = {}
 
     def scores(self, rows: Rows | None = None) -> Scores:
         """Return scores (B, V) of the next token of each text. The position of a text that has ended does not change.
@@ -273,12 +301,12 @@ class _Steps:
         moved = None if rows is None or np.array_equal(rows, self._itself) else rows
         if moved is not None:
             self._sources.write(moved)
-        recorded = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), moved is not None)
-        scores: Scores = recorded.step.replay().read(recorded.output)[:, 0]
+        step, output = self._step(range(int(at.min()) // self._cache.tile, int(at.max()) // self._cache.tile + 1), moved is not None)
+        scores: Scores = step.replay().read(output)[:, 0]
         return scores
 
-    def _step(self, written: range, forks: bool) -> _DecodingStep:
-        """Return the recorded step for tokens in the tiles `written` of the cache."""
+    def _step(self, written: range, forks: bool) -> tuple[Step, TileTensor]:
+        """Return the recorded step for tokens in the tiles `written` of the cache, and its scores; steps with `forks` are recorded apart."""
         if self._written != written:
             self._recorded.clear()
             self._written = written
@@ -288,5 +316,5 @@ class _Steps:
             sources = self._sources if forks else None
             with no_grad(), self._runtime.record(groups=True) as step:
                 output = self._model.continued_logits(self._tokens, self._cache.past(self._positions, written, sources, self._shared)).data
-            self._recorded[forks] = _DecodingStep(step, output)
+            self._recorded[forks] = step, output
         return self._recorded[forks]

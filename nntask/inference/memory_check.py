@@ -1,7 +1,10 @@
-"""Memory check of inference: ``nntask generate`` and ``nntask perplexity`` refuse at start what would run out of memory halfway.
+"""Memory check of inference: ``nntask generate``, ``perplexity`` and ``serve`` refuse at start what would run out of memory halfway.
 
 The check counts one step, as `planning.memory_fit` counts a training step. All steps of scoring are equal; of generation, the last step of the
 longest text counts, with the whole cache. The pass over the prompts comes before that and may need more; the runtime refuses it then.
+
+The check of ``serve`` counts the largest steps with all pages in use: a token of every text, and a piece of a prompt with log-probabilities, with the
+scores that the steps of fewer texts keep. Without a disk tier the cache has the pages that fit, and texts wait until pages are free.
 
 A refusal names every budget that is too small with its least sufficient value, and the flags whose smallest value would make the work fit.
 """
@@ -9,25 +12,28 @@ A refusal names every budget that is too small with its least sufficient value, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, Final
 
 from scheduler import CapturingRuntime
 from tiles import TileTensor
 
-from ..config.units import flag_size
 from ..errors import DoesNotFit
-from ..hardware.machine_model import RAM, MachineModel, this_machine
+from ..hardware.machine_model import MachineModel, this_machine
 from ..hardware.machine_spec import MachineSpec, check_budgets
+from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
+from ..planning.fit_advice import more_memory
 from ..planning.memory_fit import needs_of, no_collections, untouched
 from ..planning.needs import Needs, shortage
-from ..tiling.model_tiling import default_tiling
-from .encoded import attended
+from ..tiling.model_tiling import ModelTiling, default_tiling
+from .generator import attended
+from .pretrained import ModelSource
+from .row_steps import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
 
-if TYPE_CHECKING:
-    from ..models.language import LanguageModel
-    from ..tiling.model_tiling import ModelTiling
-    from .pretrained import ModelSource
+_SCORE_NBYTES: Final = 4
+_INSTANCES: Final = 2
+"""Number of instances of a recorded step; each has scores of its own."""
 
 
 def check_memory(
@@ -138,30 +144,62 @@ def _check(machine: MachineSpec, needs: Callable[..., Needs], size: tuple[int, .
     if found.fit(target):
         return
     flags = " or ".join(flag for flag, less in smaller.items() if less != size and needs(*less).fit(target))
-    more = what_to_raise(target, found, machine)
-    raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{more}")
+    raise DoesNotFit(f"{said}: {shortage(target, found)}; {f'lower {flags}, or ' if flags else ''}{what_to_raise(target, found)}")
 
 
-def what_to_raise(target: MachineModel, needs: Needs, machine: MachineSpec) -> str:
-    """Return advice: the budgets to raise, or a disk tier that replaces host memory together with the budgets to raise then."""
-    found = _raised(target, needs.short(target), machine)
-    if target.storage or all(at != target.last for at, _ in needs.short(target)):
-        return found
-    with_disk = target.with_empty_disk()
-    besides = [each for each in needs.short(with_disk) if each[0] != with_disk.last]
-    return f"{found}, or {f'{_raised(with_disk, besides, machine)} and ' if besides else ''}add --disk DIR"
+def what_to_raise(target: MachineModel, needs: Needs) -> str:
+    """Return advice: budgets that suffice, and those with a disk tier that replaces host memory."""
+    return f"use {', or '.join(more_memory(target, needs))}"
 
 
-def _raised(target: MachineModel, short: Sequence[tuple[int, int]], machine: MachineSpec) -> str:
-    """Return the flags to raise so that each node of `short` has its number of bytes."""
-    changes = []
-    devices = max((nbytes for at, nbytes in short if target.nodes[at][0] != RAM and at != target.last), default=0)  # all devices have one size
-    for at, nbytes in short:
-        size = flag_size(nbytes if target.nodes[at][0] == RAM or at == target.last else devices)
-        if machine.disk is not None and target.storage and at == target.last:
-            where = "" if machine.disk.budget.is_given else ", where as much is free"
-            changes.append(f"SIZE in --disk DIR:SIZE (now {machine.disk.budget.text}) to at least {size}{where}")
-        else:
-            flag, budget = ("--ram", machine.ram) if target.nodes[at][0] == RAM else ("--gpu-memory", machine.device)
-            changes.append(f"{flag} (now {budget.text or 'the default'}) to at least {size}")
-    return f"raise {' and '.join(dict.fromkeys(changes))}"
+def fitted(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, *, is_exact: bool = False) -> BatchShape:
+    """Return the shape with as many of its pages as fit into the machine's memory. The check itself takes no memory.
+
+    Args:
+        dtype: element type, as for `ModelSource.build`.
+        is_exact: whether fewer pages than `shape` has are refused.
+
+    Raises:
+        DoesNotFit: a budget is too small for the pages of one text; the message has the shortage.
+        UsageError: texts of this model cannot run side by side.
+    """
+    check_joins(source.config)
+    check_budgets(machine)
+    target, most = this_machine(machine), token_rows(shape.slots, has_gpus=machine.has_gpus)[-1]
+
+    def lacking(shape: BatchShape) -> Needs | None:
+        """Return the needs of the largest step that does not fit; None if all steps fit."""
+        found = (_needs(source, tiling, dtype, machine, shape, num_rows) for num_rows in (most, PROMPT_ROWS))
+        return max((needs for needs in found if not needs.fit(target)), key=lambda needs: (needs.last(target), needs.task), default=None)
+
+    if lacking(shape) is None:
+        return shape
+    fewest = replace(shape, num_pages=shape.num_pages if is_exact else min(shape.most, shape.num_pages))
+    if (needs := lacking(fewest)) is not None:
+        smaller = "lower --slots or --max-context, or " if not is_exact else "lower --cache-tokens, or "
+        size = f"{shape.slots} texts over a cache of {fewest.num_pages * shape.page} tokens"
+        raise DoesNotFit(f"{size}: {shortage(target, needs)}; {smaller}{what_to_raise(target, needs)}")
+    fits, not_so = fewest.num_pages, shape.num_pages
+    while not_so - fits > max(1, fits // 16):
+        middle = (fits + not_so) // 2
+        fits, not_so = (fits, middle) if lacking(replace(shape, num_pages=middle)) else (middle, not_so)
+    return replace(shape, num_pages=fits)
+
+
+def _needs(source: ModelSource, tiling: ModelTiling, dtype: str, machine: MachineSpec, shape: BatchShape, num_rows: int) -> Needs:
+    """Return the needs of a step over rows with scores, which is at least those of a step without.
+
+    The step sees one tile of pages; further tiles are further tasks of the same size.
+    """
+    data: list[TileTensor] = []
+
+    def emit(model: LanguageModel, runtime: CapturingRuntime) -> TileTensor | None:
+        model.eval()
+        pages = pages_for(model, runtime, shape)
+        data.extend(pages.tensors)
+        inputs = pages.inputs(num_rows)
+        with runtime.record():
+            return emit_rows(model, pages.past(inputs, 1), inputs, scores=True)
+
+    kept = sum(token_rows(shape.slots, has_gpus=machine.has_gpus)[:-1]) * source.config.vocab_size * _SCORE_NBYTES * _INSTANCES
+    return needs_of_step(source, tiling, dtype, machine, emit, data=data, kept=kept)

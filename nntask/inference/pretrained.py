@@ -12,8 +12,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from scheduler import TaskRuntime
 from tiles import QuantisedTensor
 from tiles.kernels import load_block_loops
 
@@ -40,9 +41,6 @@ from ..tiling.model_tiling import ModelTiling
 from ..training.initial_weights import load_model
 from .generation_keys import check_generation, generation_notes
 from .samples import begins_as_rows
-
-if TYPE_CHECKING:
-    from scheduler import TaskRuntime
 
 
 @dataclass(frozen=True, slots=True)

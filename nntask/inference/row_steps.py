@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from scheduler import TaskRuntime
 from tiles import TOKEN_ROWS, TileTensor
 
 from ..errors import UsageError
+from ..models.interface import ModelConfig
 from ..models.language import LanguageModel
 from ..nn.autograd import no_grad
 from ..nn.kv_cache import Past
 from ..nn.kv_pages import KVPages, RowInputs
 from .generator import check_writes
-
-if TYPE_CHECKING:
-    from scheduler import TaskRuntime
-
-    from ..models.interface import ModelConfig
 
 PROMPT_ROWS: Final = 64
 """Number of tokens of a prompt that a step reads."""

@@ -14,24 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import Runtime, Step
 from tiles import TileTensor
 
 from ..errors import Diverged, UsageError
 from ..models.language import LanguageModel
 from ..nn.kv_pages import RowInputs
 from .page_pool import PagePool, digests_of
-from .penalties import NO_PENALTIES, OutputPenalties, Penalties
 from .row_steps import PROMPT_ROWS, BatchShape, check_joins, emit_rows, pages_for, token_rows
-from .sampling import Sampling, check_finite, choose
-
-if TYPE_CHECKING:
-    from scheduler import Runtime, Step
-
+from .sampling import NO_PENALTIES, OutputPenalties, Penalties, Sampling, check_finite, choose
 
 Scores = npt.NDArray[np.floating[Any]]
 Work = Literal["tokens", "prompt", "scored prompt"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+
+from scheduler import Runtime
 
 from ..config.run_config import LanguageRun
 from ..config.settings import TrainSettings
@@ -17,9 +19,6 @@ from ..errors import UsageError
 from ..models.language import LanguageModel
 from .generator import Generator
 from .sampling import Sampling
-
-if TYPE_CHECKING:
-    from scheduler import Runtime
 
 HOW: Final = Sampling(temperature=0.8, top_k=40)
 """Rule by which the tokens of the sample are chosen."""

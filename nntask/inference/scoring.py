@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scheduler import Runtime
+
 from ..data.batch import Batch
 from ..data.token_file import TokenFile
+from ..data.tokenizer import Tokenizer
 from ..engine.recorded import Inference
 from ..errors import DataError, Diverged
 from ..tiling.model_tiling import default_tiling
 from ..training.evaluation import Evaluation, evaluate
-
-if TYPE_CHECKING:
-    from scheduler import Runtime
-
-    from ..data.tokenizer import Tokenizer
-    from .pretrained import ModelSource
+from .pretrained import ModelSource
 
 
 def perplexity(

@@ -6,12 +6,10 @@ import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..data.byte_letters import byte_letters
-
-if TYPE_CHECKING:
-    from ..data.tokenizer import Tokenizer
+from ..data.tokenizer import Tokenizer
 
 HALF: Final = "\N{REPLACEMENT CHARACTER}"
 """Replacement for bytes that form no character."""

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
-from .config_checks import shown
-from .config_fields import ACTIVATIONS, choice, classes, count, positive, probability, switch, token
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .config_checks import ACTIVATIONS, choice, classes, count, positive, probability, shown, switch, token
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import HiddenConfig
 from .foreign_keys import Only, Rules, ignored, off
 from .names import Names
@@ -37,11 +36,9 @@ _MODULES: Final = {
     "down": "output.dense",
     "feed_forward_norm": "output.LayerNorm",
 }
-_OLDER: Final = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 SINGLE_LABEL: Final = "single_label_classification"
 PROBLEMS: Final = ("regression", SINGLE_LABEL, "multi_label_classification")
 """Values of problem_type; only the second can be trained here."""
-_DROPPED: Final = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,6 @@ class BertConfig(HiddenConfig):
         id2label: names of the classes by their numbers, as strings; None for none. A masked language model may have names for a classifier that is
             fine-tuned from it.
         problem_type: kind of labels that a classifier learns, one of `PROBLEMS`; None for a single label. Only a single label can be trained.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     type_vocab_size: int = count(2, 2)
@@ -82,6 +76,7 @@ class BertConfig(HiddenConfig):
     classifier: ClassVar[str] = "BertForSequenceClassification"
     dropouts: ClassVar[tuple[str, ...]] = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     objectives: ClassVar[tuple[str, ...]] = ("masked", "classify")
+    unwritten: ClassVar[tuple[str, ...]] = ("problem_type",)
     first_position: ClassVar[int] = 0
     drops_first: ClassVar[bool] = False
     foreign: ClassVar[Rules] = {
@@ -103,18 +98,15 @@ class BertConfig(HiddenConfig):
             "head_bias": "cls.predictions.bias",
         },
         aliases={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-        older=_OLDER,
-        dropped=_DROPPED,
+        older={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+        dropped=("embeddings.position_ids", "embeddings.token_type_ids"),
         unused=("bert.pooler.", "cls.seq_relationship."),
     )
-    classifier_names: ClassVar[Names] = Names(
-        modules=_MODULES,
-        prefix="bert.",
-        embedding="bert.embeddings.word_embeddings.weight",
+    classifier_names: ClassVar[Names] = replace(
+        masked_names,
         head="classifier.weight",
         outside={"head.transform": "bert.pooler.dense", "head_bias": "classifier.bias"},
-        older=_OLDER,
-        dropped=_DROPPED,
+        aliases={},
         unused=("cls.",),
     )
 
@@ -188,9 +180,8 @@ class BertConfig(HiddenConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm, p = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps), self.hidden_dropout_prob
-        attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, is_causal=False, dropout=self.attention_probs_dropout_prob)
-        activation = ACTIVATIONS[self.hidden_act]
-        feed_forward = FeedForwardShape(inner_size=self.inner_size, activation=activation, has_gate=False, has_bias=True, std=std, out_std=std)
+        attention = self.attention_shape(has_bias=True, has_out_bias=True, is_causal=False, dropout=self.attention_probs_dropout_prob)
+        feed_forward = self.feed_forward_shape(self.hidden_act)
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, norms="after", dropout=p)
         if self.num_labels:
             dropout = p if self.classifier_dropout is None else self.classifier_dropout
@@ -221,8 +212,6 @@ class BertConfig(HiddenConfig):
         del values["id2label"], values["num_labels"]
         if self.num_labels:
             values["num_labels"], values["architectures"], names = self.num_labels, [self.classifier], names or _numbered(self.num_labels)
-        if values["problem_type"] is None:
-            del values["problem_type"]
         if names:
             values |= {"id2label": names, "label2id": {name: int(number) for number, name in names.items()}}
         return values
@@ -233,9 +222,6 @@ class RobertaConfig(BertConfig):
     """Shape and hyperparameters of a RoBERTa; field names and meaning as in ``transformers.RobertaConfig``.
 
     Its first token has position 2, and the two rows before it belong to padding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     pad_token_id: int | None = token(1)
@@ -246,25 +232,20 @@ class RobertaConfig(BertConfig):
     classifier: ClassVar[str] = "RobertaForSequenceClassification"
     first_position: ClassVar[int] = 2
     drops_first: ClassVar[bool] = True
-    masked_names: ClassVar[Names] = Names(
-        modules=_MODULES,
+    masked_names: ClassVar[Names] = replace(
+        BertConfig.masked_names,
         prefix="roberta.",
         embedding="roberta.embeddings.word_embeddings.weight",
         head="lm_head.decoder.weight",
         outside={"head.transform": "lm_head.dense", "head.transform_norm": "lm_head.layer_norm", "head_bias": "lm_head.bias"},
         aliases={"lm_head.decoder.bias": "lm_head.bias"},
-        older=_OLDER,
-        dropped=_DROPPED,
         unused=("roberta.pooler.",),
     )
-    classifier_names: ClassVar[Names] = Names(
-        modules=_MODULES,
-        prefix="roberta.",
-        embedding="roberta.embeddings.word_embeddings.weight",
+    classifier_names: ClassVar[Names] = replace(
+        masked_names,
         head="classifier.out_proj.weight",
         outside={"head.transform": "classifier.dense", "head_bias": "classifier.out_proj.bias"},
-        older=_OLDER,
-        dropped=_DROPPED,
+        aliases={},
         unused=("lm_head.", "roberta.pooler."),
     )
 
@@ -299,28 +280,15 @@ def _numbered(count: int) -> dict[str, str]:
     return {str(number): f"LABEL_{number}" for number in range(count)}
 
 
-def _bert(kind: type[BertConfig], vocab: int, positions: int, hidden: int, layers: int, **more: Any) -> Any:
-    """Return a config of the usual sizes, with heads of 64 features."""
-    return kind(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        max_position_embeddings=positions,
-        **more,
-    )
-
-
 PRESETS: Final[Mapping[str, BertConfig]] = {
-    "bert-tiny": _bert(BertConfig, 4096, 256, 128, 2).with_dropout(0.0),
-    "bert-base": _bert(BertConfig, 30522, 512, 768, 12),
-    "bert-large": _bert(BertConfig, 30522, 512, 1024, 24),
+    "bert-tiny": BertConfig.of_size(4096, 128, 512, 2, 2, 256).with_dropout(0.0),
+    "bert-base": BertConfig.of_size(30522, 768, 3072, 12, 12, 512),
+    "bert-large": BertConfig.of_size(30522, 1024, 4096, 24, 16, 512),
 }
 """Name -> config: a small one, and BERT base and large (uncased)."""
 
 PRESETS_ROBERTA: Final[Mapping[str, RobertaConfig]] = {
-    "roberta-base": _bert(RobertaConfig, 50265, 514, 768, 12, type_vocab_size=1, layer_norm_eps=1e-5),
-    "roberta-large": _bert(RobertaConfig, 50265, 514, 1024, 24, type_vocab_size=1, layer_norm_eps=1e-5),
+    "roberta-base": RobertaConfig.of_size(50265, 768, 3072, 12, 12, 514, type_vocab_size=1, layer_norm_eps=1e-5),
+    "roberta-large": RobertaConfig.of_size(50265, 1024, 4096, 24, 16, 514, type_vocab_size=1, layer_norm_eps=1e-5),
 }
 """Name -> config: RoBERTa base and large."""

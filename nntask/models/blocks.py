@@ -7,12 +7,8 @@ Letters::
     S  tokens of an encoder        G  heads of keys and values: H / G queries share one
                                    I  width inside the feed-forward layer
 
-Activations are tiled along B, T and features; weights along both their axes. The heads are adjacent columns, (B, T, H*D) and (B, T, G*D). A tile of
-queries holds whole groups of heads that share a head of keys and values, and the corresponding tile of keys holds exactly these shared heads. q, k
-and v are three parameters, so that each can be tiled by heads.
-
-Modules and parameters have the names of the family's files: `names.Names.modules` has one for each attribute of the classes here. Places with
-dropout are numbered in the order of their construction.
+Heads are adjacent columns; a tile of queries holds whole groups of heads that share a head of keys and values. `names.Names.modules` has a name in
+files for each attribute here. Places with dropout are numbered in the order of construction.
 """
 
 from __future__ import annotations
@@ -20,16 +16,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 
 from ..nn import functional
 from ..nn.autograd import Tensor
-from ..nn.encoder_past import EncoderPast
 from ..nn.functional import Masks, RelativeBias
-from ..nn.kv_cache import LayerPast
-from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
+from ..nn.kv_cache import EncoderPast, LayerPast
+from ..nn.layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm
 from ..nn.module import Module
 from ..tiling.model_tiling import ModelTiling
 from .description import AttentionShape, BlockShape, FeedForwardShape, NormShape
@@ -61,12 +57,9 @@ class Construction:
     library: bool = False
     sites: Iterator[int] = field(default_factory=itertools.count)
 
-    def linear(
-        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool, activation: str | None = None
-    ) -> Linear | TransposedLinear:
+    def linear(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, has_bias: bool, activation: str | None = None) -> Linear:
         """Return a product with a matrix in the layout of the family's files."""
-        kind = Linear if self.has_rows_in else TransposedLinear
-        return kind(num_in, num_out, tile, std=std, has_bias=has_bias, activation=activation)
+        return Linear(num_in, num_out, tile, std=std, has_bias=has_bias, activation=activation, has_rows_in=self.has_rows_in)
 
     def norm(self, shape: NormShape) -> LayerNorm | RMSNorm:
         """Return a norm of the residual stream."""
@@ -130,22 +123,8 @@ class Attention(Module):
         q = self._placed(self.q(x, masks), self.q_norm, given)  # (B, T, C) -> (B, T, H*D)
         k = self._placed(self.k(x, masks), self.k_norm, given)  # (B, T, C) -> (B, T, G*D)
         v = self.v(x, masks)  # (B, T, C) -> (B, T, G*D)
-        o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
-            q,
-            k,
-            v,
-            head_size=shape.head_size,
-            scale=shape.scale,
-            dropout=self._dropout(masks),
-            flash=self.flash,
-            library=self.library,
-            past=past,
-            causal=shape.is_causal,
-            window=shape.window,
-            documents=given.documents,
-            bias=given.bias,
-            cap=shape.cap,
-        )
+        how: dict[str, Any] = {"documents": given.documents, "bias": given.bias, "window": shape.window, "cap": shape.cap}
+        o = self._attended(q, k, v, masks, past=past, causal=shape.is_causal, **how)  # (B, T, H*D)
         del q, k, v
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
@@ -156,18 +135,7 @@ class Attention(Module):
             return self.out(kept.attend(self.q(x, masks), head_size=shape.head_size, scale=shape.scale), masks)  # (B, T, C) -> (B, T, C)
         assert encoded is not None  # a decoder has an encoder
         q, (k, v) = self.q(x, masks), self.of_source(encoded, masks)  # (B, T, H*D), (B, S, G*D), (B, S, G*D)
-        o = functional.attention(  # softmax(q k^T * scale) v -> (B, T, H*D)
-            q,
-            k,
-            v,
-            head_size=shape.head_size,
-            scale=shape.scale,
-            dropout=self._dropout(masks),
-            flash=self.flash,
-            library=self.library,
-            causal=False,
-            documents=given.across_documents,
-        )
+        o = self._attended(q, k, v, masks, causal=False, documents=given.across_documents)  # (B, T, H*D)
         del q, k, v
         return self.out(o, masks)  # (B, T, H*D) -> (B, T, C)
 
@@ -175,9 +143,12 @@ class Attention(Module):
         """Return keys and values of the encoder's output: (B, S, C) -> 2 x (B, S, G*D)."""
         return self.k(encoded, masks), self.v(encoded, masks)
 
-    def _dropout(self, masks: Masks | None) -> attention_ops.Dropout | None:
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, masks: Masks | None, **how: Any) -> Tensor:
+        """Return softmax(q k^T * scale) v -> (B, T, H*D), with further arguments of `functional.attention`."""
         p = self.shape.dropout
-        return attention_ops.Dropout(p, masks.key, masks.stream(self.site)) if masks is not None and p else None
+        dropout = attention_ops.Dropout(p, masks.key, masks.stream(self.site)) if masks is not None and p else None
+        more: dict[str, Any] = {"dropout": dropout, "flash": self.flash, "library": self.library}
+        return functional.attention(q, k, v, head_size=self.shape.head_size, scale=self.shape.scale, **more, **how)
 
     def _placed(self, x: Tensor, norm: HeadNorm | None, given: ForwardPass) -> Tensor:
         """Return queries or keys, normed head by head and turned by their positions: (B, T, H*D) -> (B, T, H*D)."""

@@ -1,14 +1,17 @@
-"""Checks of values in a JSON config, one function per rule, and the rendering of values in error messages.
+"""Fields of configs with their rules: checks of values in a JSON config, one function per rule, and declarations of fields with a check.
 
 Each error names the key, the source, the rule, the value with its JSON type, and a legal value. In all functions `key` is the key of the value, and
-`source` is the name of the file or object that holds it.
+`source` is the name of the file or object that holds it. A check raises `UsageError` if the rule is broken. Values of
+the wrong JSON type are never converted, apart from whole numbers where a float belongs.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, field
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +23,23 @@ LARGEST_COUNT: Final = (1 << 31) - 1
 LARGEST_DEPTH: Final = 1 << 14
 LARGEST_CLASSES: Final = 1 << 20
 """Largest numbers of anything, of blocks and of classes. The objects of a block take host memory before the memory check can refuse the model."""
+
+
+Check = Callable[[str, Any, str], None]
+"""(key, value, source): raises `UsageError` if the value breaks its rule."""
+
+ACTIVATIONS: Final = {
+    "gelu_new": "gelu_new",
+    "gelu_pytorch_tanh": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "gelutanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+"""Name of an activation in configs -> name of its kernel. The first four names are the tanh approximation of GELU."""
 
 
 def config_values(path: str | os.PathLike[str], advice: str = "check --config-path") -> tuple[Any, str]:
@@ -39,11 +59,7 @@ def config_values(path: str | os.PathLike[str], advice: str = "check --config-pa
 
 
 def check_object(values: object, source: str, key: str) -> None:
-    """Check that `values` is a JSON object; the error names `key` as an example of its keys.
-
-    Raises:
-        UsageError: `values` is another JSON value.
-    """
+    """Check that `values` is a JSON object; the error names `key` as an example of its keys."""
     if not isinstance(values, Mapping):
         raise UsageError(f"{source} must be a JSON object with keys like {key}, got {json_type(values)}; write {{...}}")
 
@@ -57,9 +73,6 @@ def check_count(key: str, value: object, source: str, usual: int, most: int = LA
         source: the file or object that holds the value.
         usual: a legal value, for the error message.
         most: the largest legal value.
-
-    Raises:
-        UsageError: `value` is not a whole number, or is out of range.
     """
     if type(value) is not int:
         try:
@@ -75,22 +88,14 @@ def check_count(key: str, value: object, source: str, usual: int, most: int = LA
 
 
 def check_positive(key: str, value: object, source: str, usual: float) -> None:
-    """Check that `value` is a finite number above 0; the error suggests `usual`.
-
-    Raises:
-        UsageError: `value` is not a number, or is out of range.
-    """
+    """Check that `value` is a finite number above 0; the error suggests `usual`."""
     number = _number(key, value, source, usual)
     if not 0 < number < float("inf"):
         raise UsageError(f'{key} in {source} must be positive and finite, got {_short(value)}; write for example "{key}": {usual}')
 
 
 def check_probability(key: str, value: object, source: str) -> None:
-    """Check that `value` is a number in [0, 1).
-
-    Raises:
-        UsageError: `value` is not a number, or is out of range.
-    """
+    """Check that `value` is a number in [0, 1)."""
     if not 0 <= _number(key, value, source, 0.1) < 1:
         raise UsageError(f"{key} in {source} must be at least 0 and below 1, got {_short(value)}; write 0 for no dropout")
 
@@ -105,21 +110,13 @@ def _number(key: str, value: object, source: str, usual: float) -> float:
 
 
 def check_switch(key: str, value: object, source: str) -> None:
-    """Check that `value` is true or false.
-
-    Raises:
-        UsageError: `value` is another JSON value.
-    """
+    """Check that `value` is true or false."""
     if type(value) is not bool:
         raise UsageError(f"{key} in {source} must be true or false, got {shown(value)}; write true or false without quotes")
 
 
-def check_choice(key: str, value: object, names: Collection[str], source: str) -> None:
-    """Check that `value` is one of the strings `names`.
-
-    Raises:
-        UsageError: `value` is not one of them.
-    """
+def check_choice(key: str, value: object, source: str, names: Collection[str]) -> None:
+    """Check that `value` is one of the strings `names`."""
     if type(value) is not str or value not in names:
         raise UsageError(f"{key} in {source} must be one of {', '.join(names)}, got {shown(value)}; choose one of them")
 
@@ -142,32 +139,13 @@ def check_num_weights(asked: int, held: int, source: object, files: str, advice:
 
 
 def check_divisible(key: str, value: int, by_key: str, by: int, source: str) -> None:
-    """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`.
-
-    Raises:
-        UsageError: `value` is not divisible by `by`.
-    """
+    """Check that `value` is a multiple of `by`; the message names the divisor of `value` nearest to `by`."""
     if value % by:
         halves = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
         near = min((*halves, *(value // n for n in halves)), key=lambda n: (abs(n - by), n))
         raise UsageError(
             f"{key} in {source} must be divisible by {by_key}, got {key} {value} and {by_key} {by}; the nearest legal {by_key} is {near}"
         )
-
-
-def check_head(arrays: Mapping[str, object], name: str, *, is_tied: bool) -> None:
-    """Check that weights under our names include the head, unless the head is tied to the embedding.
-
-    Args:
-        arrays: our name -> array.
-        name: name of the head in the family's files.
-        is_tied: whether the head is the embedding.
-
-    Raises:
-        DataError: an untied head is missing.
-    """
-    if not is_tied and "lm_head" not in arrays:
-        raise DataError(f"the weights lack {name}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
 
 
 def _short(value: object) -> str:
@@ -186,3 +164,74 @@ def json_type(value: object) -> str:
     """Return the JSON type of a value in words."""
     kinds: dict[type, str] = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def _field(check: Check, default: Any, *, or_null: bool = False, convert: Callable[[Any], Any] | None = None, is_token: bool = False) -> Any:
+    """Declare a field with a check; null is legal if it is the default or allowed."""
+    takes_null = or_null or default is None
+
+    def check_value(key: str, value: Any, source: str) -> None:
+        if value is not None or not takes_null:
+            check(key, value, source)
+
+    return field(default=default, metadata={"check": check_value, "convert": convert, "is_token": is_token})
+
+
+def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
+    """Declare a whole number from 1 to `most`; 0 is legal if it is allowed. Error messages give `usual` as an example."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not (or_zero and type(value) is int and value == 0):
+            check_count(key, value, source, usual, most)
+
+    return _field(check, default, or_null=or_null)
+
+
+def depth(usual: int, default: Any = MISSING) -> Any:
+    """Declare a number of blocks."""
+    return count(usual, default, LARGEST_DEPTH)
+
+
+def classes(usual: int, default: Any = MISSING, *, or_zero: bool = False) -> Any:
+    """Declare a number of classes."""
+    return count(usual, default, LARGEST_CLASSES, or_zero=or_zero)
+
+
+def positive(usual: float, default: Any = MISSING, *, or_null: bool = False) -> Any:
+    """Declare a number above 0."""
+    return _field(partial(check_positive, usual=usual), default, or_null=or_null, convert=float)
+
+
+def probability(default: float | None) -> Any:
+    """Declare a number in [0, 1)."""
+    return _field(check_probability, default, convert=float)
+
+
+def switch(default: bool | None) -> Any:
+    """Declare a value that is true or false."""
+    return _field(check_switch, default)
+
+
+def choice(names: Collection[str], default: Any = MISSING) -> Any:
+    """Declare a choice from some strings."""
+    return _field(partial(check_choice, names=names), default)
+
+
+def token(default: int | None) -> Any:
+    """Declare the id of a token, or null; `ModelConfig` checks that the vocabulary has it."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if type(value) is not int or value < 0:
+            raise UsageError(f"{key} in {source} must be the id of a token, 0 or above, or null, got {shown(value)}; write for example 0")
+
+    return _field(check, default, or_null=True, is_token=True)
+
+
+def layer_kinds(kinds: Collection[str]) -> Any:
+    """Declare a list with one of `kinds` for every block, or null."""
+
+    def check(key: str, value: Any, source: str) -> None:
+        if not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value):
+            raise UsageError(f"{key} in {source} must be a list of {' and '.join(kinds)}, one for every layer, got {shown(value)}; correct it")
+
+    return _field(check, None, convert=tuple)

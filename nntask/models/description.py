@@ -9,7 +9,7 @@ P positions, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Literal
 
 from .rotary import Rotary
 
@@ -48,26 +48,6 @@ class RelativePositions:
     std: float
 
 
-class HeadsConfig(Protocol):
-    """Properties of a config that `AttentionShape.of` reads: H, G, D and the deviation of initial weights."""
-
-    @property
-    def n_head(self) -> int:
-        """H."""
-
-    @property
-    def n_kv_head(self) -> int:
-        """G."""
-
-    @property
-    def head_size(self) -> int:
-        """D."""
-
-    @property
-    def initializer_range(self) -> float:
-        """Standard deviation of initial weights."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Attention (Vaswani et al., 2017), with grouped queries if G < H (Ainslie et al., 2023).
@@ -103,13 +83,6 @@ class AttentionShape:
     head_norm: NormShape | None = None
     cap: float | None = None
     relative: RelativePositions | None = None
-
-    @classmethod
-    def of(cls, config: HeadsConfig, **more: Any) -> Self:
-        """Return the attention of a config: scores divided by sqrt(D), one deviation for all weights, and `more`, which may change both."""
-        std = config.initializer_range
-        heads = {"num_heads": config.n_head, "num_kv_heads": config.n_kv_head, "head_size": config.head_size}
-        return cls(**{**heads, "scale": config.head_size**-0.5, "std": std, "kv_std": std, "out_std": std, **more})
 
     def num_parameters(self, width: int) -> int:
         """Return the number of weights in a model of this width C, without the table of relative positions, which blocks share."""

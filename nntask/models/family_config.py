@@ -1,4 +1,4 @@
-"""Base of the configs of families: dataclasses whose fields are declared with their rules (`config_fields`), read from JSON.
+"""Base of the configs of families: dataclasses whose fields are declared with their rules (`config_checks`), read from JSON.
 
 Keys without a default are required. Keys that are not fields have rules in `foreign_keys`. `unread` lists keys without a rule, for callers to report.
 """
@@ -6,35 +6,41 @@ Keys without a default are required. Keys that are not fields have rules in `for
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..errors import UsageError
-from .config_checks import check_divisible, check_object, config_values
-from .config_fields import count, depth, positive, switch
-from .description import Description
+from .config_checks import ACTIVATIONS, check_divisible, check_object, count, depth, positive, switch
+from .description import AttentionShape, Description, FeedForwardShape
 from .foreign_keys import COMMON, Rules, check_foreign, renamed
+
+if TYPE_CHECKING:
+    from .names import Names
 
 
 @dataclass(frozen=True, kw_only=True)
-class FamilyConfig:
+class ModelConfig:
     """Base of the configs of families; field names and meaning as in transformers.
 
-    A subclass declares its fields with `config_fields`, checks rules between fields in `check_together`, and has the properties of
-    `interface.ModelConfig` and a `description`.
+    A subclass declares its fields with `config_checks`, checks rules between fields in `check_together`, and has `names` and a `description`.
+    Letters: V number of token ids, P longest sequence, C width of the residual stream, H heads of queries, G heads of keys and values, D width of a
+    head, I width of the feed-forward layer.
 
     Attributes:
         model_type: Hugging Face's name of the family.
         title: the family's name for people.
         architecture: name of transformers' class.
-        positions_key, layers_key: keys of the longest sequence and of the number of blocks.
+        positions_key, layers_key, width_key, heads_key, inner_key: keys of P, of the number of blocks, of C, H and I.
         example_key: a key that every config has, for error messages.
         kinds_keys: fields with a kind for every block.
         dropouts: fields that `with_dropout` sets.
+        unwritten: fields that files lack if they are null.
         objective: default objective of training; `objectives` has all.
         foreign: rules of the keys in files that are not fields, in addition to those of the base classes (`foreign_keys`).
+
+    Raises:
+        UsageError: a value breaks its rule.
     """
 
     model_type: ClassVar[str]
@@ -42,9 +48,14 @@ class FamilyConfig:
     architecture: ClassVar[str]
     positions_key: ClassVar[str] = "max_position_embeddings"
     layers_key: ClassVar[str] = "num_hidden_layers"
+    width_key: ClassVar[str] = "hidden_size"
+    heads_key: ClassVar[str] = "num_attention_heads"
+    inner_key: ClassVar[str] = "intermediate_size"
+    num_inner_matrices: ClassVar[int] = 2
     example_key: ClassVar[str] = "hidden_size"
     kinds_keys: ClassVar[tuple[str, ...]] = ()
     dropouts: ClassVar[tuple[str, ...]] = ()
+    unwritten: ClassVar[tuple[str, ...]] = ()
     objective: ClassVar[str] = "causal"
     objectives: ClassVar[tuple[str, ...]] = ("causal",)
     foreign: ClassVar[Rules] = COMMON
@@ -53,8 +64,8 @@ class FamilyConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         self._check(values, "the config")
         for f in fields(self):
-            if f.metadata.get("convert") and values[f.name] is not None:
-                object.__setattr__(self, f.name, f.metadata["convert"](values[f.name]))
+            convert, value = f.metadata.get("convert"), values[f.name]
+            object.__setattr__(self, f.name, value if convert is None or value is None else convert(value))
 
     @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:
@@ -77,7 +88,7 @@ class FamilyConfig:
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check the rules between values.
+        """Check the rules between values; here, that heads divide the width, unless they have a size of their own.
 
         Args:
             values: the value of every field.
@@ -85,6 +96,8 @@ class FamilyConfig:
         Raises:
             UsageError: a rule is broken.
         """
+        if values.get("head_dim") is None:
+            check_divisible(cls.width_key, values[cls.width_key], cls.heads_key, values[cls.heads_key], source)
 
     @classmethod
     def rules(cls) -> Rules:
@@ -130,32 +143,74 @@ class FamilyConfig:
         return cls(**known)
 
     @classmethod
-    def from_json(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a config from a file in Hugging Face's format, or from a directory with a ``config.json``.
-
-        Raises:
-            DataError: the file cannot be read or is not JSON.
-            UsageError: a key is missing, has the wrong JSON type, or a value breaks its rule.
-        """
-        return cls.from_dict(*config_values(path))
+    def of_size(cls, vocab_size: int, width: int, inner_size: int, num_layers: int, num_heads: int, longest: int, **more: Any) -> Self:
+        """Return a config with these values of V, C, I, the number of blocks, H and P, and the fields `more`."""
+        keys = ("vocab_size", cls.width_key, cls.inner_key, cls.layers_key, cls.heads_key, cls.positions_key)
+        return cls(**dict(zip(keys, (vocab_size, width, inner_size, num_layers, num_heads, longest), strict=True)), **more)
 
     if TYPE_CHECKING:
 
         @property
         def n_embd(self) -> int:
-            """C."""
+            """C: width of the residual stream."""
 
         @property
         def n_positions(self) -> int:
-            """P."""
+            """P: longest sequence; the usual length for a model without a limit."""
+
+        @property
+        def n_layer(self) -> int:
+            """Number of blocks."""
+
+        @property
+        def n_head(self) -> int:
+            """H: number of heads of queries."""
 
         @property
         def vocab_size(self) -> int:
-            """V."""
+            """V: number of token ids."""
+
+        @property
+        def initializer_range(self) -> float:
+            """Standard deviation of initial weights."""
+
+        @property
+        def names(self) -> Names:
+            """Names and layouts of the model's weights in files."""
 
         @property
         def description(self) -> Description:
             """Parts of the model."""
+
+    @property
+    def n_kv_head(self) -> int:
+        """G: number of heads of keys and values; divides H."""
+        return self.n_head
+
+    @property
+    def head_size(self) -> int:
+        """D: width of one head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def inner_size(self) -> int:
+        """I: width inside the feed-forward layer; 4 C if the key is null."""
+        given = getattr(self, self.inner_key)
+        return 4 * self.n_embd if given is None else int(given)
+
+    def attention_shape(self, **more: Any) -> AttentionShape:
+        """Return attention with scores divided by sqrt(D) and one deviation for all weights, unless `more` has other fields of `AttentionShape`."""
+        std, heads = self.initializer_range, {"num_heads": self.n_head, "num_kv_heads": self.n_kv_head, "head_size": self.head_size}
+        return AttentionShape(**{**heads, "scale": self.head_size**-0.5, "std": std, "kv_std": std, "out_std": std, **more})
+
+    def feed_forward_shape(self, activation: str, **more: Any) -> FeedForwardShape:
+        """Return a feed-forward layer without a gate, with biases and one deviation for all weights, unless `more` has other fields.
+
+        Args:
+            activation: name in configs, a key of `ACTIVATIONS`.
+        """
+        usual = {"has_gate": False, "has_bias": True, "std": self.initializer_range, "out_std": self.initializer_range}
+        return FeedForwardShape(inner_size=self.inner_size, activation=ACTIVATIONS[activation], **{**usual, **more})
 
     @property
     def longest(self) -> int | None:
@@ -179,7 +234,8 @@ class FamilyConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, which transformers loads."""
-        return {"model_type": self.model_type, "architectures": [self.architecture], **asdict(self)}
+        values = {key: value for key, value in asdict(self).items() if value is not None or key not in self.unwritten}
+        return {"model_type": self.model_type, "architectures": [self.architecture], **values}
 
     def with_dropout(self, p: float) -> Self:
         """Return the same config with every dropout probability `p`."""
@@ -192,23 +248,8 @@ class FamilyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyedConfig(FamilyConfig):
-    """Base of the configs whose fields have other names than the properties of `interface.ModelConfig`.
-
-    Attributes:
-        width_key, heads_key, inner_key: keys of C, H and I.
-    """
-
-    width_key: ClassVar[str] = "hidden_size"
-    heads_key: ClassVar[str] = "num_attention_heads"
-    inner_key: ClassVar[str] = "intermediate_size"
-    num_inner_matrices: ClassVar[int] = 2
-
-    @classmethod
-    def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check that heads divide the width, unless they have a size of their own."""
-        if values.get("head_dim") is None:
-            check_divisible(cls.width_key, values[cls.width_key], cls.heads_key, values[cls.heads_key], source)
+class KeyedConfig(ModelConfig):
+    """Base of the configs whose fields have other names than the properties of `ModelConfig`."""
 
     @property
     def n_positions(self) -> int:
@@ -230,34 +271,14 @@ class KeyedConfig(FamilyConfig):
         """H: number of heads of queries."""
         return int(getattr(self, self.heads_key))
 
-    @property
-    def n_kv_head(self) -> int:
-        """G: number of heads of keys and values, equal to the number of heads of queries."""
-        return self.n_head
-
-    @property
-    def head_size(self) -> int:
-        """D: width of one head."""
-        return self.n_embd // self.n_head
-
-    @property
-    def inner_size(self) -> int:
-        """I: width inside the feed-forward layer; 4 C if the key is null."""
-        given = getattr(self, self.inner_key)
-        return 4 * self.n_embd if given is None else int(given)
-
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenConfig(KeyedConfig):
     """Base of the configs with the usual keys of recent models.
 
     Args:
-        vocab_size: V, number of token ids.
-        hidden_size: C, width of the residual stream.
-        intermediate_size: I, width inside the feed-forward layer.
-        num_hidden_layers: number of blocks.
-        num_attention_heads: H, number of heads of queries.
-        max_position_embeddings: P, longest sequence.
+        vocab_size, hidden_size, intermediate_size: V, C and I.
+        num_hidden_layers, num_attention_heads, max_position_embeddings: number of blocks, H and P.
         initializer_range: standard deviation of initial weights.
         tie_word_embeddings: whether the head is the token embedding.
     """

@@ -1,9 +1,9 @@
 """Rules for keys of config.json that are not fields of our configs: read by a translation, another name of a field, ignored for a reason, or refused
 unless the value changes nothing.
 
-A class of configs has the rules of its own keys in `FamilyConfig.foreign` and inherits those of its bases, which it may override. The rules cover
+A class of configs has the rules of its own keys in `ModelConfig.foreign` and inherits those of its bases, which it may override. The rules cover
 every key of transformers' config of the family. A key without a rule and without a field therefore changes nothing in transformers' model; callers
-report it (`FamilyConfig.unread`). Keys within a rotary scaling are handled in `rotary`.
+report it (`ModelConfig.unread`). Keys within a rotary scaling are handled in `rotary`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from .config_checks import shown
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A key that `FamilyConfig.read` of its class reads, or the code named in `by`."""
-
-    by: str = "the family"
+    """A key that `ModelConfig.read` of its class or other code reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +74,28 @@ def ignored(reason: str, keys: str) -> dict[str, Rule]:
     return {key: Ignored(reason) for key in keys.split()}
 
 
+def only(values: tuple[Any, ...], advice: str, keys: str) -> dict[str, Rule]:
+    """Return the rule of several keys, separated by spaces, that may have these values only."""
+    return {key: Only(values, advice) for key in keys.split()}
+
+
 def off(advice: str, keys: str) -> dict[str, Rule]:
     """Return the rule of several switches, separated by spaces, that must be off."""
-    return {key: Only((False, None), advice) for key in keys.split()}
+    return only((False, None), advice, keys)
 
 
 COMMON: Final[Rules] = {
     "model_type": Used(),
-    "bos_token_id": Used("data.special_tokens"),
-    "eos_token_id": Used("data.special_tokens"),
-    **ignored(
-        "a token is padding where the data say so; its row of the embedding learns like any other",
-        "pad_token_id",
-    ),
+    "bos_token_id": Used(),
+    "eos_token_id": Used(),
+    "pad_token_id": Ignored("a token is padding where the data say so; its row of the embedding learns like any other"),
     **ignored("the tokenizer's files say it", "cls_token_id sep_token_id mask_token_id unk_token_id decoder_start_token_id tokenizer_class"),
     **ignored(
         "a record of the software that wrote the file",
         "_name_or_path name_or_path _model_name_or_path transformers_version _commit_hash finetuning_task auto_map unsloth_version unsloth_fixed "
         "custom_pipelines transformers.js_config is_llama_config language license",
     ),
-    **ignored("the weights in the files decide, and those of another head are refused", "architectures"),
+    "architectures": Ignored("the weights in the files decide, and those of another head are refused"),
     **ignored("files say the types of their weights, and --dtype that of the model", "dtype torch_dtype use_bfloat16"),
     **ignored(
         "how transformers computes or returns the same numbers",
@@ -118,8 +118,11 @@ COMMON: Final[Rules] = {
         "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens cache_implementation prefix task_specific_params",
     ),
     **off("use a model without an encoder to attend to", "add_cross_attention"),
-    "quantization_config": Only((None,), "use the weights that it was made from, or a GGUF file, which nntask quantize writes"),
-    "compression_config": Only((None,), "use the weights that it was made from, or a GGUF file, which nntask quantize writes"),
+    **only(
+        (None,),
+        "use the weights that it was made from, or a GGUF file, which nntask quantize writes",
+        "quantization_config compression_config",
+    ),
     "pruned_heads": Only(({}, None), "use a model with all its heads"),
     "is_causal": Only((True, None), "use a model whose tokens see those before them"),
 }

@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import LARGEST_DEPTH, check_object, shown
-from .config_fields import ACTIVATIONS, choice, count, layer_kinds, positive, switch
+from .config_checks import ACTIVATIONS, LARGEST_DEPTH, check_object, choice, count, layer_kinds, positive, shown, switch
 from .description import AttentionShape, BlockShape, Description, NormShape
 from .foreign_keys import Only, Rules, Used, off
 from .llama import NAMES, GatedConfig
@@ -47,6 +46,7 @@ class GemmaConfig(GatedConfig):
     tie_word_embeddings: bool = switch(True)
 
     pattern: ClassVar[int]
+    gate_key: ClassVar[str] = "hidden_activation"
     kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
     foreign: ClassVar[Rules] = {
         "sliding_window_pattern": Used(),
@@ -102,13 +102,7 @@ class GemmaConfig(GatedConfig):
 
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block."""
-        has_bias = self.attention_bias
-        return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5, has_bias=has_bias, has_out_bias=has_bias)
-
-    @property
-    def activation(self) -> str:
-        """Name of the activation's kernel."""
-        return ACTIVATIONS[self.hidden_activation]
+        return replace(super().attention(layer), scale=self.query_pre_attn_scalar**-0.5)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object."""
@@ -125,9 +119,6 @@ class Gemma2Config(GemmaConfig):
         layer_types: for each block "full_attention" or "sliding_attention"; None makes every second block full.
         final_logit_softcapping: soft cap of the scores of tokens; None for none.
         attn_logit_softcapping: soft cap of the scores of attention; None for none.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     final_logit_softcapping: float | None = positive(30.0, 30.0, or_null=True)
@@ -150,9 +141,6 @@ class Gemma3Config(GemmaConfig):
     Args:
         layer_types: for each block "full_attention" or "sliding_attention"; None makes every sixth block full.
         rope_local_base_freq: base of the rotary frequencies in blocks with a window; `rope_theta` and `rope_scaling` apply to the other blocks.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     rope_theta: float = positive(1e6, 1e6)
@@ -199,38 +187,12 @@ def _kinds(count: int, pattern: int) -> list[str]:
 
 
 PRESETS_2: Final[Mapping[str, Gemma2Config]] = {
-    "gemma2-2b": Gemma2Config(
-        vocab_size=256000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-    ),
+    "gemma2-2b": Gemma2Config.of_size(256000, 2304, 9216, 26, 8, 8192, num_key_value_heads=4),
 }
 """Name -> config: Gemma 2 2B."""
 
 PRESETS: Final[Mapping[str, Gemma3Config]] = {
-    "gemma3-270m": Gemma3Config(
-        vocab_size=262144,
-        hidden_size=640,
-        intermediate_size=2048,
-        num_hidden_layers=18,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=32768,
-        sliding_window=512,
-    ),
-    "gemma3-1b": Gemma3Config(
-        vocab_size=262144,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_hidden_layers=26,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=32768,
-        sliding_window=512,
-    ),
+    "gemma3-270m": Gemma3Config.of_size(262144, 640, 2048, 18, 4, 32768, num_key_value_heads=1, sliding_window=512),
+    "gemma3-1b": Gemma3Config.of_size(262144, 1152, 6912, 26, 4, 32768, num_key_value_heads=1, sliding_window=512),
 }
 """Name -> config: Gemma 3 270M and 1B."""

@@ -6,16 +6,14 @@ and without attention masks (``attn.bias``), and some have a head although it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from .config_checks import check_divisible
-from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
-from .family_config import FamilyConfig
+from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, switch
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
+from .family_config import ModelConfig
 from .foreign_keys import Alias, Rules, ignored
 from .names import Joined, Names
 from .transformer import Transformer
@@ -43,16 +41,12 @@ NAMES: Final = Names(
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPT2Config(FamilyConfig):
+class GPT2Config(ModelConfig):
     """Shape and hyperparameters of a GPT-2; field names and meaning as in ``transformers.GPT2Config``.
 
     Args:
-        vocab_size: V, number of token ids.
-        n_positions: P, longest sequence.
-        n_embd: C, width of the residual stream.
-        n_layer: number of blocks.
-        n_head: H, attention heads; divides n_embd.
-        n_inner: I, width inside the feed-forward layer; None for 4 C.
+        vocab_size, n_positions, n_embd, n_layer, n_head: V, P, C, number of blocks, and H, which divides C.
+        n_inner: I; None for 4 C.
         activation_function: one of `ACTIVATIONS`.
         resid_pdrop, embd_pdrop, attn_pdrop: dropout probability after each branch, after the embeddings, on attention probabilities.
         layer_norm_epsilon: term added to the variance.
@@ -61,9 +55,6 @@ class GPT2Config(FamilyConfig):
         scale_attn_by_inverse_layer_idx: whether the scores of layer i (from 0) are also divided by i + 1.
         reorder_and_upcast_attn: accepted without effect, since scores are always computed in fp32 or better.
         tie_word_embeddings: whether the head is the token embedding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     model_type: ClassVar[str] = "gpt2"
@@ -71,10 +62,12 @@ class GPT2Config(FamilyConfig):
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     positions_key: ClassVar[str] = "n_positions"
     layers_key: ClassVar[str] = "n_layer"
+    width_key: ClassVar[str] = "n_embd"
+    heads_key: ClassVar[str] = "n_head"
+    inner_key: ClassVar[str] = "n_inner"
     example_key: ClassVar[str] = "n_embd"
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     names: ClassVar[Names] = NAMES
-    num_inner_matrices: ClassVar[int] = 2
     foreign: ClassVar[Rules] = {
         "hidden_size": Alias("n_embd"),
         "max_position_embeddings": Alias("n_positions"),
@@ -100,31 +93,6 @@ class GPT2Config(FamilyConfig):
     reorder_and_upcast_attn: bool = switch(False)
     tie_word_embeddings: bool = switch(True)
 
-    @classmethod
-    def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check that heads divide the width."""
-        check_divisible("n_embd", values["n_embd"], "n_head", values["n_head"], source)
-
-    @property
-    def inner_size(self) -> int:
-        """I: width inside the feed-forward layer."""
-        return 4 * self.n_embd if self.n_inner is None else self.n_inner
-
-    @property
-    def head_size(self) -> int:
-        """D: width of one head."""
-        return self.n_embd // self.n_head
-
-    @property
-    def n_kv_head(self) -> int:
-        """Number of heads of keys and values, equal to the number of heads of queries."""
-        return self.n_head
-
-    @property
-    def activation(self) -> str:
-        """Name of the activation's kernel."""
-        return ACTIVATIONS[self.activation_function]
-
     @cached_property
     def description(self) -> Description:
         """Parts of the model; layers that add to the residual stream begin with std initializer_range / sqrt(2 L) (section 2.3 of the paper)."""
@@ -144,17 +112,14 @@ class GPT2Config(FamilyConfig):
     def _block(self, layer: int, norm: NormShape) -> BlockShape:
         std = self.initializer_range
         scale = 1 / sqrt(self.head_size) if self.scale_attn_weights else 1.0
-        attention = AttentionShape.of(
-            self,
+        attention = self.attention_shape(
             scale=scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale,
             has_bias=True,
             has_out_bias=True,
             out_std=std / sqrt(2 * self.n_layer),
             dropout=self.attn_pdrop,
         )
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=self.activation, has_gate=False, has_bias=True, std=std, out_std=std / sqrt(2 * self.n_layer)
-        )
+        feed_forward = self.feed_forward_shape(self.activation_function, out_std=std / sqrt(2 * self.n_layer))
         return BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=self.resid_pdrop)
 
 

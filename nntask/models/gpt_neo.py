@@ -4,16 +4,16 @@ not scaled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import LARGEST_DEPTH, shown
-from .config_fields import ACTIVATIONS, choice, count, depth, layer_kinds, positive, probability, switch
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .config_checks import ACTIVATIONS, LARGEST_DEPTH, choice, count, depth, layer_kinds, positive, probability, shown, switch
+from .description import AttentionShape, BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used
+from .gpt2 import NAMES
 from .names import Names
 
 GLOBAL: Final = "global"
@@ -25,12 +25,8 @@ class GPTNeoConfig(KeyedConfig):
     """Shape and hyperparameters of a GPT-Neo; field names and meaning as in ``transformers.GPTNeoConfig``.
 
     Args:
-        vocab_size: V, number of token ids.
-        hidden_size: C, width of the residual stream.
-        num_layers: number of blocks.
-        num_heads: H, attention heads; divides hidden_size.
-        max_position_embeddings: P, longest sequence.
-        intermediate_size: I, width inside the feed-forward layer; None for 4 C.
+        vocab_size, hidden_size, num_layers, num_heads, max_position_embeddings: V, C, number of blocks, H, which divides C, and P.
+        intermediate_size: I; None for 4 C.
         attention_layers: for each block "global" or "local"; None for the two in turn.
         window_size: number of tokens that a token sees in a local block, itself included.
         activation_function: one of `ACTIVATIONS`.
@@ -38,9 +34,6 @@ class GPTNeoConfig(KeyedConfig):
         layer_norm_epsilon: term added to the variance.
         initializer_range: standard deviation of initial weights.
         tie_word_embeddings: whether the head is the token embedding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     vocab_size: int = count(50257)
@@ -67,26 +60,10 @@ class GPTNeoConfig(KeyedConfig):
     kinds_keys: ClassVar[tuple[str, ...]] = ("attention_layers",)
     foreign: ClassVar[Rules] = {"attention_types": Used(), "num_attention_heads": Alias("num_heads"), "num_hidden_layers": Alias("num_layers")}
     dropouts: ClassVar[tuple[str, ...]] = ("resid_dropout", "embed_dropout", "attention_dropout")
-    names: ClassVar[Names] = Names(
-        modules={
-            "embed": "wte",
-            "stack": "",
-            "positions": "wpe",
-            "blocks": "h",
-            "attention_norm": "ln_1",
-            "attention": "attn.attention",
-            "q": "q_proj",
-            "k": "k_proj",
-            "v": "v_proj",
-            "out": "out_proj",
-            "feed_forward_norm": "ln_2",
-            "feed_forward": "mlp",
-            "up": "c_fc",
-            "down": "c_proj",
-            "norm": "ln_f",
-        },
-        prefix="transformer.",
-        embedding="transformer.wte.weight",
+    names: ClassVar[Names] = replace(
+        NAMES,
+        modules={**NAMES.modules, "attention": "attn.attention", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "out_proj"},
+        joined=(),
         dropped=(".attention.bias", ".attention.masked_bias"),
     )
 
@@ -108,9 +85,7 @@ class GPTNeoConfig(KeyedConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_epsilon)
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=ACTIVATIONS[self.activation_function], has_gate=False, has_bias=True, std=std, out_std=std
-        )
+        feed_forward = self.feed_forward_shape(self.activation_function)
         blocks = tuple(
             BlockShape(attention=self._attention(layer), feed_forward=feed_forward, norm=norm, dropout=self.resid_dropout)
             for layer in range(self.num_layers)
@@ -123,14 +98,7 @@ class GPTNeoConfig(KeyedConfig):
     def _attention(self, layer: int) -> AttentionShape:
         kind = (self.attention_layers or _in_turn(self.num_layers))[layer]
         window = self.window_size if kind == LOCAL and self.window_size < self.n_positions else None
-        return AttentionShape.of(
-            self,
-            scale=1.0,
-            has_bias=False,
-            has_out_bias=True,
-            dropout=self.attention_dropout,
-            window=window,
-        )
+        return self.attention_shape(scale=1.0, has_bias=False, has_out_bias=True, dropout=self.attention_dropout, window=window)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, with the kinds of blocks in the older form, which every version reads."""

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_fields import ACTIVATIONS, choice, positive, probability, switch
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .config_checks import ACTIVATIONS, choice, positive, probability, switch
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .foreign_keys import Rules, Used
 from .names import Joined, Names
 from .rotary_config import PartialRotaryConfig
@@ -29,9 +29,6 @@ class GPTNeoXConfig(PartialRotaryConfig):
         layer_norm_eps: term added to the variance.
         use_parallel_residual: whether both layers of a block read the same stream.
         attention_bias: whether the projections of attention have biases.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     partial_rotary_factor: float = positive(0.25, 0.25)
@@ -81,12 +78,10 @@ class GPTNeoXConfig(PartialRotaryConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
-        attention = AttentionShape.of(
-            self, has_bias=self.attention_bias, has_out_bias=self.attention_bias, dropout=self.attention_dropout, rotary=self.rotary
+        attention = self.attention_shape(
+            has_bias=self.attention_bias, has_out_bias=self.attention_bias, dropout=self.attention_dropout, rotary=self.rotary
         )
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=ACTIVATIONS[self.hidden_act], has_gate=False, has_bias=True, std=std, out_std=std
-        )
+        feed_forward = self.feed_forward_shape(self.hidden_act)
         block = BlockShape(
             attention=attention, feed_forward=feed_forward, norm=norm, is_parallel=self.use_parallel_residual, dropout=self.hidden_dropout
         )
@@ -96,22 +91,10 @@ class GPTNeoXConfig(PartialRotaryConfig):
         )
 
 
-def _pythia(hidden: int, layers: int, heads: int) -> GPTNeoXConfig:
-    """Return the config of a Pythia; their sizes differ in three numbers."""
-    return GPTNeoXConfig(
-        vocab_size=50304,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=2048,
-    )
-
-
 PRESETS: Final[Mapping[str, GPTNeoXConfig]] = {
-    "pythia-70m": _pythia(512, 6, 8),
-    "pythia-160m": _pythia(768, 12, 12),
-    "pythia-410m": _pythia(1024, 24, 16),
-    "pythia-1b": _pythia(2048, 16, 8),
+    "pythia-70m": GPTNeoXConfig.of_size(50304, 512, 2048, 6, 8, 2048),
+    "pythia-160m": GPTNeoXConfig.of_size(50304, 768, 3072, 12, 12, 2048),
+    "pythia-410m": GPTNeoXConfig.of_size(50304, 1024, 4096, 24, 16, 2048),
+    "pythia-1b": GPTNeoXConfig.of_size(50304, 2048, 8192, 16, 8, 2048),
 }
 """Name -> config: Pythia of four sizes."""

@@ -1,15 +1,13 @@
-"""Interfaces of model configs: the properties that a run needs of any language model, and those that tiling and planning need of a model with tiles.
+"""Interfaces of model configs: the properties that a run needs of any language model, and `ModelConfig`, the base of those with tiles.
 
 `registry` lists the families whose models have tiles. Models without tiles come from other packages, with configs of their own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .description import Description
-    from .names import Names
+from .family_config import ModelConfig as ModelConfig  # a part of this module's names
 
 
 class LanguageConfig(Protocol):
@@ -41,64 +39,3 @@ class LanguageConfig(Protocol):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, with its model_type."""
-
-
-class ModelConfig(LanguageConfig, Protocol):
-    """Shape of a model of blocks with an attention and a feed-forward layer each; implementations are frozen dataclasses with Hugging Face's fields.
-
-    Letters: V vocabulary, P longest sequence, C width of the residual stream, H heads, D width of a head, I width of the feed-forward layer.
-    """
-
-    @property
-    def n_embd(self) -> int:
-        """C: width of the residual stream."""
-
-    @property
-    def n_layer(self) -> int:
-        """Number of blocks."""
-
-    @property
-    def n_head(self) -> int:
-        """H: number of heads of queries."""
-
-    @property
-    def n_kv_head(self) -> int:
-        """Number of heads of keys and values; divides n_head."""
-
-    @property
-    def head_size(self) -> int:
-        """D: width of one head."""
-
-    @property
-    def inner_size(self) -> int:
-        """I: width inside the feed-forward layer."""
-
-    @property
-    def num_inner_matrices(self) -> int:
-        """Number of matrices (C, I) or (I, C) in one feed-forward layer."""
-
-    @property
-    def objective(self) -> str:
-        """Default objective of training: causal, masked, seq2seq or classify."""
-
-    @property
-    def num_labels(self) -> int:
-        """Number of classes of a classifier; 0 for other models."""
-
-    @property
-    def description(self) -> Description:
-        """Parts of the model."""
-
-    @property
-    def ties_head(self) -> bool:
-        """Whether the head is the token embedding."""
-
-    @property
-    def names(self) -> Names:
-        """Names and layouts of the model's weights in files."""
-
-    def with_dropout(self, p: float) -> Self:
-        """Return the same config with every dropout probability `p`."""
-
-    def with_layers(self, count: int) -> Self:
-        """Return the same config with `count` blocks."""

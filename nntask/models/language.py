@@ -21,7 +21,7 @@ from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks
 from ..nn.kv_cache import KVCache, Past
-from ..nn.layers import Adaptable
+from ..nn.layers import Linear
 from ..nn.module import Blocks, Module, Parameter
 from ..tiling.model_tiling import ModelTiling
 from .config_checks import LARGEST_COUNT
@@ -45,11 +45,6 @@ class ExtraInputs:
     token_types: TileTensor | None = None
     decoder_tokens: TileTensor | None = None
     positions: TileTensor | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the inputs that are present."""
-        return tuple(name for name in ExtraInputs.__slots__ if getattr(self, name) is not None)
 
 
 NO_EXTRAS: Final = ExtraInputs()
@@ -102,7 +97,7 @@ class LanguageModel(Module):
         Raises:
             UsageError: another weight is quantised, or a tile is not a whole number of blocks.
         """
-        layers = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Adaptable)}
+        layers = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Linear)}
         parameters = self.named_parameters()
         for name, how in blocks.items():
             is_allowed = name in layers or any(parameters[name] is table for table in self.tables)

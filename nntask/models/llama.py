@@ -6,14 +6,14 @@ frequencies, which are computed from the config.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from .config_fields import ACTIVATIONS, choice, positive, switch
+from .config_checks import choice, positive, switch
 from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
 from .names import Names
-from .rotary import RopeScaling, Rotary
+from .rotary import RopeScaling
 from .rotary_config import RotaryConfig
 from .transformer import Transformer
 
@@ -47,6 +47,10 @@ class GatedConfig(RotaryConfig):
     Args:
         hidden_act: "silu", or its synonym "swish".
         rms_norm_eps: term added to the mean of squares.
+
+    Attributes:
+        gate_key: key of the activation of the gate.
+        attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases; fields of some families.
     """
 
     hidden_act: str = choice(("silu", "swish"), "silu")
@@ -54,6 +58,8 @@ class GatedConfig(RotaryConfig):
 
     names: ClassVar[Names] = NAMES
     num_inner_matrices: ClassVar[int] = 3
+    gate_key: ClassVar[str] = "hidden_act"
+    attention_bias = mlp_bias = False
 
     @cached_property
     def description(self) -> Description:
@@ -75,28 +81,22 @@ class GatedConfig(RotaryConfig):
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block, layer from 0."""
         window = self.window(layer)
-        return AttentionShape.of(
-            self,
-            has_bias=False,
-            has_out_bias=False,
+        return self.attention_shape(
+            has_bias=self.attention_bias,
+            has_out_bias=self.attention_bias,
             dropout=self.attention_dropout,
             window=None if window is None or window >= self.n_positions else window,
-            rotary=Rotary(size=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling),
+            rotary=self.rotary,
         )
 
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that a token sees in a block, itself included; None for all."""
-        return None
-
-    @property
-    def activation(self) -> str:
-        """Name of the activation's kernel."""
-        return ACTIVATIONS[self.hidden_act]
+        window: int | None = getattr(self, "sliding_window", None)
+        return window
 
     def feed_forward(self) -> FeedForwardShape:
         """Return the feed-forward layer of every block."""
-        std = self.initializer_range
-        return FeedForwardShape(inner_size=self.inner_size, activation=self.activation, has_gate=True, has_bias=False, std=std, out_std=std)
+        return self.feed_forward_shape(getattr(self, self.gate_key), has_gate=True, has_bias=self.mlp_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,6 @@ class LlamaConfig(GatedConfig):
 
     Args:
         attention_bias, mlp_bias: whether the projections of attention and of the feed-forward layer have biases.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     attention_bias: bool = switch(False)
@@ -117,48 +114,22 @@ class LlamaConfig(GatedConfig):
     title: ClassVar[str] = "LLaMA"
     architecture: ClassVar[str] = "LlamaForCausalLM"
 
-    def attention(self, layer: int) -> AttentionShape:
-        """Return the attention of one block, layer from 0."""
-        return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias)
-
-    def feed_forward(self) -> FeedForwardShape:
-        """Return the feed-forward layer of every block."""
-        return replace(super().feed_forward(), has_bias=self.mlp_bias)
-
 
 class Llama(Transformer):
     """A LLaMA on a runtime, with the arguments of `Transformer`."""
 
 
-def _llama_3_2(*, hidden_size: int, num_hidden_layers: int, num_attention_heads: int) -> LlamaConfig:
-    """Return the config of a text model of Meta's Llama 3.2; their sizes differ in three numbers."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=hidden_size,
-        intermediate_size=8192,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
-    )
-
-
+_SCALING: Final = RopeScaling(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_LLAMA_3_2: Final[dict[str, Any]] = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+    "rope_scaling": _SCALING,
+}
 PRESETS: Final[dict[str, LlamaConfig]] = {
-    "llama-tiny": LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        rms_norm_eps=1e-5,
-    ),
-    "llama-1b": _llama_3_2(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32),
-    "llama-3b": _llama_3_2(hidden_size=3072, num_hidden_layers=28, num_attention_heads=24),
+    "llama-tiny": LlamaConfig.of_size(4096, 256, 704, 4, 4, 256, num_key_value_heads=2, rms_norm_eps=1e-5),
+    "llama-1b": LlamaConfig.of_size(128256, 2048, 8192, 16, 32, 131072, **_LLAMA_3_2),
+    "llama-3b": LlamaConfig.of_size(128256, 3072, 8192, 28, 24, 131072, **_LLAMA_3_2),
 }
 """Name -> config. `llama-tiny` learns text in minutes on two cores; the others are Llama 3.2 1B and 3B."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from .config_fields import count
+from .config_checks import count
 from .llama import GatedConfig
 
 
@@ -16,9 +16,6 @@ class MistralConfig(GatedConfig):
     Args:
         num_key_value_heads: G; 8 by default, H if null.
         sliding_window: number of tokens that a token sees, itself included; None for all.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     num_key_value_heads: int | None = count(8, 8, or_null=True)
@@ -28,20 +25,8 @@ class MistralConfig(GatedConfig):
     title: ClassVar[str] = "Mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
 
-    def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token sees in a block; None for all."""
-        return self.sliding_window
-
 
 PRESETS: Final[dict[str, MistralConfig]] = {
-    "mistral-7b": MistralConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-5,
-    ),
+    "mistral-7b": MistralConfig.of_size(32000, 4096, 14336, 32, 32, 32768, rms_norm_eps=1e-5),
 }
 """Name -> config: Mistral 7B."""

@@ -26,11 +26,10 @@ from ..nn import functional
 from ..nn.autograd import Tensor
 from ..nn.functional import Masks
 from ..nn.initializers import constant, normal
-from ..nn.layers import Dropout, LayerNorm, TransposedLinear
+from ..nn.layers import Dropout, LayerNorm, Linear
 from ..nn.module import Module, Parameter
 from ..tiling.model_tiling import ModelTiling
-from .config_checks import check_divisible
-from .config_fields import ACTIVATIONS, choice, classes, count, depth, positive, probability
+from .config_checks import ACTIVATIONS, check_divisible, choice, classes, count, depth, positive, probability
 from .family_config import KeyedConfig
 from .language import LanguageModel
 from .names import Names
@@ -53,9 +52,6 @@ class MlpMixerConfig(KeyedConfig):
         hidden_dropout_prob: dropout probability after each feed-forward layer.
         layer_norm_eps: term added to the variance.
         initializer_range: standard deviation of initial weights.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     image_size: int = count(224)
@@ -123,8 +119,8 @@ class MixerMlp(Module):
     """Feed-forward layer over the last axis: (.., K) -> (.., K)."""
 
     def __init__(self, width: int, inner: int, tile: tuple[int, int], std: float, activation: str) -> None:
-        self.fc1 = TransposedLinear(width, inner, tile, std=std, has_bias=True, activation=activation)
-        self.fc2 = TransposedLinear(inner, width, tile[::-1], std=std, has_bias=True)
+        self.fc1 = Linear(width, inner, tile, std=std, activation=activation, has_rows_in=False)
+        self.fc2 = Linear(inner, width, tile[::-1], std=std, has_rows_in=False)
 
     def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         """(.., K) -> (.., K)."""
@@ -163,14 +159,13 @@ class MlpMixer(LanguageModel):
         *,
         dtype: npt.DTypeLike = np.float32,
         seed: int | None = 0,
-        flash: bool = True,
-        library: bool = False,
+        **_: Any,
     ) -> None:
         super().__init__(config, tiling, runtime)
         self.names = config.names.modules
         cut = tiling.resolve(config, 1 << 62, config.n_positions)
         width, std = config.hidden_size, config.initializer_range
-        self.stem = TransposedLinear(config.patch_width, width, (-1, cut.embd_tile), std=std, has_bias=True)
+        self.stem = Linear(config.patch_width, width, (-1, cut.embd_tile), std=std, has_rows_in=False)
         self.blocks = [MixerBlock(config, cut, layer) for layer in range(config.num_hidden_layers)]
         self.norm = LayerNorm(width, cut.embd_tile, config.layer_norm_eps)
         self.lm_head = Parameter((config.num_labels, width), (cut.vocab_tile, cut.embd_tile), normal(std))

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DataError
-from .config_checks import check_head
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -154,7 +153,8 @@ class Names:
                 continue
             for member, piece in zip(join.members, join.pieces_of(array, theirs, config), strict=True):
                 arrays[f"{path.rpartition('.')[0]}.{member}.{kind}"] = piece
-        check_head(arrays, self.head, is_tied=config.ties_head or not has_head)
+        if has_head and not config.ties_head and _HEAD not in arrays:
+            raise DataError(f"the weights lack {self.head}, which an untied head needs; set tie_word_embeddings to true or use whole weights")
         return arrays
 
     def today(self, name: str) -> str:

@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_checks import shown
-from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .family_config import KeyedConfig
-from .foreign_keys import Only, Rules, Used, ignored
+from .foreign_keys import Only, Rules, Used, ignored, only
 from .names import Names
 
 FIRST_POSITION: Final = 2
@@ -27,21 +26,14 @@ class OPTConfig(KeyedConfig):
     """Shape and hyperparameters of an OPT; field names and meaning as in ``transformers.OPTConfig``.
 
     Args:
-        vocab_size: V, number of token ids.
-        hidden_size: C, width of the residual stream.
-        num_hidden_layers: number of blocks.
-        num_attention_heads: H, attention heads; divides hidden_size.
-        ffn_dim: I, width inside the feed-forward layer.
-        max_position_embeddings: P, longest sequence.
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads: V, C, number of blocks, and H, which divides C.
+        ffn_dim, max_position_embeddings: I and P.
         activation_function: one of `ACTIVATIONS`.
         dropout, attention_dropout: dropout probability after each layer, on attention probabilities.
         init_std: standard deviation of initial weights.
         enable_bias: whether products have biases.
         tie_word_embeddings: whether the head is the token embedding.
         pad_token_id: id of padding.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     vocab_size: int = count(50272)
@@ -64,9 +56,8 @@ class OPTConfig(KeyedConfig):
     inner_key: ClassVar[str] = "ffn_dim"
     foreign: ClassVar[Rules] = {
         "word_embed_proj_dim": Used(),
-        "do_layer_norm_before": Only((True,), "use another OPT than 350m"),
+        **only((True,), "use another OPT than 350m", "do_layer_norm_before layer_norm_elementwise_affine"),
         "_remove_final_layer_norm": Only((False,), "use another OPT than 350m"),
-        "layer_norm_elementwise_affine": Only((True,), "use another OPT than 350m"),
         "layerdrop": Only((0.0, 0, None), "layers are never left out in training here; write 0"),
         **ignored("no version of the model reads it", "activation_dropout"),
     }
@@ -112,11 +103,8 @@ class OPTConfig(KeyedConfig):
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.init_std, NormShape(kind="layer", eps=1e-5)
-        attention = AttentionShape.of(self, has_bias=self.enable_bias, has_out_bias=self.enable_bias, dropout=self.attention_dropout)
-        activation = ACTIVATIONS[self.activation_function]
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=activation, has_gate=False, has_bias=self.enable_bias, std=std, out_std=std
-        )
+        attention = self.attention_shape(has_bias=self.enable_bias, has_out_bias=self.enable_bias, dropout=self.attention_dropout)
+        feed_forward = self.feed_forward_shape(self.activation_function, has_bias=self.enable_bias)
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=self.dropout)
         rows = self.n_positions + FIRST_POSITION
         stack = StackShape(blocks=(block,) * self.n_layer, std=std, num_positions=rows, first_position=FIRST_POSITION, norm=norm)
@@ -127,17 +115,8 @@ class OPTConfig(KeyedConfig):
         return {**super().to_dict(), "word_embed_proj_dim": self.hidden_size, "do_layer_norm_before": True}
 
 
-def _opt(hidden: int, layers: int, heads: int) -> OPTConfig:
-    """Return the config of an OPT; their sizes differ in three numbers."""
-    return OPTConfig(
-        vocab_size=50272,
-        hidden_size=hidden,
-        ffn_dim=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=2048,
-    )
-
-
-PRESETS: Final[Mapping[str, OPTConfig]] = {"opt-125m": _opt(768, 12, 12), "opt-1.3b": _opt(2048, 24, 32)}
+PRESETS: Final[Mapping[str, OPTConfig]] = {
+    "opt-125m": OPTConfig.of_size(50272, 768, 3072, 12, 12, 2048),
+    "opt-1.3b": OPTConfig.of_size(50272, 2048, 8192, 24, 32, 2048),
+}
 """Name -> config: OPT 125M and 1.3B."""

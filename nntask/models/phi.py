@@ -6,13 +6,14 @@ Both layers of a block read the stream through one norm, a part of each head tur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Final
 
-from .config_fields import ACTIVATIONS, choice, positive, probability
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, StackShape
+from .config_checks import ACTIVATIONS, choice, positive, probability
+from .description import BlockShape, Description, HeadShape, NormShape, StackShape
 from .foreign_keys import Rules, off
+from .llama import NAMES
 from .names import Names
 from .rotary_config import PartialRotaryConfig
 
@@ -25,9 +26,6 @@ class PhiConfig(PartialRotaryConfig):
         hidden_act: one of `ACTIVATIONS`.
         resid_pdrop, embd_pdrop: dropout probability after each layer, after the embeddings.
         layer_norm_eps: term added to the variance.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     partial_rotary_factor: float = positive(0.5, 0.5)
@@ -41,35 +39,19 @@ class PhiConfig(PartialRotaryConfig):
     architecture: ClassVar[str] = "PhiForCausalLM"
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "embd_pdrop", "attention_dropout")
     foreign: ClassVar[Rules] = off("use the config of a Phi without norms of queries and keys", "qk_layernorm")
-    names: ClassVar[Names] = Names(
-        modules={
-            "embed": "embed_tokens",
-            "stack": "",
-            "blocks": "layers",
-            "attention_norm": "input_layernorm",
-            "attention": "self_attn",
-            "q": "q_proj",
-            "k": "k_proj",
-            "v": "v_proj",
-            "out": "dense",
-            "feed_forward": "mlp",
-            "up": "fc1",
-            "down": "fc2",
-            "norm": "final_layernorm",
-        },
-        prefix="model.",
-        embedding="model.embed_tokens.weight",
+    names: ClassVar[Names] = replace(
+        NAMES,
+        modules={**NAMES.modules, "out": "dense", "up": "fc1", "down": "fc2", "norm": "final_layernorm"},
         outside={"head_bias": "lm_head.bias"},
+        dropped=(),
     )
 
     @cached_property
     def description(self) -> Description:
         """Parts of the model."""
         std, norm = self.initializer_range, NormShape(kind="layer", eps=self.layer_norm_eps)
-        attention = AttentionShape.of(self, has_bias=True, has_out_bias=True, dropout=self.attention_dropout, rotary=self.rotary)
-        feed_forward = FeedForwardShape(
-            inner_size=self.inner_size, activation=ACTIVATIONS[self.hidden_act], has_gate=False, has_bias=True, std=std, out_std=std
-        )
+        attention = self.attention_shape(has_bias=True, has_out_bias=True, dropout=self.attention_dropout, rotary=self.rotary)
+        feed_forward = self.feed_forward_shape(self.hidden_act)
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, is_parallel=True, has_two_norms=False, dropout=self.resid_pdrop)
         return Description(
             stack=StackShape(blocks=(block,) * self.n_layer, std=std, dropout=self.embd_pdrop, norm=norm),
@@ -77,18 +59,8 @@ class PhiConfig(PartialRotaryConfig):
         )
 
 
-def _phi(hidden: int, layers: int, factor: float) -> PhiConfig:
-    """Return the config of a Phi; their sizes differ in three numbers."""
-    return PhiConfig(
-        vocab_size=51200,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        max_position_embeddings=2048,
-        partial_rotary_factor=factor,
-    )
-
-
-PRESETS: Final[Mapping[str, PhiConfig]] = {"phi-1.5": _phi(2048, 24, 0.5), "phi-2": _phi(2560, 32, 0.4)}
+PRESETS: Final[Mapping[str, PhiConfig]] = {
+    "phi-1.5": PhiConfig.of_size(51200, 2048, 8192, 24, 32, 2048),
+    "phi-2": PhiConfig.of_size(51200, 2560, 10240, 32, 32, 2048, partial_rotary_factor=0.4),
+}
 """Name -> config: Phi 1.5 and 2."""

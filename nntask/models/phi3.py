@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from ..errors import UsageError
-from .config_fields import count, positive, probability, token
-from .description import AttentionShape, BlockShape
-from .foreign_keys import Only, Rules, ignored, off
+from .config_checks import count, positive, probability, token
+from .description import BlockShape
+from .foreign_keys import Rules, ignored, off, only
 from .llama import NAMES, GatedConfig
 from .names import Joined, Names
 from .rotary_config import PartialRotaryConfig
@@ -34,9 +34,6 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         resid_pdrop: dropout probability after each layer.
         sliding_window: number of tokens that a token attends to, itself included; None for all.
         pad_token_id: id of padding; transformers assumes 32000 for files without the key.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     partial_rotary_factor: float = positive(1.0, 1.0)
@@ -51,7 +48,7 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
     dropouts: ClassVar[tuple[str, ...]] = ("resid_pdrop", "attention_dropout")
     foreign: ClassVar[Rules] = {
         **off("use the config of a Phi 3 without biases", "attention_bias mlp_bias lm_head_bias"),
-        **{key: Only((1, None), "use the config of a Phi 3 whose blocks are alike") for key in ("full_attn_mod", "interpolate_factor")},
+        **only((1, None), "use the config of a Phi 3 whose blocks are alike", "full_attn_mod interpolate_factor"),
         **ignored("no version of the model reads it", "embd_pdrop"),
     }
     names: ClassVar[Names] = replace(
@@ -77,8 +74,8 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
             if kind == "longrope" and values.get(_ORIGINAL) is None:
                 if (inside := scaling.get(_ORIGINAL, _ORIGINAL_LENGTH)) != _ORIGINAL_LENGTH:
                     raise UsageError(
-                        f"{_ORIGINAL} of a Phi 3 in {source} must be beside {key}, as transformers reads {_ORIGINAL_LENGTH} otherwise, got "
-                        f"{inside} inside it; move it"
+                        f"{_ORIGINAL} of a Phi 3 in {source} must be next to {key}, because transformers assumes {_ORIGINAL_LENGTH} otherwise, got "
+                        f"{inside} inside {key}; move it out"
                     )
                 taken[_ORIGINAL] = _ORIGINAL_LENGTH
         return super().read(taken, source)
@@ -104,28 +101,12 @@ class Phi3Config(GatedConfig, PartialRotaryConfig):
         others = {key: values["rope_parameters"][key] for key in ("rope_theta", "partial_rotary_factor")}
         return {**values, _ORIGINAL: original, "rope_scaling": found, "rope_parameters": {**found, **others}}
 
-    def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token attends to in a block; None for all."""
-        return self.sliding_window
-
-    def attention(self, layer: int) -> AttentionShape:
-        """Return the attention of one block, layer from 0."""
-        return replace(super().attention(layer), rotary=self.rotary)
-
     def block(self, layer: int) -> BlockShape:
         """Return the parts of one block, layer from 0."""
         return replace(super().block(layer), dropout=self.resid_pdrop)
 
 
 PRESETS: Final[Mapping[str, Phi3Config]] = {
-    "phi3-mini": Phi3Config(
-        vocab_size=32064,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=4096,
-        sliding_window=2047,
-    ),
+    "phi3-mini": Phi3Config.of_size(32064, 3072, 8192, 32, 32, 4096, sliding_window=2047),
 }
 """Name -> config: Phi 3 mini with 4,096 tokens."""

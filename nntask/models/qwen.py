@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
-from .config_fields import count, layer_kinds, switch
+from .config_checks import count, layer_kinds, switch
 from .description import AttentionShape
 from .llama import GatedConfig
 
@@ -25,9 +25,6 @@ class Qwen2Config(GatedConfig):
         sliding_window: number of tokens that a token sees in those blocks, itself included.
         max_window_layers: number of the first of those blocks.
         layer_types: for each block "full_attention" or "sliding_attention"; None if the three fields above decide.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     num_key_value_heads: int | None = count(8, 32, or_null=True)
@@ -37,6 +34,7 @@ class Qwen2Config(GatedConfig):
     layer_types: tuple[str, ...] | None = layer_kinds((FULL, SLIDING))
 
     kinds_keys: ClassVar[tuple[str, ...]] = ("layer_types",)
+    unwritten: ClassVar[tuple[str, ...]] = ("head_dim",)
     model_type: ClassVar[str] = "qwen2"
     title: ClassVar[str] = "Qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
@@ -50,11 +48,6 @@ class Qwen2Config(GatedConfig):
         """Return the attention of one block."""
         return replace(super().attention(layer), has_bias=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as Hugging Face's JSON object; a Qwen2 has the key of the head size only if its heads have a size of their own."""
-        values = super().to_dict()
-        return {key: value for key, value in values.items() if key != "head_dim" or value is not None}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
@@ -63,9 +56,6 @@ class Qwen3Config(Qwen2Config):
     Args:
         head_dim: D; 128 by default.
         attention_bias: whether the projections of attention have biases.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     head_dim: int | None = count(128, 128, or_null=True)
@@ -77,32 +67,18 @@ class Qwen3Config(Qwen2Config):
 
     def attention(self, layer: int) -> AttentionShape:
         """Return the attention of one block."""
-        return replace(super().attention(layer), has_bias=self.attention_bias, has_out_bias=self.attention_bias, head_norm=self.norm)
+        return replace(super().attention(layer), has_bias=self.attention_bias, head_norm=self.norm)
 
 
-def _qwen(kind: type[Qwen2Config], hidden: int, inner: int, layers: int, heads: int, shared: int, theta: float = 1e6, **more: Any) -> Any:
-    """Return a config of the small models; their sizes differ in these numbers."""
-    return kind(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        rope_theta=theta,
-        tie_word_embeddings=True,
-        **{"max_position_embeddings": 32768, **more},
-    )
-
-
+_SMALL: Final[dict[str, Any]] = {"rope_theta": 1e6, "tie_word_embeddings": True}
 PRESETS: Final[Mapping[str, Qwen2Config]] = {
-    "qwen2.5-0.5b": _qwen(Qwen2Config, 896, 4864, 24, 14, 2),
-    "qwen2.5-1.5b": _qwen(Qwen2Config, 1536, 8960, 28, 12, 2),
+    "qwen2.5-0.5b": Qwen2Config.of_size(151936, 896, 4864, 24, 14, 32768, num_key_value_heads=2, **_SMALL),
+    "qwen2.5-1.5b": Qwen2Config.of_size(151936, 1536, 8960, 28, 12, 32768, num_key_value_heads=2, **_SMALL),
 }
 """Name -> config: Qwen2.5 0.5B and 1.5B."""
 
 PRESETS_3: Final[Mapping[str, Qwen3Config]] = {
-    "qwen3-0.6b": _qwen(Qwen3Config, 1024, 3072, 28, 16, 8, max_position_embeddings=40960),
-    "qwen3-1.7b": _qwen(Qwen3Config, 2048, 6144, 28, 16, 8, max_position_embeddings=40960),
+    "qwen3-0.6b": Qwen3Config.of_size(151936, 1024, 3072, 28, 16, 40960, num_key_value_heads=8, **_SMALL),
+    "qwen3-1.7b": Qwen3Config.of_size(151936, 2048, 6144, 28, 16, 40960, num_key_value_heads=8, **_SMALL),
 }
 """Name -> config: Qwen3 0.6B and 1.7B."""

@@ -8,9 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from scheduler import TaskRuntime
 
 from ..errors import UsageError
@@ -158,25 +155,13 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.model_type]
 
 
-def build(
-    config: ModelConfig,
-    tiling: ModelTiling,
-    runtime: TaskRuntime,
-    *,
-    dtype: npt.DTypeLike = np.float32,
-    seed: int | None = 0,
-    flash: bool = True,
-    library: bool = False,
-) -> LanguageModel:
+def build(config: ModelConfig, tiling: ModelTiling, runtime: TaskRuntime, **how: Any) -> LanguageModel:
     """Build the model that a config describes.
 
     Args:
         config: shape and hyperparameters of the model.
         tiling: tile sizes.
         runtime: runtime that executes the tasks.
-        dtype: element type of parameters and activations.
-        seed: seed of the initial weights; None leaves the weights unwritten, to be loaded.
-        flash: whether attention avoids the full matrix of scores.
-        library: whether cuDNN may compute attention on GPUs.
+        how: the keywords of `Transformer`: dtype, seed, flash and library.
     """
-    return family_of(config).model(config, tiling, runtime, dtype=dtype, seed=seed, flash=flash, library=library)
+    return family_of(config).model(config, tiling, runtime, **how)

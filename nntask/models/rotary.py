@@ -132,17 +132,16 @@ class Rotary:
         Args:
             is_long: whether the long factors of "longrope" divide, instead of the short ones.
         """
-        size, scaling = self.size, self.scaling
-        plain = (1 / np.float32(self.theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))).astype(np.float32)
+        scaling = self.scaling
+        powers = np.float32(self.theta) ** (np.arange(0, self.size, 2, dtype=np.float32) / np.float32(self.size))
+        plain = (1 / powers).astype(np.float32)
         if scaling is None or scaling.rope_type in ("default", "dynamic"):
             return plain
         if scaling.rope_type == "longrope":
-            powers = np.float32(self.theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
             return (1 / (np.array(scaling.long_factor if is_long else scaling.short_factor, np.float32) * powers)).astype(np.float32)
-        factor = np.float32(scaling.factor)
         if scaling.rope_type == "linear":
-            return plain / factor
-        return _yarn(size, self.theta, scaling) if scaling.rope_type == "yarn" else _llama3(plain, scaling)
+            return plain / np.float32(scaling.factor)
+        return _yarn(powers, self.theta, scaling) if scaling.rope_type == "yarn" else _llama3(plain, scaling)
 
 
 def _llama3(plain: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray[np.float32]:
@@ -154,10 +153,11 @@ def _llama3(plain: npt.NDArray[np.float32], scaling: RopeScaling) -> npt.NDArray
     return blended
 
 
-def _yarn(size: int, theta: float, scaling: RopeScaling) -> npt.NDArray[np.float32]:
+def _yarn(powers: npt.NDArray[np.float32], theta: float, scaling: RopeScaling) -> npt.NDArray[np.float32]:
     """Return YaRN's frequencies, "NTK by parts" (Peng et al., 2023, section 3.2), with the same operations as transformers."""
     original = scaling.original_max_position_embeddings
     assert original is not None  # as the config has checked
+    size = 2 * len(powers)
     turns = (scaling.beta_fast or _TURNS["beta_fast"], scaling.beta_slow or _TURNS["beta_slow"])
     bounds = [size * log(original / (each * 2 * pi)) / (2 * log(theta)) for each in turns]
     if scaling.truncate is not False:
@@ -166,7 +166,6 @@ def _yarn(size: int, theta: float, scaling: RopeScaling) -> npt.NDArray[np.float
     high += 0.001 if low == high else 0
     ramp = np.clip((np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)  # 0 keeps, 1 divides
     kept = 1 - ramp
-    powers = np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
     found: npt.NDArray[np.float32] = (1 / (np.float32(scaling.factor) * powers) * (1 - kept) + 1 / powers * kept).astype(np.float32)
     return found
 

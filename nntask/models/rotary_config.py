@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..errors import UsageError
-from .config_checks import check_divisible, shown
-from .config_fields import count, positive, probability
+from .config_checks import check_divisible, count, positive, probability, shown
 from .family_config import HiddenConfig
 from .foreign_keys import Rules, Used, ignored
 from .rotary import RopeScaling, Rotary, check_divisors, rope_of, scaling_of, unread_of_rope
@@ -40,15 +39,9 @@ class RotaryConfig(HiddenConfig):
         **ignored("no version of the models here reads it", "default_theta rope_interleaved use_mrope"),
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rope_scaling is not None:  # with defaults and element types as read from a file
-            object.__setattr__(self, "rope_scaling", scaling_of(self.rope_scaling.to_dict(), self.max_position_embeddings, "the config"))
-            check_divisors(self.rope_scaling, self.turned_size(vars(self)), "the config")
-
     @classmethod
     def unread(cls, values: Mapping[str, Any]) -> list[str]:
-        """Return the keys that `FamilyConfig.unread` does, and those within the rotary scaling."""
+        """Return the keys that `ModelConfig.unread` does, and those within the rotary scaling."""
         return super().unread(values) + unread_of_rope(values)
 
     @classmethod
@@ -62,8 +55,9 @@ class RotaryConfig(HiddenConfig):
     @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:
         super()._check(values, source)
-        if isinstance(values, dict) and not isinstance(values.get("rope_scaling"), RopeScaling | None):
-            values["rope_scaling"] = scaling_of(values["rope_scaling"], values["max_position_embeddings"], source)
+        if isinstance(values, dict) and (scaling := values.get("rope_scaling")) is not None:
+            given = scaling.to_dict() if isinstance(scaling, RopeScaling) else scaling
+            values["rope_scaling"] = scaling_of(given, values["max_position_embeddings"], source)  # with defaults and element types
             check_divisors(values["rope_scaling"], cls.turned_size({**{f.name: f.default for f in fields(cls)}, **values}), source)
 
     @classmethod
@@ -96,6 +90,11 @@ class RotaryConfig(HiddenConfig):
         """D: width of one head."""
         return self.hidden_size // self.num_attention_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def rotary(self) -> Rotary:
+        """Rotation of queries and keys."""
+        return Rotary(size=self.turned_size(vars(self)), theta=self.rope_theta, scaling=self.rope_scaling)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object; rotary scaling in the format of transformers 4, which both versions read."""
         return {**super().to_dict(), "rope_scaling": None if self.rope_scaling is None else self.rope_scaling.to_dict()}
@@ -114,6 +113,7 @@ class PartialRotaryConfig(RotaryConfig):
 
     partial_rotary_factor: float = positive(0.5, 0.5)
 
+    unwritten: ClassVar[tuple[str, ...]] = ("head_dim",)  # transformers would take null for a size
     factor_keys: ClassVar[tuple[str, ...]] = ()
     theta_keys: ClassVar[tuple[str, ...]] = ()
 
@@ -151,17 +151,10 @@ class PartialRotaryConfig(RotaryConfig):
         """Return the number of features of a head that turn, from checked values of all fields."""
         return int(super().turned_size(values) * values["partial_rotary_factor"])
 
-    @property
-    def rotary(self) -> Rotary:
-        """Rotation of queries and keys."""
-        return Rotary(size=int(self.head_size * self.partial_rotary_factor), theta=self.rope_theta, scaling=self.rope_scaling)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, with older keys in addition to today's, so that versions 4 and 5 read it."""
         values = super().to_dict()
         scaling = values["rope_scaling"] or {"rope_type": "default"}
         values["rope_parameters"] = {**scaling, "rope_theta": self.rope_theta, "partial_rotary_factor": self.partial_rotary_factor}
-        if self.head_dim is None:  # transformers would take null for a size
-            del values["head_dim"]
         values |= dict.fromkeys(self.factor_keys, self.partial_rotary_factor) | dict.fromkeys(self.theta_keys, self.rope_theta)
         return values

@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Final, Self
 
 from ..errors import UsageError
-from .config_checks import shown
-from .config_fields import ACTIVATIONS, choice, count, depth, positive, probability, switch, token
-from .description import AttentionShape, BlockShape, Description, FeedForwardShape, HeadShape, NormShape, RelativePositions, StackShape
+from .config_checks import ACTIVATIONS, choice, count, depth, positive, probability, shown, switch, token
+from .description import BlockShape, Description, HeadShape, NormShape, RelativePositions, StackShape
 from .family_config import KeyedConfig
 from .foreign_keys import Alias, Rules, Used
 from .names import Names
@@ -30,13 +29,8 @@ class T5Config(KeyedConfig):
     """Shape and hyperparameters of a T5; field names and meaning as in ``transformers.T5Config``.
 
     Args:
-        vocab_size: V, number of token ids.
-        d_model: C, width of the residual stream.
-        d_kv: D, width of a head.
-        d_ff: I, width inside the feed-forward layer.
-        num_layers: number of blocks of the encoder.
-        num_decoder_layers: number of blocks of the decoder; None for num_layers.
-        num_heads: H.
+        vocab_size, d_model, d_kv, d_ff, num_heads: V, C, D, I and H.
+        num_layers, num_decoder_layers: number of blocks of the encoder, and of the decoder; None for the same number.
         n_positions: usual length of sequences; a T5 has no limit, since biases depend on distances alone.
         relative_attention_num_buckets, relative_attention_max_distance: number of buckets of distances, and first distance of the last.
         dropout_rate: dropout probability everywhere.
@@ -47,9 +41,6 @@ class T5Config(KeyedConfig):
         scale_decoder_outputs: whether the head's input is scaled by d_model^-0.5; None for only if the head is tied.
         pad_token_id: id of padding.
         decoder_start_token_id: id before the first token of an output.
-
-    Raises:
-        UsageError: a value breaks its rule.
     """
 
     vocab_size: int = count(32128)
@@ -81,6 +72,7 @@ class T5Config(KeyedConfig):
     inner_key: ClassVar[str] = "d_ff"
     example_key: ClassVar[str] = "d_model"
     dropouts: ClassVar[tuple[str, ...]] = ("dropout_rate",)
+    unwritten: ClassVar[tuple[str, ...]] = ("scale_decoder_outputs",)
     objective: ClassVar[str] = "seq2seq"
     objectives: ClassVar[tuple[str, ...]] = ("seq2seq",)
     foreign: ClassVar[Rules] = {
@@ -196,8 +188,7 @@ class T5Config(KeyedConfig):
             num_buckets=self.relative_attention_num_buckets, max_distance=self.relative_attention_max_distance, std=self.initializer_range
         )
         std, norm, p = self.initializer_range, NormShape(kind="rms", eps=self.layer_norm_epsilon), self.dropout_rate
-        attention = AttentionShape.of(
-            self,
+        attention = self.attention_shape(
             scale=1.0,
             has_bias=False,
             has_out_bias=False,
@@ -209,28 +200,17 @@ class T5Config(KeyedConfig):
         )
         activation, has_gate = PROJECTIONS[self.feed_forward_proj]
         out_std = self.initializer_factor * self.d_ff**-0.5
-        feed_forward = FeedForwardShape(
-            inner_size=self.d_ff, activation=activation, has_gate=has_gate, has_bias=False, std=std, out_std=out_std, dropout=p
-        )
+        feed_forward = self.feed_forward_shape(activation, has_gate=has_gate, has_bias=False, out_std=out_std, dropout=p)
         cross = replace(attention, is_causal=False, relative=None) if is_decoder else None
         block = BlockShape(attention=attention, feed_forward=feed_forward, norm=norm, dropout=p, cross=cross)
         return StackShape(blocks=(block,) * num_blocks, std=self.initializer_factor, dropout=p, drops_last=True, norm=norm)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as Hugging Face's JSON object."""
-        values = super().to_dict()
-        return {key: value for key, value in values.items() if key != "scale_decoder_outputs" or value is not None}
 
-
-def _t5(width: int, heads: int, layers: int, inner: int, **more: Any) -> T5Config:
-    """Return a config of the usual sizes."""
-    return T5Config(vocab_size=32128, d_model=width, d_kv=64, d_ff=inner, num_layers=layers, num_heads=heads, **more)
-
-
+_VERSION_1_1: Final[dict[str, Any]] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 PRESETS: Final[Mapping[str, T5Config]] = {
-    "t5-small": _t5(512, 8, 6, 2048),
-    "t5-base": _t5(768, 12, 12, 3072),
-    "t5-v1.1-small": _t5(512, 6, 8, 1024, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-    "t5-v1.1-base": _t5(768, 12, 12, 2048, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5-small": T5Config.of_size(32128, 512, 2048, 6, 8, 512, d_kv=64),
+    "t5-base": T5Config.of_size(32128, 768, 3072, 12, 12, 512, d_kv=64),
+    "t5-v1.1-small": T5Config.of_size(32128, 512, 1024, 8, 6, 512, d_kv=64, **_VERSION_1_1),
+    "t5-v1.1-base": T5Config.of_size(32128, 768, 2048, 12, 12, 512, d_kv=64, **_VERSION_1_1),
 }
 """Name -> config: T5 small and base, and those of version 1.1."""

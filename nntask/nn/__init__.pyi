@@ -1,25 +1,5 @@
 from . import functional, initializers
-from .autograd import Edge, Node, ParameterEdge, Tensor, checkpoint, no_grad, on_tape
-from .layers import Dropout, Embedding, HeadNorm, LayerNorm, Linear, RMSNorm, TransposedLinear
-from .module import Module, Parameter
+from .autograd import Edge, Node, ParameterEdge
+from .layers import Embedding, LayerNorm, Linear
 
-__all__ = [
-    "Dropout",
-    "Edge",
-    "Embedding",
-    "HeadNorm",
-    "LayerNorm",
-    "Linear",
-    "Module",
-    "Node",
-    "Parameter",
-    "ParameterEdge",
-    "RMSNorm",
-    "Tensor",
-    "TransposedLinear",
-    "checkpoint",
-    "functional",
-    "initializers",
-    "no_grad",
-    "on_tape",
-]
+__all__ = ["Edge", "Embedding", "LayerNorm", "Linear", "Node", "ParameterEdge", "functional", "initializers"]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
+from typing import Any
 
 from tiles import TileTensor
 from tiles.kernels import Buckets
 from tiles.ops import attention as attention_ops
 
 from ..errors import UsageError
-from .autograd import Gradients, Tensor, accumulator_of, on_tape, only
+from .autograd import Gradients, Tensor, accumulator_of, add_to, on_tape, only
 from .kv_cache import LayerPast
 
 
@@ -35,16 +35,6 @@ class RelativeBias:
     def of_tiles(self) -> attention_ops.Bias:
         """Return the same bias for operations on tiles."""
         return attention_ops.Bias(self.table.data, Buckets(self.table.shape[0], self.bidirectional, self.max_distance))
-
-
-class _How(TypedDict):
-    """Options shared by the forward and the backward pass of attention."""
-
-    head_size: int
-    scale: float
-    causal: bool
-    dropout: attention_ops.Dropout | None
-    scoring: attention_ops.Scoring
 
 
 def attention(
@@ -85,20 +75,16 @@ def attention(
     scoring = _scoring(window, documents, bias, cap)
     if past is not None:
         return _continued(q, k, v, past, head_size, scale, causal, scoring)
-    edges = (q.edge, k.edge, v.edge)
-    qd, kd, vd = q.data, k.data, v.data
-    how: _How = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
+    edges, tiles = (q.edge, k.edge, v.edge), (q.data, k.data, v.data)
+    how: dict[str, Any] = {"head_size": head_size, "scale": scale, "causal": causal, "dropout": dropout, "scoring": scoring}
     forward = partial(attention_ops.attention, library=library) if flash else attention_ops.stored_attention
-    o, saved = forward(qd, kd, vd, **how)  # saved: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
+    o, saved = forward(*tiles, **how)  # saved: log of the softmax denominators (B, H, T), or the weights (B, H, T, S)
     table_edge = bias.table.edge if bias is not None else None
 
     def backward(gradients: Gradients) -> None:
         do = only(gradients)  # (B, T, H*D)
         through = partial(attention_ops.attention_backward, library=library) if flash else attention_ops.stored_attention_backward
-        gradients_of_inputs = through(qd, kd, vd, o, saved, do, **how, dtable=None if table_edge is None else accumulator_of(table_edge))
-        for edge, gradient in zip(edges, gradients_of_inputs, strict=True):
-            if edge is not None:
-                edge.add(gradient)
+        add_to(edges, through(*tiles, o, saved, do, **how, dtable=None if table_edge is None else accumulator_of(table_edge)))
 
     return on_tape("attention", [q, k, v, bias.table if bias is not None else None], [o], backward)[0]
 

@@ -8,8 +8,7 @@ Rules.
 - `backward` visits nodes in reverse order of creation and empties each: its activations are freed as soon as the tasks that read them are done.
 - Gradients of activations are replaced, never changed in place: two nodes may share one tile tensor. Gradients of parameters are accumulators:
   operations contribute to them by REDUX, over any number of backward passes, until the program sets them to None.
-
-This module only emits tasks. It never waits or reads a value, so it works while a step is being recorded.
+- This module only emits tasks and never reads a value, so it works while a step is being recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +30,7 @@ from tiles.ops import elementwise
 
 from ..errors import UsageError
 
+_T = TypeVar("_T")
 Gradients = Sequence[TileTensor | None]
 Backward = Callable[[Gradients], None]
 """Takes the gradients of a node's outputs (None for outputs without a contribution; at least one has some) and adds to its inputs' edges.
@@ -170,10 +170,6 @@ class Tensor:
         """Return the whole tensor as an array, read tile by tile through `borrow`, as a ticket's ``read`` does."""
         return self.data.gather(borrow)
 
-    def detach(self) -> Tensor:
-        """Return the same data without history."""
-        return Tensor(self.data)
-
     def backward(self, gradient: TileTensor | None = None) -> None:
         """Emit the tasks that compute the gradients of everything this tensor depends on.
 
@@ -223,6 +219,16 @@ def run_backward(root: Edge, gradient: TileTensor | None) -> None:
 
 
 @contextmanager
+def _set(variable: ContextVar[_T], value: _T) -> Iterator[_T]:
+    """Give a variable another value inside."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def accumulation() -> Iterator[None]:
     """Sum the gradients of several backward passes; postpone contributions that are cheap to keep until the block ends.
 
@@ -230,11 +236,8 @@ def accumulation() -> Iterator[None]:
     next minibatch would have to wait for that whole pass. Postponed to the end of the block, it leaves minibatches free to run in any order.
     """
     queue: list[Callable[[], None]] = []
-    token = _postponed.set(queue)
-    try:
+    with _set(_postponed, queue):
         yield
-    finally:
-        _postponed.reset(token)
     for contribute in queue:
         contribute()
 
@@ -253,20 +256,9 @@ def tape_enabled() -> bool:
     return _enabled.get()
 
 
-@contextmanager
-def no_grad() -> Iterator[None]:
+def no_grad() -> AbstractContextManager[object]:
     """Leave operations inside off the tape: for evaluation and sampling."""
-    with _tape(False):
-        yield
-
-
-@contextmanager
-def _tape(on: bool) -> Iterator[None]:
-    token = _enabled.set(on)
-    try:
-        yield
-    finally:
-        _enabled.reset(token)
+    return _set(_enabled, False)
 
 
 def edges_of(inputs: Sequence[Tensor | None]) -> tuple[Edge, ...]:
@@ -310,7 +302,7 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
     if not tape_enabled():
         return block(x, *others)
     edges, kept = [given.edge for given in (x, *others)], [given.data for given in (x, *others)]
-    with no_grad(), _watching() as inside:
+    with no_grad(), _set(_watched, []) as inside:
         y = block(*(Tensor(data) for data in kept)).data
     if not inside and all(edge is None for edge in edges):  # nothing in it is learnt
         return Tensor(y)
@@ -322,7 +314,7 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
         for edge, begun in zip(edges, inner, strict=True):  # the block continues the sums so far, so their order stays the same
             if edge is not None and begun is not None:
                 begun.gradient = edge.take()
-        with _tape(True):
+        with _set(_enabled, True):
             again = block(*(Tensor(data, edge) for data, edge in zip(kept, inner, strict=True)))
         if again.edge is not None:
             run_backward(again.edge, dy)
@@ -334,22 +326,18 @@ def checkpoint(block: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tens
     return Tensor(y, Edge(node))
 
 
-@contextmanager
-def _watching() -> Iterator[list[Edge]]:
-    """Collect the edges that operations inside would have led to with the tape on: those of tensors that are learnt."""
-    found: list[Edge] = []
-    token = _watched.set(found)
-    try:
-        yield found
-    finally:
-        _watched.reset(token)
-
-
 def only(gradients: Gradients) -> TileTensor:
     """Return the gradient of an operation's only output."""
     (gradient,) = gradients
     assert gradient is not None  # a node without any gradient is not visited
     return gradient
+
+
+def add_to(edges: Sequence[Edge | None], gradients: Sequence[TileTensor]) -> None:
+    """Add its gradient to each edge; None for an input that wants none."""
+    for edge, gradient in zip(edges, gradients, strict=True):
+        if edge is not None:
+            edge.add(gradient)
 
 
 def accumulator_of(edge: Edge) -> TileTensor:
@@ -365,10 +353,5 @@ def accumulator_of(edge: Edge) -> TileTensor:
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     """Return x + y, of equal shapes and tilings."""
-    edges = [t.edge for t in (x, y) if t.edge is not None]
-
-    def backward(gradients: Gradients) -> None:
-        for edge in edges:
-            edge.add(only(gradients))
-
-    return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], backward)[0]
+    edges = (x.edge, y.edge)
+    return on_tape("add", [x, y], [elementwise.add(x.data, y.data)], lambda gradients: add_to(edges, [only(gradients)] * 2))[0]

@@ -7,42 +7,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from functools import partial
 
 from tiles import TileTensor
 from tiles.ops import elementwise, random
 
-Init = Callable[[TileTensor, int, int], None]
+Init = Callable[[TileTensor, int, int], object]
 """Fills a tensor, given a seed and a stream."""
 
 
 def normal(std: float) -> Init:
     """Return an initializer with normal numbers of mean 0."""
-    return partial(_normal, std)
+    return lambda tensor, seed, stream: random.random_normal(tensor, std, seed, stream)
 
 
 def uniform(bound: float) -> Init:
     """Return an initializer with numbers uniform in -bound to bound."""
-    return partial(_uniform, bound)
+    return lambda tensor, seed, stream: random.random_uniform(tensor, -bound, bound, seed, stream)
 
 
 def constant(value: float) -> Init:
     """Return an initializer with the same number everywhere."""
-    return partial(_constant, value)
+    return lambda tensor, seed, stream: elementwise.fill(tensor, value)
 
 
 def stream_of(name: str) -> int:
     """Return the random stream of the parameter `name`."""
     return zlib.crc32(name.encode())
-
-
-def _normal(std: float, tensor: TileTensor, seed: int, stream: int) -> None:
-    random.random_normal(tensor, std, seed, stream)
-
-
-def _uniform(bound: float, tensor: TileTensor, seed: int, stream: int) -> None:
-    random.random_uniform(tensor, -bound, bound, seed, stream)
-
-
-def _constant(value: float, tensor: TileTensor, seed: int, stream: int) -> None:
-    elementwise.fill(tensor, value)

@@ -1,8 +1,9 @@
 """Cache of keys and values for generation: a pair of tile tensors per layer, which take memory tile by tile as a text grows.
 
-Its tiles are ordinary data: they count against memory budgets, and tiles that do not fit go to the disk tier.
+Its tiles are ordinary data: they count against memory budgets, and tiles that do not fit go to the disk tier. Keys and values of an encoder's output
+are computed once and attended to by every new token of a decoder.
 
-Letters: B sequences, w new tokens, P positions of the cache, G heads of keys and values, each D features.
+Letters: B sequences, w new tokens, P positions of the cache, S positions of a source, H heads of queries, G of keys and values, D features each.
 """
 
 from __future__ import annotations
@@ -20,11 +21,30 @@ from tiles.ops import attention as attention_ops
 from tiles.ops import cache as cache_ops
 
 from ..errors import UsageError
+from .autograd import Tensor
 
 if TYPE_CHECKING:
     from ..models.interface import ModelConfig
     from ..tiling.model_tiling import ModelTiling
-    from .encoder_past import EncoderPast
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPast:
+    """Keys and values of the source in one layer of a decoder; attention to them leaves no tape.
+
+    Args:
+        keys, values: (B, S, G*D).
+        documents: int32 document numbers of new tokens (B, w) and of the source (B, S); padding of the source has a number of its own.
+    """
+
+    keys: TileTensor
+    values: TileTensor
+    documents: tuple[TileTensor, TileTensor]
+
+    def attend(self, q: Tensor, *, head_size: int, scale: float) -> Tensor:
+        """Attend from q (B, w, H*D) to the source without its padding -> (B, w, H*D)."""
+        scoring = attention_ops.Scoring(documents=self.documents)
+        return Tensor(attention_ops.attention(q.data, self.keys, self.values, head_size=head_size, scale=scale, causal=False, scoring=scoring)[0])
 
 
 class LayerPast(Protocol):
@@ -97,6 +117,17 @@ class Past:
     length: int
 
 
+def layers_of(
+    config: ModelConfig, runtime: TaskRuntime, shape: Sequence[int], tile: Sequence[int], dtype: npt.DTypeLike
+) -> list[tuple[TileTensor, TileTensor]]:
+    """Return keys and values of this shape for each layer of a model, without memory."""
+
+    def tensor(what: str, layer: int) -> TileTensor:
+        return TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
+
+    return [(tensor("keys", layer), tensor("values", layer)) for layer in range(len(config.description.stack.blocks))]
+
+
 class KVCache:
     """Keys and values of a batch of texts, with one row or several (beams) for each text.
 
@@ -136,13 +167,7 @@ class KVCache:
         self._left = [0] * num_layers
         self._across: list[EncoderPast | None] = [None] * num_layers
         self._runtime = runtime
-        self._layers = [
-            tuple(
-                TileTensor(runtime, shape, tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {layer}")
-                for what in ("keys", "values")
-            )
-            for layer in range(num_layers)
-        ]
+        self._layers = layers_of(config, runtime, shape, tile, dtype)
 
     @property
     def last_position(self) -> int:
@@ -211,3 +236,30 @@ class KVCache:
             for source, target in zip(texts._layers.pop(0), layer, strict=True):
                 cache_ops.gather_rows(source, rows, target, range(left, texts._grown))
         self._grown, self._left = texts._grown, list(texts._left)
+
+
+def kept(x: TileTensor, num_beams: int = 1) -> TileTensor:
+    """Copy keys or values x (texts, S, G*D) for all later tokens, with `num_beams` neighbouring rows of one tile for each text."""
+    texts, _, _ = x.shape
+    tile = x.tile[0] * num_beams
+    rows = TileTensor(x.runtime, (texts * num_beams,), (tile,), np.int32, kind="input", data_class="data", name="sources")
+    rows.write(np.repeat(np.arange(texts, dtype=np.int32), num_beams))
+    shape = (texts * num_beams, *x.shape[1:])
+    out = TileTensor(x.runtime, shape, (tile, *x.tile[1:]), x.dtype, kind="persistent", data_class="activations", name=f"kept {x.name}")
+    cache_ops.gather_rows(x, rows, out, range(x.grid[1]))
+    return out
+
+
+def source_documents(keys: TileTensor, is_text: npt.NDArray[np.integer], num_tokens: int = 1) -> tuple[TileTensor, TileTensor]:
+    """Return the documents of an `EncoderPast` over `keys` (B, S, G*D) for `num_tokens` new tokens.
+
+    Args:
+        is_text: (texts, S), 1 where the source has text and 0 in its padding; each text has B / texts rows.
+    """
+    numbers = np.repeat(is_text, keys.shape[0] // len(is_text), axis=0).astype(np.int32)
+    documents = []
+    for values, tile in ((np.ones((len(numbers), num_tokens), np.int32), num_tokens), (numbers, keys.tile[1])):
+        tensor = TileTensor(keys.runtime, values.shape, (keys.tile[0], tile), np.int32, kind="input", data_class="data", name="documents")
+        tensor.write(values)
+        documents.append(tensor)
+    return documents[0], documents[1]

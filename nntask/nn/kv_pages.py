@@ -20,12 +20,11 @@ from tiles import TileTensor
 from tiles.ops import attention as attention_ops
 from tiles.ops import pages as page_ops
 
-from .kv_cache import Past
+from .kv_cache import EncoderPast, Past, layers_of
 
 if TYPE_CHECKING:
     from ..models.interface import ModelConfig
     from ..tiling.model_tiling import ModelTiling
-    from .encoder_past import EncoderPast
 
 _TILE_TOKENS: Final = 1024
 """Number of positions in a tile, in whole pages."""
@@ -104,13 +103,7 @@ class KVPages:
         tile = (min(num_pages, max(1, _TILE_TOKENS // length)), length, cut.head_tile // group * config.head_size)
         self.pages_per_tile, self.num_grown = tile[0], 0
         self._runtime = runtime
-        self._layers = [
-            tuple(
-                TileTensor(runtime, (num_pages, length, width), tile, dtype, kind="persistent", data_class="activations", name=f"{what} of layer {n}")
-                for what in ("keys", "values")
-            )
-            for n in range(len(config.description.stack.blocks))
-        ]
+        self._layers = layers_of(config, runtime, (num_pages, length, width), tile, dtype)
 
     @property
     def tensors(self) -> list[TileTensor]:

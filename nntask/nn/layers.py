@@ -39,24 +39,7 @@ class Adapter(Module):
         return LowRank(self.A, self.B, self.scale, dropout)
 
 
-class Adaptable(Module):
-    """Base of layers with a matrix `weight` that can have an adapter.
-
-    Attributes:
-        lora: the adapter; None without one.
-        has_rows_in: whether the weight is (in, out), not (out, in).
-    """
-
-    lora: Adapter | None = None
-    has_rows_in: bool
-    weight: Parameter
-
-    def added(self, masks: Masks | None) -> LowRank | None:
-        """Return the adapter's update for one forward pass; None without an adapter."""
-        return None if self.lora is None else self.lora.low_rank(masks)
-
-
-class Linear(Adaptable):
+class Linear(Module):
     """x (.., K) @ weight (K, N) [+ bias (N,)] -> (.., N), and an activation in the same pass.
 
     Args:
@@ -66,42 +49,36 @@ class Linear(Adaptable):
         std: standard deviation of the first weights; the bias begins at zero.
         activation: gelu_new, gelu, relu, silu, tanh, or None.
         has_bias: whether to add a bias.
+        has_rows_in: False for a weight (N, K), the layout of torch, whose files then map onto tiles as they are.
+
+    Attributes:
+        lora: the adapter; None without one.
     """
 
-    has_rows_in = True
+    lora: Adapter | None = None
 
-    def __init__(self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = True) -> None:
-        self.activation = activation
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        tile: tuple[int, int],
+        *,
+        std: float,
+        activation: str | None = None,
+        has_bias: bool = True,
+        has_rows_in: bool = True,
+    ) -> None:
+        self.activation, self.has_rows_in = activation, has_rows_in
         shape, cut = ((num_in, num_out), tile) if self.has_rows_in else ((num_out, num_in), tile[::-1])
         self.weight = Parameter(shape, cut, normal(std))
         self.bias = Parameter((num_out,), tile[1:], constant(0.0)) if has_bias else None
 
     def __call__(self, x: Tensor, masks: Masks | None = None) -> Tensor:
         """(.., K) -> (.., N)."""
-        transpose, added = not self.has_rows_in, self.added(masks)
+        transpose, added = not self.has_rows_in, None if self.lora is None else self.lora.low_rank(masks)
         if self.activation is not None:
             return functional.linear_activation(x, self.weight, self.bias, self.activation, transpose_w=transpose, added=added)
         return functional.linear(x, self.weight, self.bias, transpose_w=transpose, added=added)
-
-
-class TransposedLinear(Linear):
-    """x (.., K) @ weight (N, K)^T [+ bias (N,)] -> (.., N): the layout of torch, whose files then map onto tiles as they are.
-
-    Args:
-        num_in: K.
-        num_out: N.
-        tile: features in and out per weight tile.
-        std: standard deviation of the first weights; the bias begins at zero.
-        activation: gelu_new, gelu, relu, silu, tanh, or None.
-        has_bias: whether to add a bias.
-    """
-
-    has_rows_in = False
-
-    def __init__(
-        self, num_in: int, num_out: int, tile: tuple[int, int], *, std: float, activation: str | None = None, has_bias: bool = False
-    ) -> None:
-        super().__init__(num_in, num_out, tile, std=std, activation=activation, has_bias=has_bias)
 
 
 class LayerNorm(Module):
@@ -119,10 +96,6 @@ class LayerNorm(Module):
     def after_add(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + branch, its norm), (.., C) each, in one pass."""
         return functional.residual_layer_norm(x, branch, self.weight, self.bias, self.eps)
-
-    def of_sum(self, x: Tensor, branch: Tensor) -> Tensor:
-        """Return the norm of x + branch alone, (.., C), in one pass; the sum is freed as soon as the gradient of the norm is computed."""
-        return self.after_add(x, branch)[1]
 
 
 class RMSNorm(Module):
@@ -148,18 +121,11 @@ class RMSNorm(Module):
         return functional.residual_rms_norm(x, branch, self.weight, self.eps, self.offset)
 
 
-class HeadNorm(Module):
-    """RMS norm within each head (Henry et al., 2020), multiplied by weight (D,) + offset, the same for all heads; tiles hold whole heads.
-
-    Args:
-        head_size: D.
-        eps: added to the mean of squares.
-        offset: added to the weight; the first weight is 1 - offset.
-    """
+class HeadNorm(RMSNorm):
+    """RMS norm within each head (Henry et al., 2020), multiplied by weight (D,) + offset, the same for all heads; tiles hold whole heads."""
 
     def __init__(self, head_size: int, eps: float, offset: float = 0.0) -> None:
-        self.eps, self.offset = eps, offset
-        self.weight = Parameter((head_size,), (-1,), constant(1.0 - offset))
+        super().__init__(head_size, -1, eps, offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(.., H*D) -> (.., H*D)."""

@@ -124,10 +124,6 @@ class Module:
             if isinstance(member, Module):
                 yield from member.named_modules(_dotted(prefix, name))
 
-    def modules(self) -> Iterator[Module]:
-        """Return this module and everything below it."""
-        return (module for _, module in self.named_modules())
-
     def named_parameters(self, prefix: str = "") -> dict[str, Parameter]:
         """Return parameters by dotted name, in order of first appearance; shared ones once."""
         found: dict[str, Parameter] = {}
@@ -210,7 +206,7 @@ class Module:
 
     def train(self, mode: bool = True) -> None:
         """Turn dropout on (or off) from the next forward pass on; recorded steps do not change."""
-        for module in self.modules():
+        for _, module in self.named_modules():
             module.training = mode
 
     def eval(self) -> None:

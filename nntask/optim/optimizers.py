@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,30 +61,20 @@ class Options(NamedTuple):
     eps: float = 0.0
 
 
-def decay_groups(model: Module, weight_decay: float, *, decay: str = "matrices") -> list[Group]:
-    """Return the usual groups: matrices have weight decay, vectors (biases, norms) have none.
-
-    Args:
-        decay: "matrices", or "all" for every parameter.
-
-    Raises:
-        UsageError: `decay` is neither.
-    """
-    if decay not in ("matrices", "all"):
-        raise UsageError(f'decay must be "matrices" or "all", got {decay!r}; choose one of them')
-    decayed = [p for p in model.parameters() if decay == "all" or len(p.shape) > 1]
-    ids = {id(p) for p in decayed}
-    others = [p for p in model.parameters() if id(p) not in ids]
-    return [Group(decayed, weight_decay), *([Group(others, 0.0)] if others else [])]
+def decay_groups(model: Module, weight_decay: float) -> list[Group]:
+    """Return the usual groups: matrices have weight decay, vectors (biases, norms) have none."""
+    matrices = [p for p in model.parameters() if len(p.shape) > 1]
+    vectors = [p for p in model.parameters() if len(p.shape) <= 1]
+    return [Group(matrices, weight_decay), *([Group(vectors, 0.0)] if vectors else [])]
 
 
 class Optimizer(ABC):
-    """Base of all optimizers: groups, masters, the hyper tensor, the gradient norm.
+    """Base of all optimizers: groups, state, the hyper tensor, the gradient norm.
 
     Args:
         parameters: parameters with tiles, or groups of them; frozen ones are left out.
-        lr: learning rate until `prepare` is given another.
-        weight_decay: weight decay of parameters without a group.
+        options: options until `prepare` or `prepare_groups` is given others; the weight decay is for parameters without a group.
+        moments: kinds of state that each parameter has in addition to a master.
         max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
         tiles_of: numbers of the tiles whose state is held here, by name of the parameter; other tiles are updated elsewhere. None for all.
         on_cpu: whether only CPU workers update, in host memory, where the state is, while devices compute the rest.
@@ -92,6 +82,7 @@ class Optimizer(ABC):
     Attributes:
         hyper: (num_groups, HYPER) fp64 input, a row for each group.
         grad_norm: (1,) sum of squares of the gradient of the last emitted step before clipping; None before. `norm_of` returns its root.
+        state: kind -> name of the parameter -> tensor; "master" has the 16-bit parameters only.
 
     Raises:
         UsageError: no parameter is learnt, a parameter appears twice, or a number is out of range.
@@ -100,33 +91,33 @@ class Optimizer(ABC):
     def __init__(
         self,
         parameters: Sequence[Parameter] | Sequence[Group],
+        options: Options,
+        moments: Sequence[str],
         *,
-        lr: float,
-        weight_decay: float,
         max_norm: float,
-        tiles_of: Tiles | None = None,
-        on_cpu: bool = False,
+        tiles_of: Tiles | None,
+        on_cpu: bool,
     ) -> None:
-        _check_ranges(lr=lr, weight_decay=weight_decay, max_norm=max_norm)
-        self.groups = _as_groups(parameters, weight_decay)
+        _check_ranges(lr=options.lr, weight_decay=options.weight_decay, max_norm=max_norm)
+        self.groups = _as_groups(parameters, options.weight_decay)
         for group in self.groups:
-            _check_ranges(lr=lr, weight_decay=group.weight_decay, max_norm=max_norm)
-        self.lr = lr
-        self.max_norm = max_norm
-        self.tiles_of = tiles_of
-        self.on_cpu = on_cpu
+            _check_ranges(weight_decay=group.weight_decay)
+        self.options, self.max_norm, self.tiles_of, self.on_cpu = options, max_norm, tiles_of, on_cpu
         self.runtime: TaskRuntime = self.groups[0].parameters[0].data.runtime
         self._rows = {p.name: row for row, group in enumerate(self.groups) for p in group.parameters}
         shape = (len(self.groups), HYPER)
         self.hyper = TileTensor(self.runtime, shape, (-1, -1), np.float64, kind="input", data_class="data", name="hyper")
         self.grad_norm: TileTensor | None = None
-        self.masters = {p.name: self._state(p, "master") for p in self._parameters() if p.data.dtype in NARROW}
+        self.state = {"master": {p.name: self._like(p, "master") for p in self._parameters() if p.data.dtype in NARROW}}
         self.prepare(1)
+        self.state |= {kind: {p.name: self._like(p, kind) for p in self._parameters()} for kind in moments}
+        self._moments = tuple(moments)
+        self.reset()
 
     def _parameters(self) -> list[Parameter]:
         return [p for group in self.groups for p in group.parameters]
 
-    def _state(self, parameter: Parameter, kind: str) -> TileTensor:
+    def _like(self, parameter: Parameter, kind: str) -> TileTensor:
         """Create a persistent tensor like `parameter`, in fp32 or wider."""
         dtype = np.float32 if parameter.data.dtype in NARROW else parameter.data.dtype
         return parameter.data.like(dtype=dtype, kind="persistent", data_class="optimizer", name=f"{kind} {parameter.name}")
@@ -134,15 +125,17 @@ class Optimizer(ABC):
     def reset(self) -> None:
         """Emit the tasks that reset the state: masters become the parameters' present values, everything else zero. The constructor calls it; call
         it again after overwriting parameters without their state."""
+        self.follow(self.state["master"])
         for parameter in self._parameters():
-            if parameter.name in self.masters:
-                elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
+            for kind in self._moments:
+                elementwise.fill(self.state[kind][parameter.name], 0.0, self._tiles(parameter.name))
 
     def follow(self, names: Collection[str]) -> None:
         """Emit the tasks that copy overwritten parameters to their masters; all other state stays."""
+        masters = self.state["master"]
         for parameter in self._parameters():
-            if parameter.name in self.masters and parameter.name in names:
-                elementwise.copy_into(parameter.data, self.masters[parameter.name], self._tiles(parameter.name))
+            if parameter.name in masters and parameter.name in names:
+                elementwise.copy_into(parameter.data, masters[parameter.name], self._tiles(parameter.name))
 
     def _tiles(self, name: str) -> Sequence[int] | None:
         """Return the tiles of a parameter whose state is held here; None for all."""
@@ -157,8 +150,8 @@ class Optimizer(ABC):
         if step < 1:
             raise UsageError(f"steps count from 1, got {step}; the first step is 1")
         if lr is not None:
-            self.lr = lr
-        self.prepare_groups([step] * len(self.groups), [self._options_of(group) for group in self.groups])
+            self.options = self.options._replace(lr=lr)
+        self.prepare_groups([step] * len(self.groups), [self.options._replace(weight_decay=group.weight_decay) for group in self.groups])
 
     def prepare_groups(self, steps: Sequence[int], options: Sequence[Options]) -> None:
         """Write the numbers of the next step for each group; replaces `prepare`.
@@ -167,16 +160,11 @@ class Optimizer(ABC):
             steps: number of the step for each group's parameters, from 1; any number for a group that the step does not update.
             options: options of each group.
         """
-        rows = [(each.lr, *self._corrections(step, each), *each[2:], each.weight_decay, 0.0) for step, each in zip(steps, options, strict=True)]
+        rows = [
+            (each.lr, 1 - each.first**step, 1 - each.second**step, *each[2:], each.weight_decay, 0.0)
+            for step, each in zip(steps, options, strict=True)
+        ]
         self.hyper.write(np.array(rows, np.float64))
-
-    def _options_of(self, group: Group) -> Options:
-        """Return a group's options as given to the constructor, with the present learning rate."""
-        return Options(self.lr, group.weight_decay)
-
-    def _corrections(self, step: int, options: Options) -> tuple[float, float]:
-        """Return 1 - beta1^t and 1 - beta2^t."""
-        return 1.0, 1.0
 
     def step(self) -> None:
         """Emit the updates of all parameters that have a gradient, and release the gradients.
@@ -205,7 +193,6 @@ class Optimizer(ABC):
         self.zero_grad()
         return ready
 
-    @abstractmethod
     def update(
         self,
         parameter: Parameter,
@@ -220,10 +207,28 @@ class Optimizer(ABC):
         Args:
             norm: (1,) sum of squares of the whole gradient, for clipping; None for no clipping.
         """
+        name = parameter.name
+        self._emit(
+            parameter.data,
+            gradient,
+            [self.state[kind][name] for kind in self._moments],
+            row=self._rows[name],
+            decays=group.weight_decay > 0,
+            norm=norm,
+            max_norm=self.max_norm,
+            master=self.state["master"].get(name),
+            tiles=tiles,
+            priority=priority,
+            cpu_only=self.on_cpu,
+        )
+
+    @abstractmethod
+    def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
+        """Emit the tasks of an update; `how` has the options that all operations of `tiles.ops.optimizer` share."""
 
     def tensors(self) -> dict[str, TileTensor]:
-        """Return the whole state by name, for checkpoints."""
-        return {f"master.{name}": tensor for name, tensor in self.masters.items()}
+        """Return the whole state by name, for checkpoints: "master.", "m.", "v." or "momentum.", followed by the name of the parameter."""
+        return {f"{kind}.{name}": tensor for kind, tensors in self.state.items() for name, tensor in tensors.items()}
 
     def zero_grad(self) -> None:
         """Drop all gradients; this frees their memory and clears nothing."""
@@ -258,59 +263,13 @@ class Adam(Optimizer):
         tiles_of: Tiles | None = None,
         on_cpu: bool = False,
     ) -> None:
-        self.betas, self.eps = betas, eps
         if not all(0 <= beta < 1 for beta in betas) or eps < 0:
             raise UsageError(f"betas must be at least 0 and below 1 and eps 0 or more, got {betas} and {eps:g}; use (0.9, 0.999) and 1e-8")
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
-        self.first = {p.name: self._state(p, "m") for p in self._parameters()}
-        self.second = {p.name: self._state(p, "v") for p in self._parameters()}
-        self.reset()
+        options = Options(lr, weight_decay, *betas, eps)
+        super().__init__(parameters, options, ("m", "v"), max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
-    def reset(self) -> None:
-        """Emit the tasks that reset the state: masters become the parameters' values, moments zero."""
-        super().reset()
-        for name in self.first:
-            for moment in (self.first[name], self.second[name]):
-                elementwise.fill(moment, 0.0, self._tiles(name))
-
-    def _options_of(self, group: Group) -> Options:
-        return Options(self.lr, group.weight_decay, *self.betas, self.eps)
-
-    def _corrections(self, step: int, options: Options) -> tuple[float, float]:
-        return 1 - options.first**step, 1 - options.second**step
-
-    def update(
-        self,
-        parameter: Parameter,
-        gradient: TileTensor,
-        group: Group,
-        norm: TileTensor | None,
-        tiles: Sequence[int] | None = None,
-        priority: int = 0,
-    ) -> None:
-        """See `Optimizer.update`."""
-        name = parameter.name
-        optimizer_ops.adamw(
-            parameter.data,
-            gradient,
-            self.first[name],
-            self.second[name],
-            self.hyper,
-            row=self._rows[name],
-            decays=group.weight_decay > 0,
-            decoupled=self.decoupled,
-            norm=norm,
-            max_norm=self.max_norm,
-            master=self.masters.get(name),
-            tiles=tiles,
-            priority=priority,
-            cpu_only=self.on_cpu,
-        )
-
-    def tensors(self) -> dict[str, TileTensor]:
-        """Return masters and both moments by name."""
-        first = {f"m.{name}": tensor for name, tensor in self.first.items()}
-        return {**super().tensors(), **first, **{f"v.{name}": tensor for name, tensor in self.second.items()}}
+    def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
+        optimizer_ops.adamw(parameter, gradient, moments[0], moments[1], self.hyper, decoupled=self.decoupled, **how)
 
 
 class AdamW(Adam):
@@ -320,15 +279,11 @@ class AdamW(Adam):
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, like ``torch.optim.SGD``.
+    """Stochastic gradient descent, like ``torch.optim.SGD``: weight decay is added to the gradient.
 
     Args:
-        parameters: parameters with tiles, or groups of them.
-        lr: learning rate until `prepare` is given another.
         momentum: decay of the momentum; 0 disables it.
-        weight_decay: weight decay of parameters without a group; added to the gradient.
-        max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
-        tiles_of, on_cpu: the same as for `Optimizer`.
+        parameters, lr, weight_decay, max_norm, tiles_of, on_cpu: the same as for `Adam`.
     """
 
     def __init__(
@@ -344,48 +299,11 @@ class SGD(Optimizer):
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum must be at least 0 and below 1, got {momentum:g}; use 0.9")
-        self.momentum = momentum
-        super().__init__(parameters, lr=lr, weight_decay=weight_decay, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
-        self.buffers = {p.name: self._state(p, "momentum") for p in self._parameters()} if momentum else {}
-        self.reset()
+        options, moments = Options(lr, weight_decay, momentum), ("momentum",) if momentum else ()
+        super().__init__(parameters, options, moments, max_norm=max_norm, tiles_of=tiles_of, on_cpu=on_cpu)
 
-    def _options_of(self, group: Group) -> Options:
-        return Options(self.lr, group.weight_decay, self.momentum)
-
-    def reset(self) -> None:
-        """Emit the tasks that reset the state: masters become the parameters' values, momentum zero."""
-        super().reset()
-        for name, buffer in self.buffers.items():
-            elementwise.fill(buffer, 0.0, self._tiles(name))
-
-    def update(
-        self,
-        parameter: Parameter,
-        gradient: TileTensor,
-        group: Group,
-        norm: TileTensor | None,
-        tiles: Sequence[int] | None = None,
-        priority: int = 0,
-    ) -> None:
-        """See `Optimizer.update`."""
-        optimizer_ops.sgd(
-            parameter.data,
-            gradient,
-            self.buffers.get(parameter.name),
-            self.hyper,
-            row=self._rows[parameter.name],
-            decays=group.weight_decay > 0,
-            norm=norm,
-            max_norm=self.max_norm,
-            master=self.masters.get(parameter.name),
-            tiles=tiles,
-            priority=priority,
-            cpu_only=self.on_cpu,
-        )
-
-    def tensors(self) -> dict[str, TileTensor]:
-        """Return masters and momentum by name."""
-        return {**super().tensors(), **{f"momentum.{name}": tensor for name, tensor in self.buffers.items()}}
+    def _emit(self, parameter: TileTensor, gradient: TileTensor, moments: Sequence[TileTensor], **how: Any) -> None:
+        optimizer_ops.sgd(parameter, gradient, moments[0] if moments else None, self.hyper, **how)
 
 
 def norm_of(sum_of_squares: npt.ArrayLike) -> float:

@@ -29,10 +29,9 @@ from .memory_fit import (
 from .needs import Needs
 
 MOST_TRIED: Final = 100_000
-"""Largest number of tasks of a minibatch with a change that is tried; capturing more takes many seconds."""
+"""Largest number of tasks of a changed minibatch that is captured for advice; capturing more takes many seconds."""
 MOST_WHOLE: Final = 10_000
-"""Largest number of tasks of a step that is judged as a whole. A longer step is judged by three of its minibatches, as each further one adds the same
-needs.
+"""Largest number of tasks of a step that is captured whole. A longer step is estimated from three minibatches; each further one adds the same needs.
 """
 MOST_HALVED: Final = 8
 """Largest number of halvings of tile sizes to make a task small enough; each leaves at least a quarter of the task's bytes."""
@@ -46,7 +45,7 @@ _TILES: Final = {
     "adam": ("vocab_tile", "inner_tile", "embd_tile"),
     "sgd": ("vocab_tile", "inner_tile", "embd_tile"),
 }
-"""Word in a task's name -> tile flags that make the task smaller, the first one first."""
+"""Word in a task's name -> tile flags that make the task smaller, in the order in which they are tried."""
 _OTHER_TILES: Final = ("vocab_tile", "inner_tile", "seq_tile", "embd_tile", "minibatch_tile")
 
 
@@ -123,7 +122,7 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: b
         elif target.is_imaginary:
             flags.append(f"--disk {size}")
         else:
-            flags.append(f"--disk DIR with {size} free there" if is_new else f"--disk DIR:{size} in a directory with as much room")
+            flags.append(f"--disk DIR with {size} free there" if is_new else f"--disk DIR:{size} in a directory with that much free space")
     return " and ".join(dict.fromkeys(flags))
 
 
@@ -188,7 +187,7 @@ def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
 
 def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
     """Return tile flags, halved one after another until the largest task fits, and the budgets to raise as well; "" if that does not help."""
-    name, config = needs.hungriest.name, run.model.config
+    name, config = needs.largest.name, run.model.config
     changed, flags = run, dict[str, int]()
     if needs.task > target.largest_node_nbytes << 2 * MOST_HALVED:
         return ""
@@ -210,7 +209,7 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
         if best is None:
             return ""
         after, changed, flag, size = best
-        flags[flag], name = size, after.hungriest.name
+        flags[flag], name = size, after.largest.name
         if after.task <= target.largest_node_nbytes:
             besides = _raised(target, _short(with_free_order(changed), target))
             return " ".join(f"--{flag.replace('_', '-')} {size}" for flag, size in flags.items()) + (f" and {besides}" if besides else "")

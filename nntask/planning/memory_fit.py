@@ -153,20 +153,20 @@ def _start(run: RunConfig) -> ModelDirectory | None:
     return start if is_same else None
 
 
-def needs_of(plan: StepPlan, *, thrifty: bool = False, reading: int = 0) -> Needs:
+def needs_of(plan: StepPlan, *, minimal: bool = False, reading: int = 0) -> Needs:
     """Return the needs of a step in the order of the plan.
 
     Args:
-        thrifty: whether to use the order with the least needs instead (`scheduler.planning.least_last_bytes`).
+        minimal: whether to use the order with the least needs instead (`scheduler.planning.least_last_bytes`).
         reading: bytes of host memory for file readers.
     """
     tasks = [task for task, is_beside in zip(plan.tasks, plan.aside, strict=True) if not is_beside]
-    hungriest = max(tasks, key=_touched)
+    largest = max(tasks, key=_touched)
     persistent = plan.idle + sum(handle.size for handle in plan.uses if handle.kind == "persistent" and not plan.stays_in_file(handle))
-    total, passive = least_last_bytes(plan) if thrifty else (last_tier_bytes(plan, computes=computes) for computes in (True, False))
+    total, passive = least_last_bytes(plan) if minimal else (last_tier_bytes(plan, computes=computes) for computes in (True, False))
     task, tile = (plan.minimum_bytes(is_last=False, computes=computes) for computes in (True, False))
     least = next((_touched(each) for each in sorted(tasks, key=_touched) if _computes(each)), 0)
-    return Needs(task, tile, total, passive, persistent, hungriest, least, reading, plan.largest_task(aside=True))
+    return Needs(task, tile, total, passive, persistent, largest, least, reading, plan.largest_task(aside=True))
 
 
 def least_needs(
@@ -197,10 +197,10 @@ def thriftiest_needs(plan: StepPlan, target: MachineModel, recompute: str, *, qu
     Args:
         quick: whether to skip recomputation if the last tier holds the step without.
     """
-    found = needs_of(plan, thrifty=True, reading=reading)
+    found = needs_of(plan, minimal=True, reading=reading)
     if recompute != AUTO or (quick and found.fits_last(target)):
         return found
-    again = [needs_of(each, thrifty=True, reading=reading) for each in most_again(plan)]
+    again = [needs_of(each, minimal=True, reading=reading) for each in most_again(plan)]
     return min([found, *again], key=lambda needs: needs.last(target))
 
 

@@ -22,7 +22,7 @@ class Needs:
         total: needs of the last tier if tasks run there.
         passive: needs of the last tier if no tasks run there.
         persistent: size of all data that outlives the step and is not kept in files.
-        hungriest: task with the largest working set.
+        largest: task with the largest working set.
         least: smallest working set of a task with flops; a device with less memory could only copy.
         reading: additional host memory for file readers.
         aside: largest working set of a task that CPU workers run for devices.
@@ -33,7 +33,7 @@ class Needs:
     total: int
     passive: int
     persistent: int
-    hungriest: RecordedTask
+    largest: RecordedTask
     least: int = 0
     reading: int = 0
     aside: int = 0
@@ -97,10 +97,10 @@ class Needs:
 def shortage(target: MachineModel, needs: Needs) -> str:
     """Return a sentence on the budget that is too small; if there are several, on the last tier's."""
     if not needs.fits_task(target):
-        data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.hungriest.accesses)
+        data = ", ".join(f"{mode} {handle.name or 'scratch'}" for handle, mode in needs.largest.accesses)
         return (
-            f"{needs.hungriest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_node_nbytes:,} B of the largest memory "
-            "where it may run" + (f" without the {needs.reading:,} B of RAM that readers of files take" if needs.reading else "")
+            f"{needs.largest.name}({data}) needs {needs.task:,} B at once, more than the {target.largest_node_nbytes:,} B of the largest memory "
+            "with workers for it" + (f" without the {needs.reading:,} B of RAM for readers of files" if needs.reading else "")
         )
     short = needs.short(target)
     if [at for at, _ in short] == needs.idle(target):

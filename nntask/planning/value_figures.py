@@ -17,7 +17,7 @@ from ..config.units import format_size
 from ..hardware.machine_model import MachineModel, pace_on
 from ..telemetry.columns import aligned
 
-HEAD: Final = ("value", "layers", "bytes", "made again", "moved", "kept", "s to make all again", "s to move all, each way")
+HEAD: Final = ("value", "layers", "bytes", "recomputed", "moved", "kept", "s to recompute all", "s to move all, each way")
 """Titles of the columns of `cells`."""
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from scheduler import Runtime
 from scheduler.machine import Candidate, Placement, WorkerId
 
 from ..errors import UsageError
 from ..planning.value_figures import headline, value_lines
 from .columns import aligned
-
-if TYPE_CHECKING:
-    from scheduler import Runtime
 
 PLACEMENTS: Final = 3
 """Placements shown."""

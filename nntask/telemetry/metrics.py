@@ -62,6 +62,9 @@ class Meter:
         }
 
 
+_SUMMED: Final = ("tokens", "seconds", "wait_seconds", "evictions", "stall_seconds", "recomputed_tasks", "recompute_seconds")
+
+
 @dataclass(slots=True)
 class Totals:
     """Sums over steps, of constant size; losses that were not finite are None."""
@@ -97,23 +100,17 @@ class Totals:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add a line of metrics.jsonl."""
-        seconds = line.get("seconds") or 0.0
         if not self.steps:
             self.loss_first = line.get("loss")
         self.loss_last = line.get("loss")
         self.steps += 1
-        self.tokens += line.get("tokens") or 0
-        self.seconds += seconds
-        self.wait_seconds += line.get("wait_seconds") or 0.0
-        self.mfu_seconds += (line.get("mfu") or 0.0) * seconds
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + (line.get(name) or 0))
+        self.mfu_seconds += (line.get("mfu") or 0.0) * (line.get("seconds") or 0.0)
         for link, nbytes in (line.get("moved_bytes") or {}).items():
             self.moved_bytes[link] = self.moved_bytes.get(link, 0) + nbytes
-        self.evictions += line.get("evictions") or 0
-        self.stall_seconds += line.get("stall_seconds") or 0.0
         self.hit_rates += line.get("hit_rate", 1.0)
         self.busy_seconds += sum((line.get("busy_seconds") or {}).values())
-        self.recomputed_tasks += line.get("recomputed_tasks") or 0
-        self.recompute_seconds += line.get("recompute_seconds") or 0.0
         self.add_validation(line)
 
     def add_validation(self, line: Mapping[str, Any]) -> None:

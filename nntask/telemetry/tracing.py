@@ -1,6 +1,4 @@
-"""The trace of a run: its range of steps, its file, and its facts in addition to events.
-
-A trace is a file for a viewer and for ``nntask report``. Facts that only the run knows are written under ``otherData.nntask``:
+"""The trace of a run, a file for a viewer and for ``nntask report``. Facts of the run are written under ``otherData.nntask``:
 
     format            format of the file, `scheduler.execution.trace.TRACE_FORMAT`
     unix_ns           nanoseconds to add to the trace's times for the time since 1970
@@ -9,7 +7,7 @@ A trace is a file for a viewer and for ``nntask report``. Facts that only the ru
     codelets          name -> tasks, flops, and bytes read and written in one step, if the codelet has them
     bounds_seconds    lower bounds from `scheduler.planning.bounds`, with the median durations of each task in the trace
 
-The last four are present only if at least one whole step was traced.
+The last four need at least one whole step in the trace.
 """
 
 from __future__ import annotations
@@ -20,18 +18,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scheduler import Ran, SchedulerError
+from scheduler import Ran, Runtime, SchedulerError, Step
 from scheduler.machine import StepPlan
 
 from ..config.run_config import LanguageRun
 from ..errors import StorageError
 from ..io.atomic_write import written_aside
 from ..training.run_directory import TRACE
-
-if TYPE_CHECKING:
-    from scheduler import Runtime, Step
 
 
 class Tracer:

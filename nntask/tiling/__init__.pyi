@@ -1,3 +1,3 @@
-from .model_tiling import Limits, ModelTiling, cut, default_tiling, generation_tiling, table_limits
+from .model_tiling import Limits, ModelTiling, cut, generation_tiling, table_limits
 
-__all__ = ["Limits", "ModelTiling", "cut", "default_tiling", "generation_tiling", "table_limits"]
+__all__ = ["Limits", "ModelTiling", "cut", "generation_tiling", "table_limits"]

@@ -73,23 +73,21 @@ class ModelTiling:
         Args:
             sizes: numbers of features in a block; larger sizes are multiples of smaller ones.
         """
-        found = self
-        for size in sorted(sizes):
-            found = found._in_blocks(config, size)
-        return found
 
-    def _in_blocks(self, config: ModelConfig, size: int) -> ModelTiling:
         def rounded(tile: int, extent: int, step: int) -> int:
             return tile if tile == -1 or extent % step else -(-tile // step) * step
 
-        heads = lcm(config.head_size, size) // config.head_size
-        heads = lcm(heads, config.n_head // config.n_kv_head)  # a tile holds whole groups
-        return replace(
-            self,
-            embd_tile=rounded(self.embd_tile, config.n_embd, size),
-            inner_tile=rounded(self.inner_tile, config.inner_size, size),
-            head_tile=rounded(self.head_tile, config.n_head, heads),
-        )
+        found = self
+        for size in sorted(sizes):
+            heads = lcm(config.head_size, size) // config.head_size
+            heads = lcm(heads, config.n_head // config.n_kv_head)  # a tile holds whole groups
+            found = replace(
+                found,
+                embd_tile=rounded(found.embd_tile, config.n_embd, size),
+                inner_tile=rounded(found.inner_tile, config.inner_size, size),
+                head_tile=rounded(found.head_tile, config.n_head, heads),
+            )
+        return found
 
 
 class Limits(NamedTuple):

@@ -2,19 +2,9 @@
 
 ::
 
-    [[tiling]]
-    n_embd = 768             # the shape the row is for
-    n_inner = 3072
-    n_head = 12
-    n_kv_head = 12
-    vocab_size = 50257
-    minibatch = 4
-    seq_len = 1024
-    minibatch_tile = 1       # its tile sizes
-    seq_tile = 1024
-    embd_tile = 768
-    inner_tile = 3072
-    head_tile = 12
+    [[tiling]]        # the fields of `Shape`, then those of `ModelTiling`
+    n_embd = 768
+    ...
     vocab_tile = 8384
 
 The number of layers is not part of a shape, because tiles do not depend on it. The built-in table (`model_tiling`) cuts shapes without a row.

@@ -90,9 +90,9 @@ def told_attention(tasks: Sequence[RecordedTask]) -> str:
     """Return a sentence on cuDNN's tasks in a step of a run with cuDNN attention, or the reason for which there are none."""
     count = sum(task.name in (FORWARD, BACKWARD) for task in tasks)
     if not count:
-        return f"attention: none of it is cuDNN's: {_why_none(tasks)}"
+        return f"attention: cuDNN computes none of it: {_why_none(tasks)}"
     size = format_size(ATTENTION_WORKSPACE_NBYTES)
-    return f"attention: cuDNN computes it in {count} tasks a step where it can, with {size} of each GPU's budget as workspace"
+    return f"attention: cuDNN computes it in {count} tasks a step, with {size} of each GPU's budget as workspace"
 
 
 def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
@@ -176,9 +176,9 @@ def _computed_by(run: RunConfig, who: str) -> RunConfig:
 
 def _words(found: AttentionSeconds, *, is_faster: bool) -> str:
     if found.own is None or found.cudnn is None:
-        beside = "" if found.own is None else f", {found.own:.3g} s a step"
-        return f"nntask's kernels{beside}; not cuDNN: {found.why_not}"
+        seconds = "" if found.own is None else f", {found.own:.3g} s a step"
+        return f"nntask's kernels{seconds}; not cuDNN: {found.why_not}"
     own, cudnn = f"{found.own:.3g} s a step of nntask's kernels", f"{found.cudnn:.3g} s a step"
     if found.why_not:
-        return f"nntask's kernels; not cuDNN, {cudnn} beside {own}: {found.why_not}"
-    return f"cuDNN, {cudnn} beside {own}" if is_faster else f"nntask's kernels; cuDNN is not clearly faster, {cudnn} beside {own}"
+        return f"nntask's kernels; not cuDNN, {cudnn} compared with {own}: {found.why_not}"
+    return f"cuDNN, {cudnn} compared with {own}" if is_faster else f"nntask's kernels; cuDNN is not clearly faster, {cudnn} compared with {own}"

@@ -14,12 +14,12 @@ traffic does not shrink in proportion to the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import scheduler
 from scheduler import Accesses, Runtime, Trace
@@ -78,8 +78,7 @@ class _Stopwatch(Trace):
         """Ignore counters."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Lap:
+class _Lap(NamedTuple):
     """Step of a trial: its seconds, and those of its tasks in planned order."""
 
     seconds: float
@@ -144,7 +143,7 @@ def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelT
         limits = smaller
     for axis in Limits._fields:
         start = best
-        for neighbours in (_smaller, _larger):
+        for neighbours in (_halved, _doubled):
             for trial in neighbours(limits, axis):
                 tiling = tiling_within(trial)
                 if tiling == best:
@@ -166,20 +165,16 @@ def search(run: RunConfig, say: Say, stopped: Stopped = lambda: False) -> ModelT
     return best
 
 
-def _smaller(limits: Limits, axis: str) -> Iterator[Limits]:
+def _halved(limits: Limits, axis: str) -> Iterator[Limits]:
     """Yield `limits` with the limit of `axis` halved once, twice, and so on."""
-    value, least = getattr(limits, axis), getattr(SMALLEST, axis)
-    while value > least:
-        value = max(value // 2, least)
-        yield limits._replace(**{axis: value})
+    while (value := getattr(limits, axis)) > (least := getattr(SMALLEST, axis)):
+        yield (limits := limits._replace(**{axis: max(value // 2, least)}))
 
 
-def _larger(limits: Limits, axis: str) -> Iterator[Limits]:
+def _doubled(limits: Limits, axis: str) -> Iterator[Limits]:
     """Yield `limits` with the limit of `axis` doubled once, twice, and so on."""
-    value = getattr(limits, axis)
-    while value < LARGEST:
-        value *= 2
-        yield limits._replace(**{axis: value})
+    while (value := getattr(limits, axis)) < LARGEST:
+        yield (limits := limits._replace(**{axis: 2 * value}))
 
 
 def _words(tiling: ModelTiling) -> str:

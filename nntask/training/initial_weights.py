@@ -8,8 +8,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from scheduler import TaskRuntime
 from tiles import TileTensor
 
 from ..adapters.frozen_base import FrozenBase, frozen_base_of
@@ -25,9 +25,6 @@ from ..hf.model_directory import ModelDirectory
 from ..io.safetensors_file import TensorFile, load_tensors
 from ..models.language import LanguageModel
 from ..planning.memory_fit import CapturedStep
-
-if TYPE_CHECKING:
-    from scheduler import TaskRuntime
 
 
 def check_weights(run: RunConfig, captured: CapturedStep) -> None:

@@ -35,7 +35,7 @@ def check_start(run: LanguageRun) -> None:
     data, schedule, begin = run.data, run.schedule, run.start.directory
     if begin is not None and data.tokenizer == "auto" and not data.tokenizer_path and data.dataset not in ("train.bin", IMAGES):
         raise DataError(
-            f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights know the ids of one tokenizer only; "
+            f"--init-from {run.settings.checkpoints.init_from} has no {TOKENIZER_FILE}, and its weights belong to the ids of one tokenizer; "
             f"name it with --tokenizer-path DIR, or train on token ids with --dataset train.bin{other_way(begin)}"
         )
     make_schedule(schedule.kind, schedule.lr, steps=run.length.least, min_lr=schedule.min_lr)
@@ -129,14 +129,14 @@ def check_tier_directory(directory: Path) -> None:
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--disk {directory} is a file; give a directory")
     if not directory.absolute().parent.is_dir():
-        raise UsageError(f"--disk {directory} cannot be made: there is no directory {directory.parent}; make it, or choose another place")
+        raise UsageError(f"--disk {directory} cannot be created: there is no directory {directory.parent}; create it, or choose another place")
     check_writable(directory, "--disk")
 
 
 def warn_of_disk(disk: DiskSpec | None) -> None:
     """Warn if the disk tier is in memory: its data then takes RAM in addition to --ram."""
     if disk is not None and (kind := file_system_of(disk.directory)) in _IN_MEMORY:
-        print(f"nntask: --disk {disk.directory} is on {kind}, which is RAM: what moves there takes memory beside --ram", file=sys.stderr)
+        print(f"nntask: --disk {disk.directory} is on {kind}, which is RAM: its data takes memory in addition to --ram", file=sys.stderr)
 
 
 def file_system_of(path: Path) -> str:

@@ -66,8 +66,8 @@ def check_no_links(path: Path) -> None:
     directories = [path / "checkpoints", path / FOLDER, path / NODES, *(path / NODES).glob("*")]
     if links := [directory for directory in directories if directory.is_symlink()]:
         raise UsageError(
-            f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}; put the directory in its place, or move "
-            "the whole run where it leads"
+            f"{links[0]} must be a directory of the run itself, and is a link to {os.readlink(links[0])!r}; replace it by the directory, or move "
+            "the whole run to its target"
         )
 
 

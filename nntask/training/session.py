@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import Runtime
 from scheduler.machine import DEFAULT_EVICTION
 from scheduler.planning import AUTO, NONE, SUBMISSION, PlannedOrder
 
-from ..checkpoints.store import STATE
+from ..checkpoints.store import STATE, Checkpoint
 from ..config.run_config import LanguageRun, Length, RunConfig
 from ..config.settings import from_dict
 from ..config.toml import to_toml
@@ -38,11 +39,6 @@ from .initial_weights import load_weights
 from .run_directory import CONFIG, computing_versions, write_file, write_plan
 from .run_lock import RunLock
 from .signals import Interrupts
-
-if TYPE_CHECKING:
-    from scheduler import Runtime
-
-    from ..checkpoints.store import Checkpoint
 
 MOST_NAMES: Final = 8
 """Largest number of workers whose names are listed one by one."""
@@ -138,11 +134,15 @@ def stream_of(run: LanguageRun, dataset: Dataset, rows: Sequence[int] | None = N
     """
     settings, resumed = run.settings, run.start.resumed
     if settings.run.eval_every and dataset.validation is None:
-        raise UsageError(f"--eval-every {settings.run.eval_every} needs validation data and {dataset.name} brings none; add --val-path or drop it")
+        raise UsageError(
+            f"--eval-every {settings.run.eval_every} needs validation data, and {dataset.name} has none; add --val-path, or drop --eval-every"
+        )
     cursor = None
     if resumed is not None:
         if resumed.state.get("data") != dataset.fingerprint:
-            raise DataError(f"--resume {resumed.path} learnt from other data than {dataset.train.name} holds now; restore it, or start a new run")
+            raise DataError(
+                f"--resume {resumed.path} was trained on other data than {dataset.train.name} holds now; restore the data, or start a new run"
+            )
         _check_tokenizer(resumed, dataset)
         epoch, position = resumed.state["cursor"]
         cursor = Cursor(epoch, position)
@@ -251,8 +251,8 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
         )
         if order.mix is not None and order.recompute != NONE:
             without = order.mix.seconds_without
-            beside = "it would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
-            say(f"made again instead of kept: {order.recompute}; without, {beside}")
+            cost = "the step would not fit" if without == inf else f"forecast to take {without:.3g} s a step"
+            say(f"recomputed instead of kept: {order.recompute}; without, {cost}")
     resumed = run.start.resumed
     say(f"run: {run.directory}" + (f", continued after step {resumed.step}" if resumed else ""))
     if resumed is not None:
@@ -261,7 +261,7 @@ def print_header(session: Session, about: Callable[[], Sequence[str]], order: Pl
         for name, version in computing_versions().items():
             was = resumed.state.get("versions", {}).get(name, version)
             if was != version:
-                say(f"{name.replace('_', ' ')} was {was} and is {version}: losses go on within rounding, not bit by bit")
+                say(f"{name.replace('_', ' ')} was {was} and is {version}: losses continue within rounding, not bit by bit")
 
 
 def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:

@@ -98,7 +98,7 @@ def test_updates_run_on_cpu_workers_and_nothing_else_does() -> None:
         trace.active = True
         job.run(2)
         kinds = {worker: name.partition(":")[0] for worker, name in runtime.worker_names.items()}
-        first = next(iter(job.optimizer.first.values()))
+        first = next(iter(job.optimizer.state["m"].values()))
         assert all(list(handle.record.replicas) == [0] for handle in first.handles)
     ran = {(kinds[worker], name) for worker, name, *_ in trace.tasks()}
     assert {name for kind, name in ran if kind == "cpu"} == {"adam"}

@@ -17,8 +17,7 @@ from support.transformers_oracle import CONFIGS, DECODERS, hf_model, our_model, 
 from nntask.errors import UsageError
 from nntask.inference.beams import BeamSearch
 from nntask.inference.generator import Generator
-from nntask.inference.penalties import Penalties
-from nntask.inference.sampling import Sampling
+from nntask.inference.sampling import Penalties, Sampling
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import Runtime
 

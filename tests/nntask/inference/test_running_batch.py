@@ -16,10 +16,9 @@ from nntask import no_grad
 from nntask.errors import Diverged, UsageError
 from nntask.inference.generator import Generator
 from nntask.inference.page_pool import PagePool, digests_of
-from nntask.inference.penalties import OutputPenalties, Penalties
 from nntask.inference.row_steps import BatchShape, token_rows
 from nntask.inference.running_batch import NextToken, RunningBatch, RunningText, TextRequest
-from nntask.inference.sampling import Sampling
+from nntask.inference.sampling import OutputPenalties, Penalties, Sampling
 from nntask.models.gpt2 import GPT2
 from nntask.models.llama import Llama
 from nntask.tiling.model_tiling import ModelTiling

@@ -196,5 +196,5 @@ def test_longrope_of_a_published_phi_3(kind):
     assert replace(again, num_key_value_heads=None, initializer_range=ours.initializer_range, pad_token_id=None) == ours
     moved = {**values, "rope_scaling": {**scaling, "original_max_position_embeddings": 2048}}
     del moved["original_max_position_embeddings"]
-    with pytest.raises(UsageError, match="of a Phi 3 in the config must be beside rope_scaling, as transformers reads 4096 otherwise, got 2048"):
+    with pytest.raises(UsageError, match="must be next to rope_scaling, because transformers assumes 4096 otherwise, got 2048"):
         config_from_dict(moved)

@@ -12,8 +12,7 @@ from nntask.errors import UsageError
 from nntask.models.gpt2 import GPT2Config
 from nntask.nn import functional as F
 from nntask.nn.autograd import ParameterEdge, Tensor, no_grad
-from nntask.nn.encoder_past import EncoderPast, kept, source_documents
-from nntask.nn.kv_cache import KVCache
+from nntask.nn.kv_cache import EncoderPast, KVCache, kept, source_documents
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler import InlineRuntime, Runtime
 from tiles import TileTensor

@@ -14,8 +14,7 @@ from support.small_texts import CUT, LLAMA, SMALL, everywhere, prompts_of
 from nntask.errors import Diverged, UsageError
 from nntask.inference.beams import BeamSearch, search
 from nntask.inference.generator import Generator
-from nntask.inference.penalties import Penalties
-from nntask.inference.sampling import Sampling
+from nntask.inference.sampling import Penalties, Sampling
 from nntask.models.gpt2 import GPT2
 from nntask.models.llama import Llama
 from nntask.nn.kv_cache import KVCache

@@ -115,13 +115,10 @@ def test_tiles_without_a_contribution_have_zero_gradient():
     assert norm_of(optimizer.grad_norm.read()) == 0
 
 
-def test_groups_decay_matrices_unless_told_otherwise():
-    """Vectors are free by default."""
+def test_groups_decay_matrices():
+    """Vectors have no weight decay."""
     module = Layer(InlineRuntime())
     assert [(len(g.parameters), g.weight_decay) for g in decay_groups(module, 0.1)] == [(1, 0.1), (1, 0.0)]
-    assert [(len(g.parameters), g.weight_decay) for g in decay_groups(module, 0.1, decay="all")] == [(2, 0.1)]
-    with pytest.raises(UsageError, match="matrices"):
-        decay_groups(module, 0.1, decay="some")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from nntask.models.gpt2 import GPT2Config
 from nntask.planning.memory_fit import capture
 from nntask.tiling.model_tiling import Limits, ModelTiling, cut
 from nntask.tiling.tile_table import add_row, read_table, shape_of
-from nntask.training.autotune import _kernel_seconds, _larger, _smaller, measure
+from nntask.training.autotune import _doubled, _halved, _kernel_seconds, measure
 
 CONFIG = GPT2Config(vocab_size=300, n_positions=32, n_embd=24, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 ASKED = TrainSettings(model=ModelSettings(model="gpt2"), tiling=TilingSettings(batch=6, minibatch=2), resources=ResourceSettings(ncpu=2))
@@ -47,8 +47,8 @@ def test_a_trial_says_what_it_left_out(layers, left_out):
 def test_neighbours_halve_and_double_one_limit():
     """Down to the smallest and up to the largest, the others untouched."""
     limits = Limits(300, 100, 4096)
-    assert list(_smaller(limits, "tokens")) == [Limits(150, 100, 4096), Limits(75, 100, 4096), Limits(64, 100, 4096)]
-    larger = list(_larger(limits, "vocab"))
+    assert list(_halved(limits, "tokens")) == [Limits(150, 100, 4096), Limits(75, 100, 4096), Limits(64, 100, 4096)]
+    larger = list(_doubled(limits, "vocab"))
     assert larger[:2] == [Limits(300, 100, 8192), Limits(300, 100, 16384)]
     assert larger[-1].vocab == 1 << 20
 

@@ -105,7 +105,7 @@ def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCud
         assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO]) == 0
         (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpu-attention:")]
         figures = chosen("found")
-        seconds = f"{figures['cudnn_seconds']:.3g} s a step beside {figures['own_seconds']:.3g} s a step of nntask's kernels"
+        seconds = f"{figures['cudnn_seconds']:.3g} s a step compared with {figures['own_seconds']:.3g} s a step of nntask's kernels"
         assert line == f"gpu-attention: {words}{seconds}"
         assert figures["chosen"] == who
         assert f'gpu_attention = "{who}"' in Path("found", "config.toml").read_text()
@@ -169,7 +169,7 @@ def test_what_cudnn_does_not_take_is_said_with_the_value(
     lines_in(Path("labels.jsonl"), [{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
     Path("config.json").write_text(json.dumps({**CONFIGS[name].to_dict(), "vocab_size": 300, **changes}))
     data = ["--dataset=text", "--dataset-path=text.txt", "--tokenizer=bytes", "--seq-len=8", "--dropout=0"]
-    for flag, words in ((AUTO, f"nntask's kernels; not cuDNN: {why}"), (CUDNN, f"none of it is cuDNN's: {why}")):
+    for flag, words in ((AUTO, f"nntask's kernels; not cuDNN: {why}"), (CUDNN, f"cuDNN computes none of it: {why}")):
         assert main([*TRAIN, *data, *flags, "--steps=1", "--run-dir=never", "--dry-run", flag]) == 0, capsys.readouterr().err
         said = capsys.readouterr().out
         assert words in said, said
@@ -255,9 +255,9 @@ def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest
         assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--split-gpu=2"]) == 0
         said = capsys.readouterr()
         assert said.err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
-        assert "attention: cuDNN computes it in 8 tasks a step where it can, with 320 MiB of each GPU's budget as workspace\n" in said.out
+        assert "attention: cuDNN computes it in 8 tasks a step, with 320 MiB of each GPU's budget as workspace\n" in said.out
         assert main([*TRAIN, "--steps=2", "--run-dir=cut", CUDNN, "--seq-tile=4"]) == 0
-        assert "attention: none of it is cuDNN's: it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)" in capsys.readouterr().out
+        assert "attention: cuDNN computes none of it: it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)" in capsys.readouterr().out
 
 
 def test_plans_say_who_computes_attention(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:

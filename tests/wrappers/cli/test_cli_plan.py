@@ -465,7 +465,7 @@ def test_devices_say_one_budget(flags: list[str], folder: Path, capsys: pytest.C
 def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rule for all commands: --disk makes a directory, not its parents, which may be mistyped; nothing is left behind."""
     assert main([*command, "--disk=new/a/b"]) == 2
-    assert "--disk new/a/b cannot be made: there is no directory new/a; make it, or choose another place" in capsys.readouterr().err
+    assert "--disk new/a/b cannot be created: there is no directory new/a; create it, or choose another place" in capsys.readouterr().err
     assert not (folder / "new").exists()
 
 

@@ -75,7 +75,7 @@ def test_a_run_leaves_its_files(here, capsys):
     assert main(["generate", "run/latest", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ncpu=1"]) == 0
     assert capsys.readouterr().out == first
     assert main(["generate", "run", "--max-new-tokens=5", "--prompt=line", "--seed=3", "--ram=64KiB"]) == 3
-    least = re.search(r"raise --ram \(now 64KiB\) to at least (\S+), or add --disk DIR", capsys.readouterr().err)
+    least = re.search(r"; use --ram (\S+), or --disk DIR with ", capsys.readouterr().err)
     assert least is not None
     assert main(["generate", "run", "--max-new-tokens=5", "--prompt=line", "--seed=3", f"--ram={least[1]}"]) == 0
     assert capsys.readouterr().out == first

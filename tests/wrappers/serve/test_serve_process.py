@@ -164,7 +164,7 @@ def test_the_least_memory_is_enough_for_every_request(
     """What a refusal names will do, and then no request needs more, one for probabilities of a prompt included."""
     flags = ("--slots", "1", *(("--disk", f"{folder / 'disk'}:64MiB") if has_disk else ()))
     _, message = refuse(capsys, ["serve", str(model), "--ram", "40KiB", *flags])
-    least = message.partition("--ram (now 40KiB) to at least ")[2].split()[0].rstrip(",")
+    least = message.partition("use --ram ")[2].split()[0].rstrip(",")
     with served(model, "--ram", least, *flags) as server, server.client() as client:
         found = client.completions.create(model="small", prompt="a" * 150, temperature=0, max_tokens=2, echo=True, logprobs=2)
         assert found.choices[0].text == "a" * 150 + alone.text("a" * 150, 2)
@@ -254,8 +254,8 @@ def test_conversations_wait_in_the_queue(model: Path, tmp_path: Path) -> None:
         (("--api-key-file", "open"), 2, "may be read by everybody"),
         (("--api-key-file", "empty"), 4, "has no key in its first line"),
         (("--api-key-file", "odd"), 2, "printable ASCII"),
-        (("--ram", "40KiB"), 3, "lower --slots or --max-context, or raise --ram"),
-        (("--ram", "300KiB", "--cache-tokens", "100000"), 3, "lower --cache-tokens, or raise --ram"),
+        (("--ram", "40KiB"), 3, "lower --slots or --max-context, or use --ram"),
+        (("--ram", "300KiB", "--cache-tokens", "100000"), 3, "lower --cache-tokens, or use --ram"),
     ],
 )
 def test_refusals(flags: tuple[str, ...], code: int, words: str, model: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

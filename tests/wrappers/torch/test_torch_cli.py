@@ -20,7 +20,7 @@ hf = pytest.importorskip("transformers")
 
 from nntask import UsageError  # noqa: E402
 from nntask.data import BatchStream, DataSpec, Windows, open_dataset  # noqa: E402
-from nntask.optim import make_schedule  # noqa: E402
+from nntask.optim.lr_schedule import make_schedule  # noqa: E402
 from wrappers.cli import main  # noqa: E402
 from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402
 from wrappers.torch.language import language_config  # noqa: E402
@@ -255,7 +255,7 @@ def test_directories_that_cannot_be_used(here: Path, capsys: pytest.CaptureFixtu
     assert (code, "has shape (64, 32), the module needs (48, 32)" in err) == (4, True), err
     Path("electra/tokenizer.json").unlink()
     code, err = refuse(capsys, argv)
-    assert (code, "--init-from electra has no tokenizer.json, and its weights know the ids of one tokenizer only" in err) == (4, True), err
+    assert (code, "--init-from electra has no tokenizer.json, and its weights belong to the ids of one tokenizer" in err) == (4, True), err
     Path("electra/config.json").write_text(json.dumps({**config, "model_type": "bort"}))
     code, err = refuse(capsys, argv)
     assert (code, 'model_type in electra/config.json is "bort", which neither nntask nor transformers' in err) == (2, True), err
