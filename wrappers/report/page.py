@@ -1,4 +1,4 @@
-"""The page of a report: its sections in one HTML file that needs no other file and no network."""
+"""The page of a report: all sections in one HTML file, which needs no other file and no network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ code { background: #f2f2f2; padding: 0 3px }
 
 
 def page(run: RunRecord, steps: tuple[int, int] | None = None) -> str:
-    """Return the HTML document, of at most `MOST_BYTES`; the more there is to draw, the more it is thinned.
+    """Return the HTML document; curves and charts are thinned until it has at most `MOST_BYTES`.
 
     Args:
         run: the run.
@@ -81,15 +81,15 @@ def _intro(run: RunRecord) -> str:
         cards.append(("loss, first and last", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
     scored = [value for line in run.lines if (value := figures.number(line, "validation_loss")) is not None]
     if scored:
-        cards.append(("validation loss, least and last", f"{min(scored):.4f}, {scored[-1]:.4f}"))
+        cards.append(("validation loss, smallest and last", f"{min(scored):.4f}, {scored[-1]:.4f}"))
     if speeds:
         cards.append(("tokens per second, median", f"{median(speeds):,.0f}"))
     if used:
-        cards.append(("of the product peak, median", f"{median(used):.0%}"))
+        cards.append(("fraction of the product peak, median", f"{median(used):.0%}"))
     workers = sum(len(node.machine.get("workers", ())) for node in run.nodes)
     if workers:
         cards.append((f"workers on {len(run.nodes)} nodes" if run.nodes[0].name else "workers", f"{workers}"))
     boxes = "".join(f'<div class="card"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>' for name, value in cards)
-    ended = "" if run.summary else f"<p>The run goes on, or was killed, after step {run.lines[-1]['step']}: there is no summary.json.</p>"
-    how = "Dragging over a plot zooms in, the reset button beside it returns; the pointer shows values; a name in a legend hides its curve."
+    ended = "" if run.summary else f"<p>The run has not ended, or was killed, after step {run.lines[-1]['step']}: it has no summary.json.</p>"
+    how = "Drag over a plot to zoom in; its reset button zooms out. Point at a curve for its values; click a name in a legend to hide its curve."
     return f'<div class="cards">{boxes}</div>{ended}<p class="note">{how}</p>'

@@ -1,7 +1,7 @@
-"""The plots of a report, in Bokeh: each function takes numbers of `figures` and returns a plot. All conventions of drawing are here.
+"""The plots of a report, in Bokeh: each function draws figures of `figures`. All conventions of drawing are in this module.
 
-Colours are those of Okabe and Ito (2008), which are distinct for people with any kind of colour vision; legends and tooltips name the same
-distinctions. Dragging zooms, the reset button returns.
+Colours are those of Okabe and Ito (2008), which people with any kind of colour vision can distinguish; legends and tooltips name the same
+distinctions. Dragging zooms in, the reset button zooms out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TALLEST: Final = 900
 _LETTER: Final = 7
 """Approximate width of a letter in a legend; pixels."""
 _FEW: Final = 400
-"""Most bars that are drawn with an edge; edges of more bars would hide the bars."""
+"""Largest number of bars that are drawn with an edge; edges of more bars would hide the bars."""
 
 
 def line_plot(
@@ -71,7 +71,7 @@ def line_plot(
 
 
 def memory_plot(name: str, memory: Memory) -> Any:
-    """Return a plot of the bytes held in a memory over time, and its budget; if little of the budget is used, the axis ends above the peak."""
+    """Return a plot of the bytes in use in a memory over time, with its budget; if little of the budget is used, the axis ends above the peak."""
     unit, size = _unit(memory.peak)
     peak, budget = memory.peak / size, None if memory.budget is None else memory.budget / size
     of = "" if budget is None else f" of {format_size(memory.budget or 0)}, its budget ({memory.share:.1%})"
@@ -90,10 +90,10 @@ def links_plot(links: Mapping[str, LinkTraffic]) -> Any:
 
 
 def shares_plot(shares: Mapping[str, WorkerTime]) -> Any:
-    """Return a plot with a bar for each worker with the fractions of its time."""
+    """Return a plot of the fractions of each worker's time."""
     names = list(shares)[::-1]
-    plot = _figure("how the workers spent the time of the steps", "% of the time", "", WIDTH, 90 + _height(len(names)), names)
-    kinds = {"in kernels": "busy", "waiting for data or room": "stalled", "idle": "idle"}
+    plot = _figure("time of each worker", "% of the time", "", WIDTH, 90 + _height(len(names)), names)
+    kinds = {"in kernels": "busy", "waiting for data or memory": "stalled", "idle": "idle"}
     columns: dict[str, Any] = {"worker": names, **{name: [100 * getattr(shares[worker], name) for worker in names] for name in kinds.values()}}
     source = ColumnDataSource(columns)
     bars = plot.hbar_stack(
@@ -107,10 +107,10 @@ def shares_plot(shares: Mapping[str, WorkerTime]) -> Any:
 
 
 def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
-    """Return a plot of the milliseconds of a step by codelet, for the codelets that take most time; the tooltip has the rate."""
+    """Return a plot of the milliseconds per step of the codelets that take most time; the tooltip has the rate."""
     rows = rows[:most][::-1]
     names = [row.name for row in rows]
-    plot = _figure("milliseconds of a step, all workers together", "ms", "", WIDTH, 70 + 24 * len(names), names)
+    plot = _figure("milliseconds per step, all workers together", "ms", "", WIDTH, 70 + 24 * len(names), names)
     source = ColumnDataSource(
         {
             "name": names,
@@ -143,7 +143,7 @@ def bounds_plot(found: Mapping[str, Achieved]) -> Any:
         rows.append((_of(node, "a traced step"), each.seconds, COLOURS[0]))
         rows += [(_of(node, words.get(name, name)), seconds, GREY) for name, seconds in each.bounds.items()]
     rows.reverse()
-    plot = _figure("a step beside the times that no schedule falls below", "ms", "", WIDTH, 70 + 26 * len(rows), [name for name, _, _ in rows])
+    plot = _figure("step time compared with lower bounds on it", "ms", "", WIDTH, 70 + 26 * len(rows), [name for name, _, _ in rows])
     source = ColumnDataSource({"name": [row[0] for row in rows], "ms": [1e3 * row[1] for row in rows], "colour": [row[2] for row in rows]})
     bars = plot.hbar(y="name", right="ms", height=0.75, source=source, color="colour")
     plot.add_tools(HoverTool(renderers=[bars], tooltips=[("", "@name"), ("", "@ms{0,0.00} ms")]))
@@ -163,7 +163,7 @@ def gantt_plot(found: Gantt) -> Any:
     named = [name for name, _ in spent.most_common(len(COLOURS))]
     first, last = found.steps or (None, None)
     steps = "" if first is None else f", step {first}" if first == last else f", steps {first} to {last}; each begins at a dotted line"
-    plot = _figure(f"who ran what when{steps}", "ms", "", WIDTH, 130 + _height(len(tracks)))
+    plot = _figure(f"tasks by worker and copies by link{steps}", "ms", "", WIDTH, 130 + _height(len(tracks)))
     plot.x_range.range_padding = 0.01
     plot.y_range = Range1d(-0.6, len(tracks) - 0.4)
     plot.yaxis.ticker = FixedTicker(ticks=list(range(len(tracks))))
@@ -183,7 +183,7 @@ def _group(bar: Bar, named: Sequence[str]) -> str:
 
 
 def _bars(plot: Any, bars: Sequence[Bar], row_of: Mapping[str, int], name: str, colour: str, edge: str | None) -> None:
-    """Bars of one colour. Single precision resolves a ten-millionth of the span."""
+    """Add bars of one colour. Single precision resolves a ten-millionth of the span."""
     columns: dict[str, Any] = {
         "y": np.array([row_of[bar.track] for bar in bars], np.float32),
         "start": np.array([bar.start / 1e6 for bar in bars], np.float32),
@@ -206,13 +206,18 @@ def _bars(plot: Any, bars: Sequence[Bar], row_of: Mapping[str, int], name: str, 
     plot.add_tools(HoverTool(renderers=[glyphs], tooltips=tips))
 
 
-def traced_memory_plot(memory: Mapping[str, Sequence[Point]], beside: Any) -> Any:
-    """Return a plot of the bytes in use of each memory during the traced steps, from (nanoseconds, bytes), on the time axis of the Gantt chart."""
+def traced_memory_plot(memory: Mapping[str, Sequence[Point]], chart: Any) -> Any:
+    """Return a plot of the bytes in use in each memory during the traced steps.
+
+    Args:
+        memory: name -> (nanoseconds, bytes).
+        chart: the Gantt chart, whose time axis the plot shares.
+    """
     unit, size = _unit(max(nbytes for points in memory.values() for _, nbytes in points))
     curves = {name: [(at / 1e6, nbytes / size) for at, nbytes in points] for name, points in memory.items()}
-    plot = line_plot("memory in use meanwhile", unit, curves, x="ms", width=WIDTH, height=220)
-    plot.x_range = beside.x_range
-    plot.min_border_left = beside.min_border_left = 110
+    plot = line_plot("memory in use in these steps", unit, curves, x="ms", width=WIDTH, height=220)
+    plot.x_range = chart.x_range
+    plot.min_border_left = chart.min_border_left = 110
     return plot
 
 

@@ -1,4 +1,4 @@
-"""The sections of a report: each has sentences, plots and a table of one group of figures, or says how to record them."""
+"""The sections of a report: sentences, plots and a table for each group of figures, or the way to record missing ones."""
 
 from __future__ import annotations
 
@@ -89,34 +89,34 @@ def _training(run: RunRecord, limits: PageLimits) -> Section:
 def _memory(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
     found = {figures.label(node.name, name): memory for node in nodes for name, memory in figures.memories(node, limits.points).items()}
     if not found:
-        return Section("Memory", ["How much memory was held is not recorded in this directory."])
+        return Section("Memory", ["Memory use is not recorded in this directory."])
     is_known = all(memory.budget is not None for memory in found.values())
-    sentence = "Most bytes held in each step" + (
-        "; the dashed line is the budget, where the axis reaches it." if is_known else "; budgets are not recorded in this directory."
+    sentence = "Maximum bytes in use in each step" + (
+        "; the dashed line is the budget, if the axis reaches it." if is_known else "; budgets are not recorded in this directory."
     )
     sentences = [sentence, *_thinning(_longest(nodes), limits, "the maximum")]
     fullest = sorted(found, key=lambda name: -found[name].share)[:MOST_PLOTS]
     if len(found) > MOST_PLOTS:
-        sentences.append(f"Drawn are the {MOST_PLOTS} fullest of {len(found)} memories.")
+        sentences.append(f"The {MOST_PLOTS} fullest of {len(found)} memories are drawn.")
     drawn = [plots.memory_plot(name, memory) for name, memory in found.items() if name in fullest]
     rows = [
         (name, format_size(memory.peak), *(("", "") if memory.budget is None else (format_size(memory.budget), f"{memory.share:.1%}")))
         for name, memory in found.items()
     ]
-    table = _table(("memory", "most held", "budget", "share"), rows)
+    table = _table(("memory", "maximum", "budget", "share"), rows)
     return Section("Memory", sentences, [drawn[at : at + 2] for at in range(0, len(drawn), 2)], table)
 
 
 def _movement(nodes: Sequence[NodeRecord], limits: PageLimits) -> Section:
     found = {figures.label(node.name, name): link for node in nodes for name, link in figures.links(node, limits.points).items()}
     if not found:
-        return Section("Movement", ["Nothing moved between memories: everything fitted where it was used."])
+        return Section("Movement", ["No bytes moved between memories, because all data fitted."])
     rows = [(name, f"{link.total / 1e9:,.3f}", f"{link.per_step / 1e9:,.4f}", f"{link.per_second / 1e9:,.4f}") for name, link in found.items()]
-    table = _table(("link", "GB in all", "GB a step", "GB/s, mean"), rows)
+    table = _table(("link", "GB in total", "GB per step", "GB/s, mean"), rows)
     sentences = _thinning(_longest(nodes), limits, "the mean")
     busiest = sorted(found, key=lambda name: -found[name].total)[:MOST_CURVES]
     if len(found) > MOST_CURVES:
-        sentences.append(f"Drawn are the {MOST_CURVES} busiest of {len(found)} links.")
+        sentences.append(f"The {MOST_CURVES} busiest of {len(found)} links are drawn.")
     return Section("Movement", sentences, [[plots.links_plot({name: link for name, link in found.items() if name in busiest})]], table)
 
 
@@ -132,11 +132,11 @@ def _values(nodes: Sequence[NodeRecord]) -> Section:
     sentences, tables = list[str](), list[str]()
     for found in alike.values():
         first = found[0]
-        who = f"On {', '.join(node.name for node in found)}, made" if first.name else "Made"
-        sentences += [f"{escaped(who)} again instead of kept: {escaped(headline(first.planned))}.", *_as_planned(first)]
+        where = f"On {', '.join(node.name for node in found)}, recomputed" if first.name else "Recomputed"
+        sentences += [f"{escaped(where)} instead of kept: {escaped(headline(first.planned))}.", *_as_planned(first)]
         if rows := cells(first.planned):
             tables.append(_table(HEAD, rows))
-    return Section("Kept, moved or made again", sentences, table="".join(tables))
+    return Section("Kept, moved or recomputed", sentences, table="".join(tables))
 
 
 def _as_planned(node: NodeRecord) -> Iterator[str]:
@@ -148,21 +148,21 @@ def _as_planned(node: NodeRecord) -> Iterator[str]:
         moved, seconds = (planned[name][planned["order"]] for name in ("forecast_bytes", "forecast_seconds"))
         measured = sum(sum(figures.numbers(line, "moved_bytes").values()) for line in node.lines) / len(node.lines)
         yield (
-            f"Forecast to move {moved / 1e9:,.3g} GB and to take {seconds:.3g} s a step; measured, {measured / 1e9:,.3g} GB and "
-            f"{figures.elapsed(node.lines)[-1] / len(node.lines):.3g} s. Seconds in the table are those of all values of a kind."
+            f"Forecast per step: {moved / 1e9:,.3g} GB moved and {seconds:.3g} s; measured: {measured / 1e9:,.3g} GB and "
+            f"{figures.elapsed(node.lines)[-1] / len(node.lines):.3g} s. Seconds in the table are for all values of a kind."
         )
 
 
 def _workers(nodes: Sequence[NodeRecord]) -> Section:
     found = {figures.label(node.name, worker): share for node in nodes for worker, share in figures.shares(node).items()}
     if not found:
-        return Section("Workers", ["How workers spent their time is not recorded in this directory."])
+        return Section("Workers", ["The time of workers is not recorded in this directory."])
     sentence = (
-        "A worker waits for data or room while a task is ready for it and the task's data is on the way or has no place; "
-        "it is idle while none is ready. Over all steps."
+        "A worker waits for data or memory while a task is ready for it and the task's data is in transit or does not fit; "
+        "it is idle while no task is ready. Over all steps."
     )
     rows = [(name, f"{share.busy:.1%}", f"{share.stalled:.1%}", f"{share.idle:.1%}") for name, share in found.items()]
-    return Section("Workers", [sentence], [[plots.shares_plot(found)]], _table(("worker", "in kernels", "waiting for data or room", "idle"), rows))
+    return Section("Workers", [sentence], [[plots.shares_plot(found)]], _table(("worker", "in kernels", "waiting for data or memory", "idle"), rows))
 
 
 def _steps(run: RunRecord, limits: PageLimits) -> Section:
@@ -172,28 +172,28 @@ def _steps(run: RunRecord, limits: PageLimits) -> Section:
         last = run.lines[-1]["step"]
         how = f"nntask train --resume {shlex.quote(str(run.path))} --steps {last + 4} --trace-steps {last + 2}:{last + 3}"
         sentence = (
-            "No step of this run was traced. A trace shows who ran what when, the time of each codelet, and how far a step is from its bounds. "
-            f"Get one with <code>--trace-steps 10:11</code> in a new run, or go on for a few steps: <code>{escaped(how)}</code>"
+            "No step of this run was traced. A trace shows each task and copy, the time of each codelet, and how far a step is from its bounds. "
+            f"Record one with <code>--trace-steps 10:11</code> in a new run, or resume this one for a few steps: <code>{escaped(how)}</code>"
         )
         return Section("Steps", [sentence])
     sentences = []
     if found.num_found > len(found.bars):
         sentences.append(
-            f"Drawn are the {len(found.bars):,} longest of {found.num_found:,} tasks and copies, which have {found.coverage:.1%} of their time."
+            f"The {len(found.bars):,} longest of {found.num_found:,} tasks and copies are drawn, which have {found.coverage:.1%} of their time."
         )
     traced = figures.traced_steps(run.nodes)
     if found.steps is not None and (traced[0], traced[-1]) != found.steps:
         sentences.append(f"Steps {traced[0]} to {traced[-1]} were traced; <code>--steps A:B</code> draws others.")
     if not any(figures.whole_steps(node.trace) for node in run.nodes):
-        sentences.append("No step was traced whole, so nothing is said of codelets and bounds.")
+        sentences.append("No step was traced completely, so there are no figures of codelets and bounds.")
     if len(run.nodes) > 1:
-        sentences.append("The nodes' clocks are taken as they are.")
+        sentences.append("The nodes' clocks are not adjusted.")
     chart = plots.gantt_plot(found)
     fullest = sorted(found.memory, key=lambda name: -max(nbytes for _, nbytes in found.memory[name]))[:MOST_CURVES]
     if len(found.memory) > MOST_CURVES:
-        sentences.append(f"Of {len(found.memory)} memories the {MOST_CURVES} that held most are drawn.")
-    beside = [[plots.traced_memory_plot({name: points for name, points in found.memory.items() if name in fullest}, chart)]] if fullest else []
-    return Section("Steps", sentences, [[chart], *beside])
+        sentences.append(f"The {MOST_CURVES} fullest of {len(found.memory)} memories are drawn.")
+    memory = [[plots.traced_memory_plot({name: points for name, points in found.memory.items() if name in fullest}, chart)]] if fullest else []
+    return Section("Steps", sentences, [[chart], *memory])
 
 
 def _codelets(nodes: Sequence[NodeRecord]) -> Section:
@@ -202,12 +202,12 @@ def _codelets(nodes: Sequence[NodeRecord]) -> Section:
     against = "The peak is not recorded in this directory."
     if peaks:
         against = (
-            f"The peak is what {'the nodes' if len(peaks) > 1 else 'all workers together'} reached in matrix products before the first step, "
-            f"{sum(peaks) / 1e9:,.1f} GF/s, a worker's share of it; a rate above it means that the machine was busier then, "
-            "or that square products of 512 and 1,024 are not its best."
+            f"The peak is the rate that {'the nodes' if len(peaks) > 1 else 'all workers together'} reached in products before the first step, "
+            f"{sum(peaks) / 1e9:,.1f} GF/s, of which a worker has its share; a higher rate means that the machine was busier then, "
+            "or that other products than square ones of 512 and 1,024 suit it better."
         )
     table = _table(
-        ("codelet", "tasks a step", "ms a step", "share", "GF/s", "of peak", "GB/s"),
+        ("codelet", "tasks per step", "ms per step", "share", "GF/s", "of peak", "GB/s"),
         [
             (
                 row.name,
@@ -222,16 +222,16 @@ def _codelets(nodes: Sequence[NodeRecord]) -> Section:
         ],
     )
     traced = max(len(figures.whole_steps(node.trace)) for node in nodes)
-    mean = f"Means over {traced} traced steps." if traced > 1 else "Of the one traced step."
-    rates = "Rates are those while a task runs, from the codelet's cost function; GF of matrix products only."
+    mean = f"Means over {traced} traced steps." if traced > 1 else "Figures of the one traced step."
+    rates = "Rates apply while a task runs, and follow from the codelet's cost function; GF counts matrix products only."
     return Section("Codelets", [f"{mean} {rates} {against}"], [[plots.codelets_plot(rows)]], table)
 
 
 def _bounds(nodes: Sequence[NodeRecord]) -> Section:
     found = {node.name: each for node in nodes if (each := figures.achieved(node.trace)) is not None}
     sentences = [
-        "Area: the seconds of all tasks over the number of workers. Critical path: the longest chain of tasks that wait for each other. Link: what "
-        "must come and go because lasting data exceeds the memory, at the measured rates. Durations are the traced ones."
+        "Area: the seconds of all tasks over the number of workers. Critical path: the longest chain of tasks that wait for each other. Link: the "
+        "copies that are necessary because lasting data exceeds the memory, at the measured rates. Durations are the traced ones."
     ]
     for name, each in found.items():
         over = f"{each.over_bound:.2f} x its largest bound" if each.over_bound else "no bound"

@@ -1,7 +1,7 @@
-"""The engine: the single thread that owns the runtime. It takes jobs from a queue and delivers the new tokens of their texts after each step.
+"""The engine: the single thread that owns the runtime, takes jobs from a queue, and delivers the new tokens of their texts after each step.
 
-Texts start in order of arrival, as soon as a slot and pages of the cache are free; `submit` bounds the number that may wait. The thread sleeps on
-its queue while there is nothing to do, once the step of prompts is recorded. If the thread fails, all jobs get an error and `failure` has the cause.
+Texts start in order of arrival, as soon as a slot and pages of the cache are free; `submit` limits the number that may wait. An idle thread first
+records the step of prompts, and then sleeps on its queue. If the thread fails, all jobs get an error and `failure` has the cause.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ENDING: Final = "the server is shutting down; ask another one, or this one later
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A submitted request: its texts, each of which runs by itself.
+    """A submitted request with one or more texts, which run independently.
 
     Args:
         texts: prompt and sampling rules of each text.
-        stops: words that end a text.
+        stops: stop words.
     """
 
     texts: Sequence[TextRequest]
@@ -96,7 +96,7 @@ class TextEngine:
 
     Args:
         open_batch: function that opens the batch, called on the engine's thread; the batch lives inside the context.
-        decode: ids -> text.
+        decode: function that converts ids to text.
         most_open: largest number of texts that run or wait, and of texts in a job.
         deliver: callback for new output, called on the engine's thread; must not block.
         on_failure: callback for a failure of the engine, called on its thread after all jobs have got the error.
@@ -162,7 +162,7 @@ class TextEngine:
             self._inbox.put(lambda: self._waiting.extend((job, index) for index in range(len(job.texts))))
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job without a client; its texts end before the next step."""
+        """Cancel a job whose client is gone; its texts end before the next step."""
         self._inbox.put(lambda: self._drop(job))
 
     def end(self) -> None:
@@ -191,7 +191,7 @@ class TextEngine:
                 return
             self.failure = error
             try:
-                self._tell_all(ApiError(500, "the server has failed and ends; what is behind it stands in its log", code="engine_failed"))
+                self._tell_all(ApiError(500, "the server has failed and shuts down; see the server log", code="engine_failed"))
             finally:  # otherwise the server would stay up and answer every request with 503
                 self._on_failure()
 
@@ -210,7 +210,7 @@ class TextEngine:
         self._join_waiting(batch, news)
         if self._running and not self._is_ending:
             for text, each in batch.step():
-                if text in self._running:  # otherwise another text of its job has ended the job
+                if text in self._running:  # else another text of the same job has ended the job
                     news.extend(self._heard(batch, text, each))
         if news:
             self._deliver(news)
@@ -230,7 +230,7 @@ class TextEngine:
         """Return the output of a text in a step, in the form that its job receives."""
         running = self._running[text]
         if isinstance(each, Diverged):
-            return self._failed(text, ApiError(500, f"a text has ended because {each}", code="diverged"))
+            return self._failed(text, ApiError(500, f"generation has stopped: {each}", code="diverged"))
         try:
             return self._spelled(batch, text, running, each)
         except (DataError, ProcessUnavailable) as error:

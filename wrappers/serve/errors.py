@@ -32,4 +32,4 @@ class ApiError(Exception):
 
 def undecodable(error: Exception) -> ApiError:
     """Return the error for a text that its tokenizer cannot decode."""
-    return ApiError(500, f"a text has ended because {error}", code="undecodable")
+    return ApiError(500, f"generation has stopped: {error}", code="undecodable")

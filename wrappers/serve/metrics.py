@@ -25,7 +25,7 @@ class Metrics:
         self._engine = engine
         self._registry = CollectorRegistry()
         self._answers = Counter("nntask_serve_responses", "Responses by path and status", ["path", "status"], registry=self._registry)
-        about = "Seconds until a response began, or of one that is no stream was complete"
+        about = "Seconds until the first byte of a stream, or until a response without a stream was complete"
         self._seconds = Histogram("nntask_serve_response_seconds", about, ["path"], buckets=_SECONDS, registry=self._registry)
         self._registry.register(self)
 
@@ -45,18 +45,18 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """Yield the counters and gauges of the engine and the runtime."""
         engine, batch = self._engine, self._engine.batch
-        yield GaugeMetricFamily("nntask_serve_texts_running", "Texts that run", engine.num_running)
+        yield GaugeMetricFamily("nntask_serve_texts_running", "Texts in the running batch", engine.num_running)
         yield GaugeMetricFamily("nntask_serve_texts_waiting", "Texts that wait for a slot or for pages", max(0, engine.num_open - engine.num_running))
-        yield CounterMetricFamily("nntask_serve_tokens_said", "Tokens that texts have said", engine.num_said)
-        yield CounterMetricFamily("nntask_serve_tokens_read", "Tokens of prompts of texts that began", engine.num_read)
+        yield CounterMetricFamily("nntask_serve_tokens_said", "Generated tokens", engine.num_said)
+        yield CounterMetricFamily("nntask_serve_tokens_read", "Prompt tokens of texts that have started", engine.num_read)
         if batch is not None:
-            yield CounterMetricFamily("nntask_serve_tokens_shared", "Tokens of prompts that were in the cache already", batch.num_shared)
-            about = "Pages of the cache: held by texts, kept for beginnings in common, of all"
+            yield CounterMetricFamily("nntask_serve_tokens_shared", "Prompt tokens that were in the cache already", batch.num_shared)
+            about = "Pages of the cache: held by texts, kept for common prefixes, and in total"
             pages = GaugeMetricFamily("nntask_serve_pages", about, labels=["state"])
             for state, count in (("held", batch.pool.num_held), ("kept", batch.pool.num_kept), ("all", batch.pool.num_pages)):
                 pages.add_metric([state], count)
             yield pages
-            steps = CounterMetricFamily("nntask_serve_steps", "Steps by what they did", labels=["work"])
+            steps = CounterMetricFamily("nntask_serve_steps", "Steps by kind of work", labels=["work"])
             for work, count in list(batch.num_steps.items()):
                 steps.add_metric([work], count)
             yield steps
@@ -68,11 +68,11 @@ class Metrics:
         stats = self._engine.batch.runtime.stats()
         for name, about, values in (
             ("nntask_serve_resident_bytes", "Bytes in use, by memory", stats["resident_bytes"]),
-            ("nntask_serve_peak_bytes", "Most bytes that have been in use, by memory", stats["peak_bytes"]),
-            ("nntask_serve_budget_bytes", "Most bytes that may be in use, by memory", stats["budget_bytes"]),
+            ("nntask_serve_peak_bytes", "Maximum bytes in use so far, by memory", stats["peak_bytes"]),
+            ("nntask_serve_budget_bytes", "Budget in bytes, by memory", stats["budget_bytes"]),
         ):
             family = GaugeMetricFamily(name, about, labels=["memory"])
             for node, nbytes in values.items():
                 family.add_metric([node], nbytes)
             yield family
-        yield CounterMetricFamily("nntask_serve_evictions", "Tiles that left a full memory", stats["evictions"])
+        yield CounterMetricFamily("nntask_serve_evictions", "Tiles evicted from a full memory", stats["evictions"])

@@ -1,7 +1,7 @@
-"""Requests in OpenAI's format: for each endpoint a table of its fields with their checks and defaults.
+"""Requests in OpenAI's format: a table of fields with checks and defaults for each endpoint.
 
-A field that is not supported is refused unless its value asks for nothing; a field without effect is accepted. Unknown fields are listed in the
-answer (`Asked.ignored`), or refused if the server is strict; empty ones are ignored. A duplicate field is refused.
+An unsupported field is refused unless its value is empty or the default; a field without effect is accepted. Unknown fields are listed in the
+response (`Asked.ignored`), or refused if the server is strict; empty ones are ignored. A duplicate field is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_TOP: Final = 20
 """Largest number of alternatives reported for each chosen token."""
 _MOST_TOKENS: Final = 1 << 31
 NO_LIMIT: Final = _MOST_TOKENS + 1
-"""Number of new tokens that means: until the context is full."""
+"""Number of new tokens that means "until the context is full"."""
 _MOST_STOPS: Final = 16
 _LONGEST_STOP: Final = 1000
 _LEAST_TOP_P: Final = 1e-9
@@ -47,7 +47,7 @@ _NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
 }
-"""Values of unsupported fields that ask for nothing."""
+"""Values of unsupported fields that are the default, and so accepted."""
 _EMPTY: Final[tuple[Any, ...]] = (None, "", [], {}, False)
 """Values that are empty for every field."""
 
@@ -57,7 +57,7 @@ def refused(name: str, rule: str, value: Any) -> ApiError:
     try:
         shown = json.dumps(value, ensure_ascii=True)
     except RecursionError:
-        shown = f"a {type(value).__name__} of very many levels"
+        shown = f"a deeply nested {type(value).__name__}"
     return ApiError(400, f"{name} must be {rule}, got {shown if len(shown) <= 80 else shown[:77] + '...'}; change it", param=name)
 
 
@@ -107,7 +107,7 @@ def _encodable(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise refused(name, "text in Unicode, without halves of surrogate pairs", text) from None
+        raise refused(name, "Unicode text without unpaired surrogates", text) from None
     return text
 
 
@@ -164,13 +164,13 @@ def _message(where: str, message: Any) -> dict[str, str]:
     if not _ROLE.fullmatch(message["role"]):  # the template writes the role between special tokens, so it must not contain any
         raise refused(f"{where}.role", 'at most 64 letters, digits, "_" and "-", such as user', message["role"])
     if calls := [key for key in _CALLS if message.get(key)]:
-        raise refused(where, f"without calls; there is no {calls[0]} here", message)
+        raise refused(where, f"without {calls[0]}, which is not supported", message)
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""  # OpenAI's own answers have no content if they contain a call or a refusal
     if isinstance(content, list):
         if not all(isinstance(each, dict) and each.get("type") == "text" and isinstance(each.get("text"), str) for each in content):
-            raise refused(where, 'texts, as {"type": "text", "text": ...}; this model reads nothing else', message)
+            raise refused(where, 'a list of {"type": "text", "text": ...}, the only kind of content that this model reads', message)
         content = "".join(each["text"] for each in content)
     if not isinstance(content, str):
         raise refused(where, 'an object with "role" and "content"', message)
@@ -251,23 +251,23 @@ def parsed(body: bytes) -> dict[str, Any]:
     """
 
     def refuse(word: str) -> Any:
-        raise ValueError(f"{word} is no number of JSON")
+        raise ValueError(f"{word} is not a JSON number")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("an object has a name twice")
+            raise ValueError("an object has a duplicate name")
         return found
 
     try:
         found = json.loads(body.decode(), parse_constant=refuse, object_pairs_hook=once)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body must be text in UTF-8, and is not at byte {error.start}; encode it so") from None
+        raise ApiError(400, f"the body must be UTF-8 text, and byte {error.start} is not; encode it in UTF-8") from None
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ApiError(400, f"the body must be JSON: {why}; mend it") from None
+        raise ApiError(400, f"the body must be JSON: {why}; fix it") from None
     if not isinstance(found, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {type(found).__name__}; put the fields into one")
+        raise ApiError(400, f"the body must be a JSON object, got {type(found).__name__}; put the fields into an object")
     return found
 
 
@@ -282,7 +282,7 @@ def completion(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
     """
     values, ignored = _checked(body, _COMPLETION, ("model", "prompt"), is_strict=is_strict)
     if values["best_of"] not in (None, values["n"]):
-        raise ApiError(400, f"best_of must be n, got {values['best_of']} and {values['n']}: all texts are returned; drop it", param="best_of")
+        raise ApiError(400, f"best_of must equal n, got {values['best_of']} and {values['n']}: all texts are returned; leave it out", param="best_of")
     limit = 16 if values["max_tokens"] is None else values["max_tokens"]
     if limit == 0 and not values["echo"]:
         raise refused("max_tokens", "at least 1 without echo", 0)
@@ -291,14 +291,14 @@ def completion(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
 
 
 def chat(body: Mapping[str, Any], *, is_strict: bool = False) -> Asked:
-    """Return a request to ``/v1/chat/completions``; see `completion`.
+    """Return a request to ``/v1/chat/completions``; the arguments are those of `completion`.
 
     Raises:
         ApiError: a field breaks its rule.
     """
     values, ignored = _checked(body, _CHAT, ("model", "messages"), is_strict=is_strict)
     if values["top_logprobs"] and not values["logprobs"]:
-        raise ApiError(400, "top_logprobs is for logprobs: true; add that, or drop it", param="top_logprobs")
+        raise ApiError(400, "top_logprobs requires logprobs: true; add it, or leave out top_logprobs", param="top_logprobs")
     limits = [values[name] for name in ("max_completion_tokens", "max_tokens") if values[name] is not None]
     if limits and limits[0] == 0:
         raise refused("max_completion_tokens", "at least 1", 0)
@@ -335,7 +335,7 @@ def _checked(
     """Return the values of all fields of a table, and the names of unknown fields."""
     for name in needed:
         if body.get(name) is None:
-            raise ApiError(400, f"{name} is missing; every request has it", param=name)
+            raise ApiError(400, f"{name} is missing; add it to the request", param=name)
     found, unknown = {name: default for name, (_, default) in table.items()}, []
     for name, value in body.items():
         if name in table:
@@ -347,7 +347,7 @@ def _checked(
         elif name not in _EFFECTLESS and value not in _EMPTY:
             unknown.append(_plain(name))
             if is_strict:
-                raise ApiError(400, f"{name!a:.80} is no field of this request; there are {', '.join(sorted(table))}", param=_plain(name))
+                raise ApiError(400, f"unknown field {name!a:.80}; the fields of this request are {', '.join(sorted(table))}", param=_plain(name))
     if any(isinstance(value, float) and not math.isfinite(value) for value in found.values()):
         raise ApiError(400, "numbers must be finite; change them")
     return found, tuple(unknown)
@@ -359,7 +359,7 @@ def _unknown_of_messages(messages: Sequence[Mapping[str, Any]], *, is_strict: bo
     for number, message in enumerate(messages):
         for key in [key for key, value in message.items() if key not in (*_OF_MESSAGES, *_CALLS) and value not in _EMPTY]:
             if is_strict:
-                raise refused(f"messages[{number}]", f"of {', '.join(_OF_MESSAGES)}; there is no {_plain(key)} here", message)
+                raise refused(f"messages[{number}]", f"an object of {', '.join(_OF_MESSAGES)}, without {_plain(key)}", message)
             found[f"messages[].{_plain(key)}"] = None
     return tuple(found)
 

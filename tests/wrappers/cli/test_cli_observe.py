@@ -50,9 +50,9 @@ def test_a_run_with_room_says_nothing_of_it(here: Path, capsys: pytest.CaptureFi
     assert "peak:" not in out
     assert main(["report", "run"]) == 0
     page = (here / "run" / "report.html").read_text()
-    assert "Nothing moved between memories" in page
+    assert "No bytes moved between memories" in page
     assert "bytes over each link" not in page
-    assert "Made again instead of kept: none: everything fits." in page
+    assert "Recomputed instead of kept: none: everything fits." in page
     assert "Measured: " not in page
 
 
@@ -89,7 +89,7 @@ def test_what_is_made_again_is_said_everywhere(here: Path, capsys: pytest.Captur
     page = html.unescape((here / "run" / "report.html").read_text())
     for row in cells(written):
         assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" in page
-    assert f"Made again instead of kept: {headline(written)}." in page
+    assert f"Recomputed instead of kept: {headline(written)}." in page
     assert f"Measured: {summary['recomputed_tasks'] / 2:,.0f} tasks a step, " in page
 
 

@@ -232,7 +232,7 @@ def test_a_signal_while_local_workers_start(here: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     said, errors = process.communicate(timeout=DEADLINE)
     assert (process.returncode, errors) == (130, "")
-    assert said.startswith("interrupted before the cluster was there; nothing was begun")
+    assert said.startswith("interrupted before the cluster was ready; training has not begun")
     assert not (here / "run").exists()
 
 
@@ -652,7 +652,7 @@ def test_plain_text_to_a_cluster_that_speaks_tls(here: Path, capsys: Any) -> Non
         port = server.getsockname()[1]
         assert main([*TRAIN, "--steps=2", "--run-dir=run", f"--dask=tcp://127.0.0.1:{port}"]) == 6
         server.shutdown(socket.SHUT_RDWR)
-    assert f"speaks TLS and --dask is in plain text; use --dask tls://127.0.0.1:{port}" in capsys.readouterr().err
+    assert f"requires TLS and --dask is in plain text; use --dask tls://127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_somebody_who_is_silent_is_no_scheduler(here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,11 +106,11 @@ def test_a_cluster_without_a_dashboard_has_no_page() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"job": None}, "job of a record must be a text, got None"),
-        ({"step": 1.5}, "step of a record must be a whole number, got 1.5"),
+        ({"job": None}, "job of a record must be a string, got None"),
+        ({"step": 1.5}, "step of a record must be an integer, got 1.5"),
         ({"loss": "low"}, "loss of a record must be a number, got 'low'"),
-        ({"resident_bytes": {"ram": "much"}}, "resident_bytes of a record must give the bytes of each memory, got {'ram': 'much'}"),
-        ({"budget": 3}, "and nothing else, got budget; drop it"),
+        ({"resident_bytes": {"ram": "much"}}, "resident_bytes of a record must map names of memories to bytes, got {'ram': 'much'}"),
+        ({"budget": 3}, "and nothing else, got budget; remove it"),
     ],
 )
 def test_records_are_checked(change: dict[str, object], words: str) -> None:

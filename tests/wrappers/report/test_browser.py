@@ -112,7 +112,7 @@ def test_the_report_draws_without_errors(browser: Any, report: str, tmp_path: Pa
     assert all(title.startswith(begin) for title, begin in zip(titles, begins, strict=False))
     assert browser.execute_script("return [...document.querySelectorAll('h2')].map(e => e.innerText)")[2:4] == [
         "Movement",
-        "Kept, moved or made again",
+        "Kept, moved or recomputed",
     ]
     assert errors(browser) == []
     assert browser.execute_script("return performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:')).length") == 0

@@ -62,20 +62,20 @@ def test_what_is_kept_moved_or_made_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     document = page(read_run(folder))
     text = text_of(document)
-    assert "Made again instead of kept: norm (chosen; forecast 0.9 s a step, without any 1.5 s)." in text
+    assert "Recomputed instead of kept: norm (chosen; forecast 0.9 s a step, without any 1.5 s)." in text
     assert "Measured: 6 tasks a step, 0.13 s a step in kernels, 10.0% of the time in kernels." in text
-    assert "Forecast to move 2 GB and to take 0.9 s a step; measured, 2.5 GB and 1 s." in text
+    assert "Forecast per step: 2 GB moved and 0.9 s; measured: 2.5 GB and 1 s." in text
     assert row(document, "norm") == ["norm", "2", "4 MiB", "75%", "25%", "", "0.25", "0.75"]
     assert row(document, "<a>") == ["<a>", "", "1 MiB", "", "", "100%", "0.5", ""]
     (folder / "plan.json").write_text(json.dumps({**PLAN, "recompute": "none", "values": [], "forecast_bytes": {}}))
-    assert "Made again instead of kept: none: everything fits." in text_of(page(read_run(folder)))
+    assert "Recomputed instead of kept: none: everything fits." in text_of(page(read_run(folder)))
     (folder / "plan.json").write_text(json.dumps({**PLAN, "values": [{"name": "norm"}]}))
     with pytest.raises(DataError, match=r"plan\.json has figures that are none of nntask's; remove it, or restore it"):
         read_run(folder)
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").write_text(json.dumps({key: value for key, value in line(1).items() if not key.startswith("recompute")}) + "\n")
     assert read_run(folder).nodes[0].planned == {}
-    assert "made again" not in text_of(page(read_run(folder)))
+    assert "ecomputed instead of kept" not in text_of(page(read_run(folder)))
 
 
 def test_codelets_and_bounds(run: RunRecord) -> None:
@@ -98,7 +98,7 @@ def test_codelets_are_those_of_whole_steps(tmp_path: Path) -> None:
     assert figures.codelets(read_run(folder).nodes)[0].seconds == pytest.approx(0.06)
     write_trace(folder / "trace.json.gz", {"unix_ns": 0})
     assert figures.codelets(read_run(folder).nodes) == []
-    assert "No step was traced whole" in text_of(page(read_run(folder)))
+    assert "No step was traced completely" in text_of(page(read_run(folder)))
 
 
 def test_gantt(run: RunRecord) -> None:
@@ -149,7 +149,7 @@ def test_the_page_shows_these_figures_and_needs_nothing_else(tmp_path: Path, cap
     for words in ("7.0000 → 4.0000", "A traced step took 50.0 ms, 1.25 x its largest bound", "200.0 GF/s", "Means over 2 traced"):
         assert words in text
     titles = ("loss", "gradient norm", "learning rate", "throughput", "ram: at most 1 GiB of 1 GiB", "bytes over each link")
-    for title in (*titles, "who ran what when, steps 3 to 4"):
+    for title in (*titles, "tasks by worker and copies by link, steps 3 to 4"):
         assert f'"text":"{title}' in document
     assert document.count("data-root-id") == 12
     outside = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL))
@@ -180,11 +180,11 @@ def test_a_cluster_has_one_page(tmp_path: Path) -> None:
     assert row(document, "left disk->ram")[1] == "2.000"
     assert "workers on 2 nodes" in text_of(document)
     assert "right: a traced step took 50.0 ms" in text_of(document)
-    assert text_of(document).count("On left, right, made again instead of kept: norm") == 1
+    assert text_of(document).count("On left, right, recomputed instead of kept: norm") == 1
     (tmp_path / "run" / "nodes" / "right" / "plan.json").write_text(json.dumps({**PLAN, "recompute": "none", "values": [], "forecast_bytes": {}}))
     text = text_of(page(read_run(tmp_path / "run")))
-    assert "On left, made again instead of kept: norm" in text
-    assert "On right, made again instead of kept: none: everything fits." in text
+    assert "On left, recomputed instead of kept: norm" in text
+    assert "On right, recomputed instead of kept: none: everything fits." in text
     with pytest.raises(UsageError, match=r"is of one machine and .* has 2 nodes"):
         read_run(tmp_path / "run", tmp_path / "run" / "nodes" / "left" / "trace.json.gz")
 
@@ -202,7 +202,7 @@ def test_a_large_run_is_thinned_out_and_says_so(tmp_path: Path) -> None:
     text = text_of(document)
     assert "6,000 steps; each point is the mean of 6 of them." in text
     assert "6,000 steps; each point is the maximum of 6 of them." in text
-    assert "Drawn are the 10,000 longest of 12,001 tasks and copies" in text
+    assert "The 10,000 longest of 12,001 tasks and copies are drawn" in text
     assert "Steps 3 to 4 were traced; --steps A:B draws others." in text
 
 
@@ -214,8 +214,8 @@ def test_many_memories_and_links_are_told_and_the_largest_drawn(run: RunRecord) 
         "resident_peak_bytes": {f"m{at}": at << 20 for at in range(1, 31)},
     }
     document = page(RunRecord(run.path, [one], {}, [NodeRecord("", [one], {"budget_bytes": {f"m{at}": 1 << 30 for at in range(1, 31)}})]))
-    assert "Drawn are the 14 busiest of 20 links." in text_of(document)
-    assert "Drawn are the 24 fullest of 30 memories." in text_of(document)
+    assert "The 14 busiest of 20 links are drawn." in text_of(document)
+    assert "The 24 fullest of 30 memories are drawn." in text_of(document)
     assert row(document, "a3->b")[1] == "0.003"
     assert row(document, "m3") == ["m3", "3 MiB", "1 GiB", "0.3%"]
     assert '"text":"m30: at most' in document
@@ -241,7 +241,7 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
         file.write('{"step": 5, "loss": 3.')
     text = text_of(page(read_run(folder)))
     assert f"nntask train --resume {folder} --steps 8 --trace-steps 6:7" in text
-    assert "after step 4: there is no summary.json" in text
+    assert "after step 4: it has no summary.json" in text
     assert "budgets are not recorded" in text
 
 
@@ -250,8 +250,8 @@ def test_lines_with_nothing_but_steps_make_a_page(tmp_path: Path) -> None:
     odd = '{"step": 2, "loss": null, "moved_bytes": 3, "seconds": "x", "busy_seconds": {"cpu:0": null}}'
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + odd + "\n")
     text = text_of(page(read_run(tmp_path)))
-    assert "How workers spent their time is not recorded" in text
-    assert "Nothing moved" in text
+    assert "The time of workers is not recorded" in text
+    assert "No bytes moved" in text
 
 
 def broken(folder: Path, name: str, content: bytes) -> None:

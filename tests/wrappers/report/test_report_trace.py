@@ -63,4 +63,4 @@ def test_a_resumed_run_numbers_its_steps(here: Path) -> None:
     assert main(["train", "--resume=run", "--steps=6", "--trace-steps=4:5"]) == 0
     assert read_trace(here / "run" / "trace.json.gz").about["steps"] == [4, 5]
     assert main(["report", "run", "--steps=5:5"]) == 0
-    assert "who ran what when, step 5" in (here / "run" / "report.html").read_text()
+    assert "tasks by worker and copies by link, step 5" in (here / "run" / "report.html").read_text()

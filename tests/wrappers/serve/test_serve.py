@@ -231,7 +231,7 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "no object": (b"[1]", 400, "must be a JSON object"),
     "broken UTF-8": (b'{"model": "\xff"}', 400, "UTF-8"),
     "nested deeply": (b'{"prompt": ' + b"[" * 4000 + b"]" * 4000 + b"}", 400, "too deeply"),
-    "no number of JSON": (b'{"model": "small", "prompt": "a", "temperature": NaN}', 400, "no number of JSON"),
+    "no number of JSON": (b'{"model": "small", "prompt": "a", "temperature": NaN}', 400, "is not a JSON number"),
     "a number with many digits": (b'{"model": "small", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "must be JSON"),
     "a huge number": ({**GOOD, "max_tokens": 10**18}, 400, "max_tokens must be a whole number"),
     "infinity by exponent": (b'{"model": "small", "prompt": "a", "temperature": 1e999}', 400, "temperature must be a number"),
@@ -247,12 +247,12 @@ BAD: dict[str, tuple[Any, int, str]] = {
     "too large": ({**GOOD, "prompt": "a" * 9000}, 413, "at most 8,192 bytes"),
     "unknown model": ({**GOOD, "model": "gpt-4"}, 404, "the model here is 'small'"),
     "not offered": ({**GOOD, "suffix": "b"}, 400, "suffix is not offered"),
-    "a name twice": (b'{"model": "small", "prompt": "a", "max_tokens": 1, "max_tokens": 1}', 400, "a name twice"),
+    "a name twice": (b'{"model": "small", "prompt": "a", "max_tokens": 1, "max_tokens": 1}', 400, "a duplicate name"),
     "more texts than may ever wait": ({**GOOD, "n": 100}, 400, "at most 8 texts, got 100"),
     "a hundred thousand texts": ({**GOOD, "prompt": ["a"] * 1000, "n": 100}, 400, "at most 8 texts, got 100000"),
     "many words that stop": ({**GOOD, "stop": ["x"] * 17}, 400, "stop must be"),
     "a bias of no token": ({**GOOD, "logit_bias": {"x": 1}}, 400, "logit_bias must be"),
-    "best of more": ({**GOOD, "best_of": 3}, 400, "best_of must be n"),
+    "best of more": ({**GOOD, "best_of": 3}, 400, "best_of must equal n"),
 }
 
 
@@ -286,9 +286,9 @@ def test_values_of_any_depth(server: Served) -> None:
     [
         ("hello", "must be a list"),
         ([{"role": "user"}], "messages[0] must be"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "reads nothing else"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "the only kind of content"),
         ([{"role": "user", "content": "a" * 193}], "at most 192 tokens together"),
-        ([{"role": "user", "content": "a", "tool_calls": [{"id": "b"}]}], "there is no tool_calls here"),
+        ([{"role": "user", "content": "a", "tool_calls": [{"id": "b"}]}], "without tool_calls"),
     ],
 )
 def test_bad_conversations(messages: Any, words: str, client: openai.OpenAI) -> None:

@@ -1,8 +1,8 @@
-"""Training on the Dask dashboard: a page "nntask" with throughput, loss and memory by node while runs go on, and gauges on ``/metrics``.
+"""The plugin of a Dask scheduler that shows training: the page "nntask" of its dashboard, and gauges on ``/metrics``.
 
-`install` gives the cluster's scheduler a plugin; `publish`, from a client or a worker, reports a step in a message of the topic "nntask". The
-scheduler keeps the latest steps of the latest jobs and nothing else. The page needs bokeh and the gauges need prometheus-client where the scheduler
-runs; without the library that part is left out, and `install` reports it.
+`install` adds the plugin; `publish`, called with a client or a worker, reports a step in a message of the topic "nntask". The scheduler keeps the
+latest steps of the latest jobs and nothing else. Its environment needs bokeh for the page and prometheus-client for the gauges; without one of them
+that part is omitted, and `install` reports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .board import Board
 
 TOPIC: Final = "nntask"
 PAGE: Final = "nntask"
-"""The page's path below that of the dashboard, and its name in the dashboard's menu."""
+"""Path of the page relative to the dashboard, and its name in the dashboard's menu."""
 _NUMBERS: Final = ("loss", "tokens_per_second")
 _BYTES: Final = ("resident_bytes", "budget_bytes")
 
@@ -32,7 +32,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The addresses where a cluster shows its runs.
+    """Addresses at which a cluster shows its runs.
 
     Args:
         page: address of the page; None if the scheduler has no bokeh, or its dashboard is off.
@@ -44,12 +44,12 @@ class Installed:
 
 
 def publish(to: Publisher, record: Mapping[str, Any]) -> None:
-    """Report a step to the dashboard, in a message to the scheduler; on a worker this returns at once.
+    """Report a step to the dashboard by a message to the scheduler; with a worker this does not wait.
 
     Args:
         to: a client or a worker.
-        record: ``job`` and ``node``, texts; ``step``, a whole number; and if known ``loss``, ``tokens_per_second`` (of the node), and
-            ``resident_bytes`` and ``budget_bytes``, each memory of the node -> bytes.
+        record: ``job`` and ``node``, strings; ``step``, an integer; optional: ``loss``; ``tokens_per_second`` of the node; ``resident_bytes`` and
+            ``budget_bytes``, dictionaries from the name of a memory to bytes.
 
     Raises:
         ValueError: the record is not of that form.
@@ -59,26 +59,26 @@ def publish(to: Publisher, record: Mapping[str, Any]) -> None:
 
 
 def check_record(record: Mapping[str, Any]) -> None:
-    """Check the form of a record for `publish`.
+    """Check the fields of a record for `publish`.
 
     Raises:
         ValueError: the record is not of that form.
     """
     for name in ("job", "node"):
         if not isinstance(record.get(name), str):
-            raise ValueError(f"{name} of a record must be a text, got {record.get(name)!r}; name it")
+            raise ValueError(f"{name} of a record must be a string, got {record.get(name)!r}; add one")
     if type(record.get("step")) is not int:
-        raise ValueError(f"step of a record must be a whole number, got {record.get('step')!r}; count from 1")
+        raise ValueError(f"step of a record must be an integer, got {record.get('step')!r}; count steps from 1")
     for name in _NUMBERS:
         if not _is_number(record.get(name, 0.0)):
-            raise ValueError(f"{name} of a record must be a number, got {record[name]!r}; leave it out where it is not known")
+            raise ValueError(f"{name} of a record must be a number, got {record[name]!r}; leave it out if it is unknown")
     for name in _BYTES:
         values = record.get(name, {})
         if not isinstance(values, Mapping) or not all(isinstance(key, str) and _is_number(value) for key, value in values.items()):
-            raise ValueError(f"{name} of a record must give the bytes of each memory, got {values!r}; for example {{'ram': 1024}}")
-    unknown = sorted(set(record) - {"job", "node", "step", *_NUMBERS, *_BYTES})
-    if unknown:
-        raise ValueError(f"a record must have job, node, step, {', '.join((*_NUMBERS, *_BYTES))} and nothing else, got {', '.join(unknown)}; drop it")
+            raise ValueError(f"{name} of a record must map names of memories to bytes, got {values!r}; for example {{'ram': 1024}}")
+    known = ("job", "node", "step", *_NUMBERS, *_BYTES)
+    if unknown := sorted(set(record).difference(known)):
+        raise ValueError(f"a record must have {', '.join(known)} and nothing else, got {', '.join(unknown)}; remove it")
 
 
 def _is_number(value: object) -> bool:
@@ -86,7 +86,7 @@ def _is_number(value: object) -> bool:
 
 
 def install(client: Any) -> Installed:
-    """Install the page and the gauges on the scheduler of a cluster, unless it has them.
+    """Install the page and the gauges on the scheduler of a cluster; does nothing if they are installed already.
 
     Args:
         client: a connected synchronous client.
@@ -111,7 +111,7 @@ def _found_on(dask_scheduler: Any) -> dict[str, bool]:
 
 
 class Dashboard(SchedulerPlugin):  # type: ignore[misc]
-    """The scheduler's plugin: it receives the records of the topic and serves their page and gauges.
+    """The scheduler's plugin, which receives the records of the topic and serves the page and the gauges.
 
     Attributes:
         has_page, has_metrics: whether the page and the gauges are served.
@@ -124,10 +124,10 @@ class Dashboard(SchedulerPlugin):  # type: ignore[misc]
         self.has_page = self.has_metrics = False
 
     async def start(self, scheduler: Any) -> None:
-        """Add the page and the gauges to the scheduler's server, as far as their libraries are installed."""
+        """Add the page and the gauges to the scheduler's server, each only if its library is installed."""
         self.board = Board()
         self._page: Any = None
-        with contextlib.suppress(ImportError):  # no bokeh, or one that Dask's dashboard does not take
+        with contextlib.suppress(ImportError):  # no bokeh, or a release that Dask's dashboard does not support
             self._page = _serve_page(self.board, scheduler)
             self.has_page = self._page is not None
         with contextlib.suppress(ImportError):
@@ -135,7 +135,7 @@ class Dashboard(SchedulerPlugin):  # type: ignore[misc]
             self.has_metrics = True
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Take a record; a malformed one is ignored, since any client may send any message."""
+        """Enter a record on the board; malformed records are ignored, since any client may send any message."""
         if topic == TOPIC and isinstance(msg, Mapping):
             with contextlib.suppress(ValueError):
                 record = {name: value for name, value in msg.items() if name != "worker"}  # Dask adds the sender
@@ -153,20 +153,20 @@ class Dashboard(SchedulerPlugin):  # type: ignore[misc]
 
 
 class _Collector:
-    """Gauges of all schedulers of this process, for Prometheus."""
+    """Prometheus collector with the gauges of all schedulers in this process."""
 
     def __init__(self) -> None:
         self.boards: list[Board] = []
 
     def collect(self) -> Iterable[Any]:
-        """Yield families of gauges with their present values."""
+        """Return the families of gauges with their current values."""
         from prometheus_client.core import GaugeMetricFamily
 
         labels = ["job", "node"]
         step = GaugeMetricFamily("nntask_step", "Latest optimizer step", labels=labels)
         loss = GaugeMetricFamily("nntask_loss", "Loss of the latest step", labels=labels)
         speed = GaugeMetricFamily("nntask_tokens_per_second", "Tokens per second of the latest step", labels=labels)
-        held = GaugeMetricFamily("nntask_resident_bytes", "Bytes held in a memory of the node", labels=[*labels, "memory"])
+        held = GaugeMetricFamily("nntask_resident_bytes", "Bytes in use in a memory of the node", labels=[*labels, "memory"])
         budget = GaugeMetricFamily("nntask_budget_bytes", "Budget of that memory", labels=[*labels, "memory"])
         for board in self.boards:
             for job, node, state in board.nodes():
@@ -181,11 +181,11 @@ class _Collector:
 
 
 _collectors: list[_Collector] = []
-"""The collector of this process, once it is registered: Dask serves one registry for all schedulers in a process."""
+"""The registered collector of this process, if there is one: Dask serves one registry for all schedulers in a process."""
 
 
 def collector() -> _Collector:
-    """Return the collector of this process.
+    """Return the collector of this process, registering it at the first call.
 
     Raises:
         ImportError: prometheus-client is not installed.

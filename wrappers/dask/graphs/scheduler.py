@@ -1,4 +1,4 @@
-"""The scheduler that Dask calls (`get`), and budgets for it (`runtime`).
+"""Entry points for Dask graphs: the scheduler function `get`, and `runtime`, which gives it budgets.
 
 The contract is that of `dask.threaded.get`: values in the shape of the requested keys, lists as tuples, exceptions with their type and traceback,
 callbacks, and the keywords `num_workers`, `pool`, `cache`, `callbacks` and `rerun_exceptions_locally`. Other keywords are refused.
@@ -30,7 +30,7 @@ from .run import GraphRun
 from .store import Store
 
 _current: contextvars.ContextVar[GraphRuntime | None] = contextvars.ContextVar("nntask_graph_runtime", default=None)
-"""The runtime whose worker this thread is: a graph that is computed within a task uses that runtime's memory."""
+"""Runtime that owns this worker thread: a graph that is computed within a task uses the same memory."""
 
 
 def get(
@@ -101,7 +101,7 @@ class GraphRuntime:
         if workers is not None and workers < 1:
             raise UsageError(f"a runtime of Dask graphs needs at least one worker, got workers={workers}; leave it out for one per core")
         if nbytes is not None and nbytes <= 0:
-            raise UsageError(f"ram must be a positive number of bytes, got {nbytes}; leave it out for 0.9 of what is free")
+            raise UsageError(f"ram must be a positive number of bytes, got {nbytes}; leave it out for 0.9 of the free memory")
         self.workers = workers
         budget, _ = memory_budgets(nbytes, None, 0)
         tier = None

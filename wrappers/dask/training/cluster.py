@@ -1,7 +1,7 @@
 """The connection to a Dask cluster: a client of its scheduler, its usable workers, and the reasons why it cannot be used.
 
-Each mistake of a user is one sentence here: an address that does not answer or answers in TLS, other versions on the workers, too few workers.
-`cluster_engine` trains on the workers, and notices when they change.
+User errors are reported in one sentence each: an address that does not answer or requires TLS, other versions on the workers, too few workers.
+`cluster_engine` trains on the workers, and detects changes of the cluster.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Connection:
     """A client of a Dask cluster, and the cluster itself if it is local.
 
     Args:
-        asked: the requested address of a cluster, or number of local workers.
-        say: prints a line.
+        asked: requested address of a cluster, or number of local workers.
+        say: function that prints a line.
 
     Raises:
         ClusterError: the cluster does not answer.
@@ -80,7 +80,7 @@ class Connection:
             if interrupts.pending():
                 self.close()
         if interrupts.pending():
-            say("interrupted before the cluster was there; nothing was begun, so there is nothing to continue")
+            say("interrupted before the cluster was ready; training has not begun, so there is nothing to continue")
             raise SystemExit(interrupts.exit_code)
 
     def _open(self, number: int | None, say: Callable[[str], None]) -> None:
@@ -95,9 +95,9 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Leave the cluster, and end it if it is local. A first signal does not interrupt this, a second one does."""
+        """Leave the cluster, and shut it down if it is local. The first signal does not interrupt this, the second one does."""
         with Interrupts() as interrupts:
-            interrupts.say_what_is_left = lambda: "what was saved is whole"
+            interrupts.say_what_is_left = lambda: "the last checkpoint is complete"
             with contextlib.suppress(Exception):  # the client may be closed already
                 self.client.close(timeout=2)
             self._close_cluster()
@@ -132,12 +132,12 @@ class Connection:
             return found
 
     def usable_workers(self, wanted: int | None, unusable: Mapping[str, str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
-        """Return the workers that can train, sorted by address; waits until there are enough.
+        """Wait for enough workers that can train, and return them sorted by address.
 
         Args:
             wanted: number of workers to wait for; None for all present workers, at least one.
-            unusable: address -> reason of workers to leave out.
-            refused: as in `ask`.
+            unusable: address -> reason for each worker to leave out.
+            refused: the argument of `ask`.
 
         Raises:
             ClusterError: there are fewer workers, or a worker runs other software and `refused` is None.
@@ -155,7 +155,7 @@ class Connection:
                 self.client.wait_for_workers(max(len(addresses) + 1, least), timeout=1)
 
     def silent(self, addresses: Sequence[str]) -> list[str]:
-        """Return the addresses whose workers do not answer at once."""
+        """Return the addresses of the workers that do not answer within `PING_SECONDS`."""
         client = self.client
 
         async def ask(address: str) -> None:
@@ -171,17 +171,18 @@ class Connection:
     def _too_few(self, wanted: int | None, num_free: int, num_busy: int, unusable: Mapping[str, str]) -> str:
         others = [f"{num_busy} belong to another training"] if num_busy else []
         others += [f"{address} {why}" for address, why in unusable.items()]
-        there = f"{num_free} can be used after {WAIT_SECONDS:g} s" + (f" ({', '.join(others)})" if others else "")
+        usable = f"{num_free} can be used after {WAIT_SECONDS:g} s" + (f" ({', '.join(others)})" if others else "")
         if wanted is None:
-            return f"the cluster at {self.address} must have a worker, and {there}; start one with: dask worker {self.address}"
-        return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {there}; start more with dask worker, or lower --nodes"
+            return f"the cluster at {self.address} must have a worker, and {usable}; start one with: dask worker {self.address}"
+        return f"--nodes {wanted} asks for {wanted} workers of {self.address}, and {usable}; start more with dask worker, or lower --nodes"
 
     def ask(self, addresses: list[str], refused: dict[str, str] | None = None) -> list[ClusterWorker]:
         """Return the workers that answer, sorted by address.
 
         Args:
             addresses: addresses of the workers.
-            refused: takes address -> reason of workers that run other software, without which a started run continues; None to raise instead.
+            refused: dictionary to which address -> reason is added for workers that run other software, so that a started run continues without them;
+                None to raise instead.
 
         Raises:
             ClusterError: a worker runs other software than the client, and `refused` is None.
@@ -207,14 +208,14 @@ class Connection:
         try:
             found: Mapping[str, Any] = self.client.run(_probe_function(), workers=addresses, on_error="return")
         except Exception as error:
-            raise ClusterError(f"the workers of {self.address} cannot be asked what they are: {type(error).__name__}: {error}") from error
+            raise ClusterError(f"the workers of {self.address} cannot be queried: {type(error).__name__}: {error}; see their logs") from error
         return found
 
 
 def _difference(said: Any, own: Mapping[str, str]) -> str | None:
     """Return the reason why a worker cannot train with this client, from the worker's answer; None if it can."""
     if not isinstance(said, dict):
-        return f"cannot say what it is: {type(said).__name__}: {said}; install the same nntask there as here"
+        return f"did not report its versions ({type(said).__name__}: {said}); install the same nntask on every machine"
     theirs = said["versions"]
     for name in _MUST_AGREE:
         if theirs.get(name) != own.get(name):
@@ -263,7 +264,7 @@ def versions() -> dict[str, str]:
 
 
 def _silence() -> None:
-    """Silence Dask's loggers: a cluster in trouble is reported in one sentence instead."""
+    """Silence Dask's loggers, because failures of a cluster are reported in one sentence instead."""
     import distributed  # noqa: F401 - sets the levels of its loggers
 
     for name in list(logging.root.manager.loggerDict):
@@ -274,8 +275,8 @@ def _silence() -> None:
 def local_cluster(number: int) -> Any:
     """Start a cluster of processes on this machine, which end with this process and divide its cores among them.
 
-    Anyone who can connect to a Dask scheduler or worker can run code as its user, and other users of the machine reach its loopback addresses. So
-    the processes know each other by certificates made for this cluster, and their HTTP servers answer nothing.
+    Any program that can connect to a Dask scheduler or worker can run code as its user, and other users of the machine reach its loopback
+    addresses. So the processes authenticate each other by certificates made for this cluster, and their HTTP servers have no routes.
 
     Dask's memory monitor of workers is off, since budgets replace it, and so is its profiler: with it, idle workers take a fifth of the processor
     time.
@@ -341,15 +342,15 @@ def _check_scheduler(address: str) -> None:
     from distributed import Security, rpc
 
     scheme, _, location = address.rpartition("://")
-    if scheme == "inproc" or dask.config.get("distributed.client.security-loader"):  # only the client knows the certificates of the latter
+    if scheme == "inproc" or dask.config.get("distributed.client.security-loader"):  # only the client knows the loader's certificates
         return
     keys = "distributed.comm.tls.ca-file, distributed.comm.tls.client.cert and distributed.comm.tls.client.key in Dask's configuration"
     try:
         certificates = Security().get_connection_args("client")
     except Exception as error:
-        raise ClusterError(f"--dask {address} cannot be reached with the certificates that are named: {error}; see {keys}") from error
+        raise ClusterError(f"--dask {address} cannot be reached with the configured certificates: {error}; see {keys}") from error
     if scheme in ("tls", "wss") and certificates["ssl_context"] is None:
-        raise ClusterError(f"--dask {address} speaks TLS, which takes certificates, and none are named; set {keys}")
+        raise ClusterError(f"--dask {address} requires TLS, and no certificates are configured; set {keys}")
 
     async def ask() -> Any:
         peer = rpc(address, connection_args=certificates)
@@ -372,8 +373,8 @@ def _why_not(address: str, scheme: str, location: str, error: Exception) -> str:
     host, _, port = location.rpartition(":")
     if scheme not in ("tls", "wss") and _speaks_tls(host, int(port)):
         return (
-            f"the Dask cluster at {address} speaks TLS and --dask is in plain text; use --dask tls://{location}, with the certificates named in "
-            "Dask's configuration (distributed.comm.tls)"
+            f"the Dask cluster at {address} requires TLS and --dask is in plain text; use --dask tls://{location}, with certificates in Dask's "
+            "configuration (distributed.comm.tls)"
         )
     if isinstance(error, RuntimeError | TypeError | ImportError):
         return f"--dask {address} cannot be used: {error}"

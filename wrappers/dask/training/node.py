@@ -1,8 +1,8 @@
-"""One node of a training on a Dask cluster: the actor on a Dask worker, with a runtime, the model, and its shard of the optimizer's state.
+"""The actor of one node of a training: on a Dask worker, with a runtime, the model, and a shard of the optimizer's state.
 
-The client makes one `TrainingNode` per worker, lets each listen, connects them, lets each open its shard, and calls `step` once per step. `step` is a
-coroutine on the worker's event loop, so that two steps can be under way; long work runs on the node's own threads. If the client or the scheduler
-ends, Dask drops the actor, and with it its connections, threads and memory.
+The client creates one `TrainingNode` per worker, lets each listen, connects them, lets each open its shard, and calls `step` once per step; that is a
+coroutine on the worker's event loop, so that two steps can be under way; long work runs on the node's own threads. When the client or the
+scheduler ends, Dask drops the actor, which closes its connections and threads and frees its memory.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Order:
     """The instructions with which a node opens.
 
     Attributes:
-        run: the run. Its machine describes the client; only an explicit --ram in it applies to the node.
-        shard: the node's part of each step.
-        fingerprint: fingerprint of the client's data, with which the node's data must agree.
+        run: settings of the run. Its machine describes the client; only an explicit --ram in it applies to the node.
+        shard: share of each step that the node computes.
+        fingerprint: fingerprint of the client's data, which the node's data must match.
         on_host: number of nodes of this training on the node's machine, this one included.
-        largest: bytes of the largest bucket that travels.
+        largest: bytes of the largest bucket that is exchanged.
         board: name of the run on the cluster's dashboard; "" for none.
     """
 
@@ -69,7 +69,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutcome:
-    """A node's results of a step: its losses, their mean per token, the gradient's sum of squares if the node has it, and its counters so far."""
+    """A node's results of a step.
+
+    Attributes:
+        losses: loss of each minibatch of the shard, as a part of the step's mean.
+        loss: mean loss of the shard per token.
+        squares: sum of squares of the gradient; None if the node does not have it.
+        stats: counters of the node so far.
+    """
 
     losses: list[float]
     loss: float
@@ -150,8 +157,7 @@ class TrainingNode:
         return self._comms.listen(), "" if self._nccl is None else self._nccl.card, self._comms.connect_seconds
 
     async def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to the peers. This precedes `open`, because some nodes take minutes longer to open, and because budgets depend on the memory NCCL
-        takes."""
+        """Connect to the peers; before `open`, because some nodes take minutes longer to open, and budgets depend on the memory that NCCL takes."""
         await self._run(self._starts, self._comms.connect, addresses)
 
     async def open(self, order: Order) -> dict[str, Any]:
@@ -171,8 +177,8 @@ class TrainingNode:
         dataset = open_dataset(run.data)
         if dataset.fingerprint != order.fingerprint:
             raise DataError(
-                f"worker {self._name} holds other data at {dataset.train.name} than the client; copy the same files to every worker, or use a place "
-                "that they share"
+                f"worker {self._name} has other data at {dataset.train.name} than the client; copy the same files to every worker, or use a shared "
+                "directory"
             )
         run = self._run_config = run.on(self._machine(run, order))
         self._dataset, minibatch = dataset, run.step.minibatch
@@ -191,7 +197,7 @@ class TrainingNode:
         num_tasks = engine.num_tasks
         self._check_memory()
         runtime.wait()
-        give_back_freed()  # the memory that reading weights and planning the step used
+        give_back_freed()  # memory that reading weights and planning the step have used
         return {
             "num_tasks": num_tasks,
             "num_trained": engine.num_trained,
@@ -209,10 +215,10 @@ class TrainingNode:
         return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
 
     def _check_memory(self) -> None:
-        """Refuse a step that might wait for memory forever.
+        """Refuse a step that could wait for memory indefinitely.
 
-        That is a step below its minimum, or one whose buckets in transit, which stay in RAM until the other end is ready, may leave no memory for
-        the tasks that the other end waits for.
+        Such a step has a budget below its minimum, or buckets in transit that may leave no memory for the tasks for which the other end waits:
+        buckets stay in RAM until the other end is ready.
 
         Raises:
             DoesNotFit: a budget of this node is too small.
@@ -223,17 +229,17 @@ class TrainingNode:
 
         plan = self._engine.order.plan
         target, needs = this_machine(self._run_config.machine), needs_of(plan)
-        on_its_way = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
-        least, has = needs.task + sum(handle.size for handle in on_its_way), target.budgets[target.nodes[0][0]]
-        if target.storage and on_its_way and has < least:
+        in_transit = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
+        least, has = needs.task + sum(handle.size for handle in in_transit), target.budgets[target.nodes[0][0]]
+        if target.storage and in_transit and has < least:
             raise DoesNotFit(
-                f"on worker {self._name} what is on its way between nodes and the hungriest task need {least:,} B of ram at least, more than its "
-                f"budget of {has:,} B; raise --ram, or train on one machine"
+                f"on worker {self._name} buckets in transit and the task with the largest working set need {least:,} B of ram at least, more "
+                f"than its budget of {has:,} B; raise --ram, or train on one machine"
             )
         if not needs.fit(target):
             smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
             raise DoesNotFit(
-                f"on worker {self._name} {shortage(target, needs)}, without what is on its way between nodes; raise --ram, {smaller}add --disk DIR, "
+                f"on worker {self._name} {shortage(target, needs)}, without buckets in transit between nodes; raise --ram, {smaller}add --disk DIR, "
                 "or use more nodes"
             )
 
@@ -279,13 +285,13 @@ class TrainingNode:
         self._comms.window = window_for(order.largest)
         if nbytes <= passing:
             raise DoesNotFit(
-                f"on worker {self._name} the budget of RAM must hold the {passing:,} B that may be on their way between nodes, and the step "
-                f"besides, got {nbytes:,} B; raise --ram, or use fewer nodes"
+                f"on worker {self._name} the budget of RAM must hold {passing:,} B for buckets in transit between nodes in addition to the step, "
+                f"got {nbytes:,} B; raise --ram, or use fewer nodes"
             )
         return nbytes - passing
 
     async def step(self, number: int, lr: float, begin: Cursor) -> NodeOutcome:
-        """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are under way."""
+        """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are in flight."""
         begun = perf_counter()
         assert self._turns is not None  # open() comes first
         try:
@@ -295,7 +301,7 @@ class TrainingNode:
 
             from .failures import blaming
 
-            late = f"worker {self._name} was asked for step {number} and not for the step before it within {LATE_SECONDS} s; start the run again"
+            late = f"worker {self._name} was asked for step {number}, and not for the step before it within {LATE_SECONDS} s; resume the run"
             raise blaming(ClusterError(late), self._name) from None
         flight = await self._run(self._starts, self._start, number, lr, begin)
         return await self._run(self._results, self._finish, flight, number, begun)
@@ -317,7 +323,7 @@ class TrainingNode:
         return NodeOutcome(losses, loss, squares, stats)
 
     def _publish(self, number: int, loss: float, tokens_per_second: float, stats: Mapping[str, Any]) -> None:
-        """Report the step to the dashboard without waiting; training does not depend on it."""
+        """Report the step to the dashboard without waiting; failures are ignored."""
         from ..dashboard.plugin import publish
 
         figures = {
@@ -337,7 +343,7 @@ class TrainingNode:
         return found
 
     async def evaluate(self, arrays: Mapping[str, npt.NDArray[Any]]) -> float:
-        """Return the sum of the losses of a batch with these arrays; changes nothing."""
+        """Return the sum of the losses of a batch with these arrays, without changing anything."""
         from nntask.data import Batch
 
         return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(arrays))))
@@ -389,7 +395,7 @@ class TrainingNode:
         return sample_text(self._run_config, self._engine.model, self._runtime, self._dataset.tokenizer, self._stream.length, lambda: self._closed)
 
     async def ping(self) -> int:
-        """Return the rank. The worker's event loop answers also while the node computes."""
+        """Return the rank. The worker's event loop answers even while the node computes."""
         return self.rank
 
     async def close(self) -> None:
@@ -413,12 +419,12 @@ class TrainingNode:
             del _JOBS[self._name]
 
     def __del__(self) -> None:
-        if not self._closed:  # Dask has dropped the actor of a lost client; the worker's event loop must not wait for its end
+        if not self._closed:  # Dask has dropped the actor of a lost client; closing must not block the worker's event loop
             with contextlib.suppress(Exception):
                 threading.Thread(target=self._close, name="nntask end", daemon=True).start()
 
     async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
-        """Call a function on the node's own threads; errors leave without references to objects of this worker."""
+        """Call a function on the node's own threads; errors are raised without references to objects of this worker."""
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
         except Exception as error:
