@@ -11,23 +11,25 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial, wraps
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from nntask import ClusterError, DataError
 from nntask.hardware import give_back_freed, reuse_freed_memory
 
+from .failures import blaming, forget_frames, portable
 from .turns import Turns
 
 if TYPE_CHECKING:
     from nntask.config import RunConfig
     from nntask.data import Cursor
-    from nntask.hardware import MachineSpec
     from nntask.optim import DataShard
     from scheduler import Runtime
 
@@ -37,6 +39,7 @@ LATE_SECONDS: Final = 300
 """Time limit of a step for the message of the step before it; seconds."""
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _JOBS: Final[dict[str, str]] = {}
 """The training that each worker of this process belongs to: address of the worker -> job."""
 
@@ -84,6 +87,23 @@ class NodeOutcome:
     stats: dict[str, Any]
 
 
+def _runs_on(threads: str) -> Callable[[Callable[Concatenate[TrainingNode, P], T]], Callable[Concatenate[TrainingNode, P], Awaitable[T]]]:
+    """Make a method a coroutine that runs on the node's own threads of this name; errors are raised without references to objects of the worker."""
+
+    def decorated(method: Callable[Concatenate[TrainingNode, P], T]) -> Callable[Concatenate[TrainingNode, P], Awaitable[T]]:
+        @wraps(method)
+        async def called(node: TrainingNode, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(getattr(node, threads), partial(method, node, *args, **kwargs))
+            except Exception as error:
+                forget_frames(error)
+                raise blaming(portable(node.explained(error)), node.worker_name) from None
+
+        return called
+
+    return decorated
+
+
 class TrainingNode:
     """The actor of a node.
 
@@ -101,14 +121,10 @@ class TrainingNode:
         self._closed = True  # until a resource exists that must be closed
         self.job, self.rank = job, rank
         self._worker = get_worker()
-        self._name = str(self._worker.address)
-        if _JOBS.setdefault(self._name, job) != job:
-            from nntask import ClusterError
-
-            from .failures import blaming
-
-            busy = f"worker {self._name} is busy with another training; wait for it, or name fewer workers with --nodes"
-            raise blaming(ClusterError(busy), self._name)
+        self.worker_name = str(self._worker.address)
+        if _JOBS.setdefault(self.worker_name, job) != job:
+            busy = f"worker {self.worker_name} is busy with another training; wait for it, or name fewer workers with --nodes"
+            raise blaming(ClusterError(busy), self.worker_name)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         reuse_freed_memory()
         self._starts = ThreadPoolExecutor(1, "nntask steps")  # one thread, so that steps start in order
@@ -122,15 +138,13 @@ class TrainingNode:
         self._turns: Turns | None = None
         self._was_read = False  # whether a checkpoint was read since the last step
 
-    async def listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
+    @_runs_on("_starts")
+    def listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
         """Examine the devices of this node, and begin to listen for peers.
 
         Returns:
             The address; the identifier of NCCL's GPU on its machine, "" without NCCL; and the time limit of `connect` in seconds.
         """
-        return await self._run(self._starts, self._listen, run, num_nodes)
-
-    def _listen(self, run: RunConfig, num_nodes: int) -> tuple[str, str, float]:
         from nntask.hardware import devices_of
 
         from .exchange import PeerComms
@@ -140,8 +154,8 @@ class TrainingNode:
         assert cluster is not None  # this node belongs to a cluster
         self._devices = devices_of(run.settings.resources, run.model.dtype, checks=False)
         if cluster.transport == "nccl":
-            self._nccl = open_nccl_transport(self._devices.gpus, self._name, self.rank, num_nodes)
-        scheme, _, place = self._name.partition("://")
+            self._nccl = open_nccl_transport(self._devices.gpus, self.worker_name, self.rank, num_nodes)
+        scheme, _, place = self.worker_name.partition("://")
         host = place.rpartition(":")[0] if scheme != "inproc" else "127.0.0.1"
         scheme = scheme if scheme != "inproc" else "tcp"
         security = self._worker.security
@@ -156,31 +170,34 @@ class TrainingNode:
         )
         return self._comms.listen(), "" if self._nccl is None else self._nccl.card, self._comms.connect_seconds
 
-    async def connect(self, addresses: Sequence[str]) -> None:
+    @_runs_on("_starts")
+    def connect(self, addresses: Sequence[str]) -> None:
         """Connect to the peers; before `open`, because some nodes take minutes longer to open, and budgets depend on the memory that NCCL takes."""
-        await self._run(self._starts, self._comms.connect, addresses)
+        self._comms.connect(addresses)
 
-    async def open(self, order: Order) -> dict[str, Any]:
+    @_runs_on("_starts")
+    def open(self, order: Order) -> dict[str, Any]:
         """Prepare runtime, model and data; return the node's number of tasks and of trained weights, its plan.json and its counters."""
-        return await self._run(self._starts, self._open, order)
-
-    def _open(self, order: Order) -> dict[str, Any]:
-        from nntask import DataError
         from nntask.data import BatchStream, open_dataset
         from nntask.engine import RecordedEngine
         from nntask.hardware import runtime_for, this_machine
         from nntask.planning import order_figures
         from nntask.training import model_to_start_from
 
+        from .node_memory import check_memory, machine_of_node
+        from .peers import window_for
+
         run, shard = order.run, order.shard
         self._order = order
         dataset = open_dataset(run.data)
         if dataset.fingerprint != order.fingerprint:
             raise DataError(
-                f"worker {self._name} has other data at {dataset.train.name} than the client; copy the same files to every worker, or use a shared "
-                "directory"
+                f"worker {self.worker_name} has other data at {dataset.train.name} than the client; copy the same files to every worker, or use a "
+                "shared directory"
             )
-        run = self._run_config = run.on(self._machine(run, order))
+        machine = machine_of_node(self._worker, self._devices, run, order, self._nccl)
+        self._comms.window = window_for(order.largest)
+        run = self._run_config = run.on(machine)
         self._dataset, minibatch = dataset, run.step.minibatch
         self._stream = BatchStream(
             dataset.examples(run.model.seed),
@@ -195,7 +212,7 @@ class TrainingNode:
         transport = self._comms if shard.num_nodes > 1 else None
         engine = self._engine = RecordedEngine(run, runtime, start, shard=shard, transport=transport)
         num_tasks = engine.num_tasks
-        self._check_memory()
+        check_memory(engine.order.plan, run, self.worker_name)
         runtime.wait()
         give_back_freed()  # memory that reading weights and planning the step have used
         return {
@@ -205,90 +222,12 @@ class TrainingNode:
             "stats": self._stats(),
         }
 
-    async def describe(self) -> dict[str, Any]:
+    @_runs_on("_starts")
+    def describe(self) -> dict[str, Any]:
         """Return the contents of this node's machine.json. The client calls all nodes at once, since nodes of one machine share what they measure."""
-        return await self._run(self._starts, self._describe)
-
-    def _describe(self) -> dict[str, Any]:
         from nntask.training import machine_of
 
-        return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self._name}
-
-    def _check_memory(self) -> None:
-        """Refuse a step that could wait for memory indefinitely.
-
-        Such a step has a budget below its minimum, or buckets in transit that may leave no memory for the tasks for which the other end waits:
-        buckets stay in RAM until the other end is ready.
-
-        Raises:
-            DoesNotFit: a budget of this node is too small.
-        """
-        from nntask import DoesNotFit
-        from nntask.hardware import this_machine
-        from nntask.planning import needs_of, shortage
-
-        plan = self._engine.order.plan
-        target, needs = this_machine(self._run_config.machine), needs_of(plan)
-        in_transit = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
-        least, has = needs.task + sum(handle.size for handle in in_transit), target.budgets[target.nodes[0][0]]
-        if target.storage and in_transit and has < least:
-            raise DoesNotFit(
-                f"on worker {self._name} buckets in transit and the task with the largest working set need {least:,} B of ram at least, more "
-                f"than its budget of {has:,} B; raise --ram, or train on one machine"
-            )
-        if not needs.fit(target):
-            smaller = "" if self._run_config.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
-            raise DoesNotFit(
-                f"on worker {self._name} {shortage(target, needs)}, without buckets in transit between nodes; raise --ram, {smaller}add --disk DIR, "
-                "or use more nodes"
-            )
-
-    def _machine(self, run: RunConfig, order: Order) -> MachineSpec:
-        """Return the devices and budgets of this node, with the requested CPU workers, by default one per thread of the Dask worker.
-
-        Raises:
-            DoesNotFit: a budget is not available, or too small for the buckets in transit between nodes.
-        """
-        from nntask.hardware import Budget, check_budgets, with_budgets, without_nccl
-
-        devices, asked = self._devices, run.settings.resources
-        if asked.ncpu is None:
-            devices = replace(devices, num_cpu=int(self._worker.state.nthreads))
-        ram = self._ram(run.machine.ram.given, devices, order)
-        if self._nccl is not None:
-            devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, self._nccl.taken_nbytes()))
-            asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # the form in which messages show it
-        machine = with_budgets(devices, asked, ram=Budget(ram, is_given=True, text=f"{ram}B"))
-        check_budgets(machine)
-        return machine
-
-    def _ram(self, requested: int | None, devices: MachineSpec, order: Order) -> int:
-        """Return the bytes of host memory, without those in flight between nodes.
-
-        The total is the requested budget; by default the memory limit of the Dask worker, or this node's share of the machine's memory.
-        """
-        from nntask import DoesNotFit
-        from scheduler.storage import default_ram_budget
-
-        from .peers import passing_bytes, window_for
-
-        nbytes = requested
-        if nbytes is None:
-            nbytes = default_ram_budget() // order.on_host
-            limit = self._worker.memory_manager.memory_limit
-            if limit:
-                import psutil
-
-                nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
-            nbytes //= 1 + devices.num_simulated
-        passing = passing_bytes(order.shard.num_nodes - 1, order.largest)
-        self._comms.window = window_for(order.largest)
-        if nbytes <= passing:
-            raise DoesNotFit(
-                f"on worker {self._name} the budget of RAM must hold {passing:,} B for buckets in transit between nodes in addition to the step, "
-                f"got {nbytes:,} B; raise --ram, or use fewer nodes"
-            )
-        return nbytes - passing
+        return {**machine_of(self._stats(), self._engine.peak_flops(), self._engine.num_tasks), "address": self.worker_name}
 
     async def step(self, number: int, lr: float, begin: Cursor) -> NodeOutcome:
         """Compute this node's shard of step `number` (from 1), whose batch begins at `begin` in the data; at most two steps are in flight."""
@@ -297,15 +236,11 @@ class TrainingNode:
         try:
             await asyncio.wait_for(self._turns.wait(number), LATE_SECONDS)
         except TimeoutError:
-            from nntask import ClusterError
+            late = f"worker {self.worker_name} was asked for step {number}, and not for the step before it within {LATE_SECONDS} s; resume the run"
+            raise blaming(ClusterError(late), self.worker_name) from None
+        return await self._finish(await self._start(number, lr, begin), number, begun)
 
-            from .failures import blaming
-
-            late = f"worker {self._name} was asked for step {number}, and not for the step before it within {LATE_SECONDS} s; resume the run"
-            raise blaming(ClusterError(late), self._name) from None
-        flight = await self._run(self._starts, self._start, number, lr, begin)
-        return await self._run(self._results, self._finish, flight, number, begun)
-
+    @_runs_on("_starts")
     def _start(self, number: int, lr: float, begin: Cursor) -> Any:
         if self._was_read:
             self._was_read = False
@@ -313,6 +248,7 @@ class TrainingNode:
         self._stream.cursor = begin
         return self._engine.start(number, lr, self._stream.next())
 
+    @_runs_on("_results")
     def _finish(self, flight: Any, number: int, begun: float) -> NodeOutcome:
         losses, squares = flight.shard_outcome()
         shard, stats, now = self._order.shard, self._stats(), perf_counter()
@@ -342,13 +278,15 @@ class TrainingNode:
         found["num_messages"] = self._comms.num_messages
         return found
 
-    async def evaluate(self, arrays: Mapping[str, npt.NDArray[Any]]) -> float:
+    @_runs_on("_starts")
+    def evaluate(self, arrays: Mapping[str, npt.NDArray[Any]]) -> float:
         """Return the sum of the losses of a batch with these arrays, without changing anything."""
         from nntask.data import Batch
 
-        return await self._run(self._starts, lambda: float(self._engine.evaluate(Batch(arrays))))
+        return float(self._engine.evaluate(Batch(arrays)))
 
-    async def read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+    @_runs_on("_results")
+    def read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Return the bytes of tiles of a tensor of the model or the optimizer.
 
         Args:
@@ -356,9 +294,6 @@ class TrainingNode:
             name: name of the tensor.
             numbers: numbers of the tiles.
         """
-        return await self._run(self._results, self._read, table, name, numbers)
-
-    def _read(self, table: str, name: str, numbers: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         self._was_read = True
         tensor = self._table(table)[name]
         found = []
@@ -367,11 +302,9 @@ class TrainingNode:
                 found.append(view.reshape(-1).view(np.uint8).copy())
         return found
 
-    async def write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
+    @_runs_on("_starts")
+    def write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
         """Overwrite tiles of a tensor of the model or the optimizer."""
-        await self._run(self._starts, self._write, table, name, tiles)
-
-    def _write(self, table: str, name: str, tiles: Mapping[int, npt.NDArray[np.uint8]]) -> None:
         tensor = self._table(table)[name]
         for number, packed in tiles.items():
             with tensor.runtime.acquire(tensor.handles[number], "W") as view:
@@ -380,15 +313,14 @@ class TrainingNode:
     def _table(self, table: str) -> Mapping[str, Any]:
         return self._engine.model_tensors() if table == "model" else self._engine.optimizer_tensors()  # type: ignore[no-any-return]
 
-    async def reset_optimizer(self) -> None:
+    @_runs_on("_starts")
+    def reset_optimizer(self) -> None:
         """Reset the optimizer's state; the weights stay."""
-        await self._run(self._starts, lambda: self._engine.optimizer.reset())
+        self._engine.optimizer.reset()
 
-    async def sample(self) -> str:
+    @_runs_on("_starts")
+    def sample(self) -> str:
         """Return the text at the end of the training."""
-        return await self._run(self._starts, self._sample)
-
-    def _sample(self) -> str:
         from nntask.inference import sample_text
 
         assert self._runtime is not None  # open() comes first
@@ -415,25 +347,15 @@ class TrainingNode:
         give_back_freed()
         self._starts.shutdown(wait=False, cancel_futures=True)
         self._results.shutdown(wait=False, cancel_futures=True)
-        if _JOBS.get(self._name) == self.job:
-            del _JOBS[self._name]
+        if _JOBS.get(self.worker_name) == self.job:
+            del _JOBS[self.worker_name]
 
     def __del__(self) -> None:
         if not self._closed:  # Dask has dropped the actor of a lost client; closing must not block the worker's event loop
             with contextlib.suppress(Exception):
                 threading.Thread(target=self._close, name="nntask end", daemon=True).start()
 
-    async def _run(self, threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
-        """Call a function on the node's own threads; errors are raised without references to objects of this worker."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
-        except Exception as error:
-            from .failures import blaming, forget_frames, portable
-
-            forget_frames(error)
-            raise blaming(portable(self._told(error)), self._name) from None
-
-    def _told(self, error: Exception) -> Exception:
+    def explained(self, error: Exception) -> Exception:
         """Return the error for the user that explains a failure of the runtime."""
         from nntask.hardware import FAILURES, as_user_error
 

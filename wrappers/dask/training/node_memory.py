@@ -1,0 +1,98 @@
+"""Memory of a node of a cluster: its budgets, and the check that a step fits them together with buckets in transit between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nntask import DoesNotFit
+from nntask.hardware import Budget, MachineSpec, check_budgets, this_machine, with_budgets, without_nccl
+from nntask.planning import needs_of, shortage
+from scheduler.storage import default_ram_budget
+
+from .peers import passing_bytes
+
+if TYPE_CHECKING:
+    from nntask.config import RunConfig
+    from scheduler.planning import StepPlan
+
+    from .nccl import NcclTransport
+    from .node import Order
+
+
+def machine_of_node(worker: Any, devices: MachineSpec, run: RunConfig, order: Order, nccl: NcclTransport | None) -> MachineSpec:
+    """Return the devices and budgets of a node, with the requested CPU workers, by default one per thread of its Dask worker.
+
+    Args:
+        worker: the Dask worker.
+        devices: devices of its machine.
+        run: settings of the run.
+        order: instructions for the node.
+        nccl: transport that uses memory of the GPU; None without NCCL.
+
+    Raises:
+        DoesNotFit: a budget is not available, or too small for the buckets in transit between nodes.
+    """
+    asked = run.settings.resources
+    if asked.ncpu is None:
+        devices = replace(devices, num_cpu=int(worker.state.nthreads))
+    ram = _ram(worker, run.machine.ram.given, devices, order)
+    if nccl is not None:
+        devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, nccl.taken_nbytes()))
+        asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # the form in which messages show it
+    machine = with_budgets(devices, asked, ram=Budget(ram, is_given=True, text=f"{ram}B"))
+    check_budgets(machine)
+    return machine
+
+
+def _ram(worker: Any, requested: int | None, devices: MachineSpec, order: Order) -> int:
+    """Return the bytes of host memory, without those of buckets in transit.
+
+    The total is the requested budget; by default the memory limit of the Dask worker, or this node's share of the machine's memory.
+    """
+    nbytes = requested
+    if nbytes is None:
+        nbytes = default_ram_budget() // order.on_host
+        limit = worker.memory_manager.memory_limit
+        if limit:
+            nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
+        nbytes //= 1 + devices.num_simulated
+    passing = passing_bytes(order.shard.num_nodes - 1, order.largest)
+    if nbytes <= passing:
+        raise DoesNotFit(
+            f"on worker {worker.address} the budget of RAM must hold {passing:,} B for buckets in transit between nodes in addition to the step, "
+            f"got {nbytes:,} B; raise --ram, or use fewer nodes"
+        )
+    return nbytes - passing
+
+
+def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
+    """Refuse a step that could wait for memory indefinitely.
+
+    Such a step has a budget below its minimum, or buckets in transit that may leave no memory for the tasks for which the other end waits: buckets
+    stay in RAM until the other end is ready.
+
+    Args:
+        plan: tasks of the step.
+        run: settings of the run, with the node's budgets.
+        worker: address of the node's worker, for messages.
+
+    Raises:
+        DoesNotFit: a budget of this node is too small.
+    """
+    target, needs = this_machine(run.machine), needs_of(plan)
+    in_transit = {handle for task in plan.tasks if task.kinds[0] == "host" for handle, _ in task.accesses}
+    least, has = needs.task + sum(handle.size for handle in in_transit), target.budgets[target.nodes[0][0]]
+    if target.storage and in_transit and has < least:
+        raise DoesNotFit(
+            f"on worker {worker} buckets in transit and the task with the largest working set need {least:,} B of ram at least, more than its "
+            f"budget of {has:,} B; raise --ram, or train on one machine"
+        )
+    if not needs.fit(target):
+        smaller = "" if run.start.is_continued else "lower --minibatch, "  # a checkpoint has its tiling
+        raise DoesNotFit(
+            f"on worker {worker} {shortage(target, needs)}, without buckets in transit between nodes; raise --ram, {smaller}add --disk DIR, or use "
+            "more nodes"
+        )
