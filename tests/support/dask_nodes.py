@@ -20,7 +20,7 @@ from nntask.models.interface import ModelConfig
 from nntask.optim.sharded import data_shards
 from scheduler import Runtime
 from wrappers.dask.training.exchange import PeerComms
-from wrappers.dask.training.transports import ByteTransport, MessageTransport
+from wrappers.dask.training.transports import ByteTransport
 
 CONFIG = GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0)
 
@@ -54,7 +54,7 @@ def run_of(
 
 
 @contextmanager
-def nodes(count: int, transports: Callable[[int], ByteTransport] = lambda rank: MessageTransport()) -> Iterator[list[PeerComms]]:
+def nodes(count: int, transports: Callable[[int], ByteTransport] = lambda rank: ByteTransport()) -> Iterator[list[PeerComms]]:
     """Connected nodes, with transports by rank."""
     comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", transport=transports(rank)) for rank in range(count)]
     try:
@@ -86,7 +86,7 @@ def train(
     steps: int = 2,
     ram: int = 1 << 26,
     workers: int = 1,
-    transports: Callable[[int], ByteTransport] = lambda rank: MessageTransport(),
+    transports: Callable[[int], ByteTransport] = lambda rank: ByteTransport(),
 ) -> Result:
     """Train on `count` nodes."""
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ from wrappers.dask.training import exchange
 from wrappers.dask.training.exchange import PeerComms
 from wrappers.dask.training.failures import forget_frames, portable
 from wrappers.dask.training.peers import WINDOW, Peer, PeerLost
-from wrappers.dask.training.transports import MessageTransport
+from wrappers.dask.training.transports import ByteTransport
 
 BOTH = {"clip": 0.5, "dtype": "bf16", "minibatch": 2}
 
@@ -172,7 +172,7 @@ def test_a_lost_peer_fails_everybody_once_and_what_its_channel_has_when_that_has
     """What waits fails at once, what is on the way or arriving when the channel says so; a second loss changes nothing."""
     stopped: list[Callable[[], None]] = []
     ended: list[str] = []
-    channel = SimpleNamespace(is_beside=True, put=lambda tiles: None, take=lambda said, tiles, arrived: None, stop=stopped.append)
+    channel = SimpleNamespace(is_separate=True, put=lambda tiles: None, take=lambda content, tiles, arrived: None, stop=stopped.append)
 
     def done(name: str) -> Callable[[BaseException | None], None]:
         return lambda error: ended.append(f"{name}: {error}")
@@ -257,15 +257,16 @@ def test_connections_of_another_training_are_refused() -> None:
     theirs = PeerComms("theirs", 1, listen_on="tcp://127.0.0.1:0")
     try:
         addresses = [each.listen() for each in ours]
+        theirs.begin_to_connect([addresses[0], theirs.listen()])
         with pytest.raises(PeerLost, match="node 0"):
-            theirs.connect([addresses[0], theirs.listen()])
+            theirs.wait_connected()
     finally:
         for each in (*ours, theirs):
             each.close()
 
 
-class _Held(MessageTransport):
-    """ByteTransport whose node never gets to say anything, until it is let go."""
+class _Held(ByteTransport):
+    """Transport whose node never gets to say anything, until it is let go."""
 
     def __init__(self) -> None:
         self.let_go = Event()
@@ -281,8 +282,9 @@ def test_a_node_that_does_not_get_on_has_lost_a_peer(monkeypatch: pytest.MonkeyP
     comms = [PeerComms("job", rank, listen_on="tcp://127.0.0.1:0", transport=[None, held][rank]) for rank in range(2)]
     try:
         addresses = [each.listen() for each in comms]
+        comms[1].begin_to_connect(addresses)
         with pytest.raises(PeerLost, match=r"node 0 .*not all connections were there within 0.4 s"):
-            comms[1].connect(addresses)
+            comms[1].wait_connected()
     finally:
         held.let_go.set()
         for each in comms:

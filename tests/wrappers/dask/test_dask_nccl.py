@@ -29,7 +29,7 @@ from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
 from scheduler.drivers.nccl import INSTALL_NCCL, Nccl, find_library
 from scheduler.testing.nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 from wrappers.cli import main
-from wrappers.dask.training import exchange, nccl
+from wrappers.dask.training import exchange, nccl, nccl_link
 from wrappers.dask.training.cluster import ClusterWorker
 from wrappers.dask.training.cluster_engine import check_cards
 from wrappers.dask.training.exchange import PeerComms
@@ -90,7 +90,7 @@ def cluster(
     count: int, monkeypatch: pytest.MonkeyPatch, stop_seconds: float = 10 * LONG
 ) -> Iterator[tuple[list[PeerComms], list[NcclTransport], FakeNetwork]]:
     """Nodes whose pieces are small; at the end every thread has ended, every byte of a card is free, and nothing is left on a stream."""
-    monkeypatch.setattr(nccl, "PIECE", 10_000)
+    monkeypatch.setattr(nccl_link, "PIECE", 10_000)
     monkeypatch.setattr(nccl, "STOP_SECONDS", stop_seconds)
     network = FakeNetwork()
     cards = [FakeNccl(network, str(rank)) for rank in range(count)]
@@ -267,7 +267,7 @@ def test_other_bytes_than_expected_lose_the_peer(monkeypatch: pytest.MonkeyPatch
         send(comms[0], 1, "key", transfer)
         receive(comms[1], 0, "key", transfer)
         transfer.wait()
-        assert "30000 bytes came where 20000 were expected" in str(transfer.errors["receive"])
+        assert "a bucket must have 20000 bytes, got 30000" in str(transfer.errors["receive"])
         assert not transfer.target[0].any()
 
 
@@ -381,7 +381,7 @@ def test_the_command_on_two_nodes(folder: Path, cuda_libraries: Path, monkeypatc
     assert losses[0] == losses[1]
     assert network.num_transfers > 2
     budgets = [json.loads(Path(run, "summary.json").read_text())["budget_bytes"] for run in ("alone", "nodes")]
-    taken = 2 * (2 * nccl.PIECE + COMMUNICATOR_NBYTES)
+    taken = 2 * (2 * nccl_link.PIECE + COMMUNICATOR_NBYTES)
     assert [budgets[1][f"{rank}/cuda:0"] for rank in range(2)] == [budgets[0]["cuda:0"] - taken] * 2
 
 
@@ -400,7 +400,7 @@ def test_memory_of_the_card_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_card_without_room_for_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All links have theirs before a peer is heard of: the node is told what to lower, nobody loses a peer, and nothing stays taken."""
-    cards = Cards(CARD, network=FakeNetwork(), memory=7 * nccl.PIECE)
+    cards = Cards(CARD, network=FakeNetwork(), memory=7 * nccl_link.PIECE)
     monkeypatch.setattr(gpus, "cards", cards)
     said = r"on worker tcp://a:1 --transport nccl takes 16 MiB of the GPU for buffers, and card 0 has .*; lower --nodes, or use --transport dask"
     with pytest.raises(DoesNotFit, match=said):

@@ -3,7 +3,7 @@
 Each node listens on an address of its own and has one connection to every other node. The data of a send task stays in its tile until the receive
 task has memory for it and requests it. So bytes wait only in tiles, which budgets count, and at most a window and a bucket are in flight to each
 peer. One message has everything that is due to a peer at that moment (`peers`): requested keys, keys and bytes that the peer has requested, and the
-number of the peer's buckets that have arrived. With a `ByteTransport` other than the messages, the bytes travel separately.
+number of the peer's buckets that have arrived. With a subclass of `ByteTransport`, the bytes travel separately.
 
 Tasks begin and end as host tasks of the scheduler. All state belongs to one thread with an event loop; other threads only append to its inbox. A
 broken connection, or an unexpected message, fails every task that waits for that peer, now and later, with `PeerLost`.
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from scheduler import Codelet
 
 from .peers import WINDOW, Done, Peer, PeerLost, Waiting
-from .transports import ByteTransport, MessageTransport
+from .transports import ByteTransport
 
 CONNECT_SECONDS: Final = 20.0
 """Time limit of each step of connecting nodes to each other."""
@@ -41,12 +41,12 @@ class PeerComms:
         listen_on: address to listen on, such as "tls://10.0.0.2:0".
         connect_args, listen_args: arguments of Dask's comm layer, such as the cluster's TLS certificates.
         bandwidth: limit on the bytes per second that this node sends; None for no limit.
-        transport: moves the bytes of buckets; the messages unless given.
+        transport: transport of the bytes of buckets; None to send them in the messages.
 
     Attributes:
-        send, receive: codelets, as in `nntask.optim.sharded.Transport`.
+        send, receive: codelets of `nntask.optim.sharded.Transport`.
         num_messages: number of messages sent so far.
-        window: bytes in flight to a peer beyond which no further bucket is sent; see `peers.window_for`.
+        window: bytes in flight to a peer beyond which no further bucket is sent, the result of `peers.window_for`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PeerComms:
         self._job, self._rank, self._listen_on = job, rank, listen_on
         self._connect_args, self._listen_args = dict(connect_args or {}), dict(listen_args or {})
         self._bandwidth, self._free_at = bandwidth, 0.0
-        self._transport = transport or MessageTransport()
+        self._transport = transport or ByteTransport()
         self.send = Codelet("send", host=self._begin_send)
         self.receive = Codelet("receive", host=self._begin_receive)
         self.num_messages = 0
@@ -74,7 +74,7 @@ class PeerComms:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener: Any = None
         self._all_here: asyncio.Future[None] = self._loop.create_future()
-        self._awaited = 0  # rank of the peer that `connect` waits for
+        self._awaited = 0  # rank of the peer that `wait_connected` waits for
         self._num_nodes = 0
         self._connecting: Future[None] | None = None
         self._closed = False
@@ -106,25 +106,21 @@ class PeerComms:
         address: str = self._listener.contact_address
         return address
 
-    def connect(self, addresses: Sequence[str]) -> None:
-        """Connect to all peers; returns when each has a connection.
+    def begin_to_connect(self, addresses: Sequence[str]) -> None:
+        """Begin to connect to all peers.
 
         Args:
             addresses: addresses of all nodes by rank, as returned by their `listen`.
+        """
+        self._connecting = asyncio.run_coroutine_threadsafe(self._connect(addresses), self._loop)
+
+    def wait_connected(self) -> None:
+        """Wait until there is a connection to each peer.
 
         Raises:
             PeerLost: a peer did not answer.
             NntaskError: the transport of this node cannot begin.
         """
-        self.begin_to_connect(addresses)
-        self.wait_connected()
-
-    def begin_to_connect(self, addresses: Sequence[str]) -> None:
-        """The first half of `connect`, which returns at once."""
-        self._connecting = asyncio.run_coroutine_threadsafe(self._connect(addresses), self._loop)
-
-    def wait_connected(self) -> None:
-        """The second half of `connect`."""
         assert self._connecting is not None  # begin_to_connect() comes first
         try:
             self._connecting.result(self.connect_seconds)
@@ -134,7 +130,7 @@ class PeerComms:
 
     @property
     def connect_seconds(self) -> float:
-        """Time limit of `connect`."""
+        """Time limit of `wait_connected`."""
         return (2 + self._transport.num_steps) * CONNECT_SECONDS
 
     async def _connect(self, addresses: Sequence[str]) -> None:
@@ -181,7 +177,7 @@ class PeerComms:
             return
         try:
             ours = self._transport.hello(rank)
-        except Exception as error:  # a failure of this node, raised by its connect()
+        except Exception as error:  # a failure of this node, raised by its wait_connected()
             comm.abort()
             if not self._all_here.done():
                 self._all_here.set_exception(error)

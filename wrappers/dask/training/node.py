@@ -173,7 +173,8 @@ class TrainingNode:
     @_runs_on("_starts")
     def connect(self, addresses: Sequence[str]) -> None:
         """Connect to the peers; before `open`, because some nodes take minutes longer to open, and budgets depend on the memory that NCCL takes."""
-        self._comms.connect(addresses)
+        self._comms.begin_to_connect(addresses)
+        self._comms.wait_connected()
 
     @_runs_on("_starts")
     def open(self, order: Order) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .peers import passing_bytes
 
 if TYPE_CHECKING:
     from nntask.config import RunConfig
-    from scheduler.planning import StepPlan
+    from scheduler.machine import StepPlan
 
     from .nccl import NcclTransport
     from .node import Order

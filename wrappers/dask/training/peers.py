@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from scheduler import SchedulerError
 
-from .transports import Channel, MessageChannel, Tiles, nbytes_of
+from .transports import Channel, Tiles, nbytes_of
 
 WINDOW: Final = 4 << 20
 """Bytes in flight to a peer beyond which no further bucket is sent; at most twice the largest bucket."""
@@ -61,7 +61,7 @@ class Peer:
     def __init__(self, rank: int, call_later: CallLater) -> None:
         self.rank = rank
         self.comm: Any = None
-        self.channel: Channel = MessageChannel()
+        self.channel = Channel()
         self.lost: PeerLost | None = None
         self.wake = asyncio.Event()
         self.sent_bytes = 0
@@ -117,7 +117,7 @@ class Peer:
             filled += nbytes
             self._in_flight.append((nbytes, done))
             self._in_flight_nbytes += nbytes
-            if self.channel.is_beside:
+            if self.channel.is_separate:
                 self.sent_bytes += nbytes
         asks, num_got = self._take_confirmations()
         return {"want": asks, "got": num_got, "keys": keys, "data": data}
@@ -128,10 +128,10 @@ class Peer:
         Raises:
             IndexError, ValueError, KeyError: the message was not to be expected.
         """
-        for key, said in zip(message["keys"], message["data"], strict=True):
+        for key, content in zip(message["keys"], message["data"], strict=True):
             tiles, done = self._expected[key].popleft()
             self._arriving.append((nbytes_of(tiles), done))
-            self.channel.take(said, tiles, partial(self._arrived, window))
+            self.channel.take(content, tiles, partial(self._arrived, window))
         for _ in range(message["got"]):
             nbytes, done = self._in_flight.popleft()
             self._in_flight_nbytes -= nbytes

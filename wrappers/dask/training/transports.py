@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,49 +11,61 @@ import numpy.typing as npt
 Tiles = Sequence[npt.NDArray[Any]]
 
 
-class Channel(Protocol):
-    """The transport of bytes between this node and one peer, in both directions. The thread of the event loop calls every method.
+class Channel:
+    """The transport of bytes between this node and one peer, in both directions; here inside the messages. The event loop's thread calls all methods.
 
     Attributes:
-        is_beside: whether bytes travel outside the messages, which then only have their number.
+        is_separate: whether bytes travel outside the messages, which then only have their number.
     """
 
-    is_beside: bool
+    is_separate = False
 
     def put(self, tiles: Tiles) -> Any:
         """Begin to send the bytes of tiles, one after another; the tiles stay unchanged until the peer has confirmed them.
 
         Returns:
-            The content for the message: the bytes, or their number.
+            The content for the message: the bytes, or their number if they travel separately.
         """
+        from distributed.protocol import to_serialize
 
-    def take(self, said: Any, tiles: Tiles, arrived: Callable[[], None]) -> None:
-        """Fill tiles with the bytes of a message; calls `arrived` when they have arrived, in the order of the messages.
+        flat = [bytes_of(tile) for tile in tiles]
+        return to_serialize(flat[0] if len(flat) == 1 else np.concatenate(flat))  # a single tile is not copied
+
+    def take(self, content: Any, tiles: Tiles, arrived: Callable[[], None]) -> None:
+        """Fill tiles with the bytes of a message.
 
         Args:
-            said: content of the message, as returned by the peer's `put`.
+            content: content of the message, as returned by the peer's `put`.
             tiles: the tiles.
-            arrived: callback.
+            arrived: callback for their arrival, called in the order of the messages.
 
         Raises:
             ValueError: the number of bytes is not that of the tiles.
         """
+        source, offset = np.frombuffer(content, np.uint8), 0
+        check_nbytes(source.nbytes, tiles)
+        for tile in tiles:
+            target = bytes_of(tile)
+            target[:] = source[offset : offset + target.nbytes]
+            offset += target.nbytes
+        arrived()
 
     def stop(self, stopped: Callable[[], None]) -> None:
-        """Stop moving bytes; calls `stopped` when no tile is read or written any more."""
+        """Stop moving bytes, and call `stopped` when no tile is read or written any more."""
+        stopped()
 
 
-class ByteTransport(Protocol):
-    """The channels of a node. The thread of the event loop calls every method but `close`.
+class ByteTransport:
+    """The channels of a node, by default inside its messages. The event loop's thread calls all methods except `close`.
 
     Attributes:
         num_steps: number of `steps`.
     """
 
-    num_steps: int
+    num_steps = 0
 
     def hello(self, rank: int) -> Any:
-        """Return the information for the peer's end of a channel, sent in the first message.
+        """Return the information that the peer's end of a channel needs, sent in the first message.
 
         Raises:
             NntaskError: this node cannot move any bytes.
@@ -65,67 +77,16 @@ class ByteTransport(Protocol):
         Args:
             rank: rank of the peer.
             theirs: the peer's `hello`.
-            fail: called by the thread of the event loop with an error of the channel.
+            fail: callback for an error of the channel, called by the event loop's thread.
         """
+        return Channel()
 
     def steps(self) -> Iterable[tuple[int, Awaitable[None]]]:
-        """Return the preparations that must be awaited one after another before bytes can travel, as (rank of a peer, awaitable).
-
-        Each peer has a channel by then.
-        """
-
-    def close(self) -> None:
-        """End all channels; callable from any thread.
-
-        No tile is read or written afterwards, unless the network still blocks a channel after `nccl.STOP_SECONDS`.
-        """
-
-
-class MessageTransport:
-    """Bytes travel inside the messages."""
-
-    num_steps = 0
-
-    def hello(self, rank: int) -> None:
-        """None: a peer needs no information."""
-
-    def open_channel(self, rank: int, theirs: Any, fail: Callable[[BaseException], None]) -> Channel:
-        """Return the channel of a peer, which has no state."""
-        return MessageChannel()
-
-    def steps(self) -> Iterable[tuple[int, Awaitable[None]]]:
-        """Return an empty sequence: there is nothing to prepare."""
+        """Return preparations as (rank of a peer, awaitable), to be awaited in order before bytes can travel. Each peer has a channel by then."""
         return ()
 
     def close(self) -> None:
-        """Do nothing: there is nothing to end."""
-
-
-class MessageChannel:
-    """Bytes travel inside the message."""
-
-    is_beside = False
-
-    def put(self, tiles: Tiles) -> Any:
-        """Return the bytes of tiles; those of a single tile without a copy."""
-        from distributed.protocol import to_serialize
-
-        flat = [bytes_of(tile) for tile in tiles]
-        return to_serialize(flat[0] if len(flat) == 1 else np.concatenate(flat))
-
-    def take(self, said: Any, tiles: Tiles, arrived: Callable[[], None]) -> None:
-        """Copy the bytes from the message to the tiles."""
-        source, offset = np.frombuffer(said, np.uint8), 0
-        check_nbytes(source.nbytes, tiles)
-        for tile in tiles:
-            target = bytes_of(tile)
-            target[:] = source[offset : offset + target.nbytes]
-            offset += target.nbytes
-        arrived()
-
-    def stop(self, stopped: Callable[[], None]) -> None:
-        """Call `stopped` at once: no transfer is under way."""
-        stopped()
+        """End all channels; callable from any thread. No tile is used afterwards, unless NCCL still blocks a link after `nccl.STOP_SECONDS`."""
 
 
 def bytes_of(tile: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -138,11 +99,11 @@ def nbytes_of(tiles: Tiles) -> int:
     return sum(tile.nbytes for tile in tiles)
 
 
-def check_nbytes(come: int, tiles: Tiles) -> None:
-    """Compare the number of arriving bytes with that of the tiles.
+def check_nbytes(found: int, tiles: Tiles) -> None:
+    """Compare the number of received bytes with that of the tiles.
 
     Raises:
         ValueError: the numbers differ.
     """
-    if come != nbytes_of(tiles):
-        raise ValueError(f"{come} bytes came where {nbytes_of(tiles)} were expected")
+    if found != nbytes_of(tiles):
+        raise ValueError(f"a bucket must have {nbytes_of(tiles)} bytes, got {found}")
