@@ -1,7 +1,7 @@
-from .graphs.scheduler import GraphRuntime, get, runtime
+from .graphs.scheduler import get, runtime
 from .graphs.tensors import from_array, to_array
 from .training.cluster import Connection, local_cluster
 from .training.cluster_engine import DaskCluster
 from .training.exchange import PeerComms
 
-__all__ = ["Connection", "DaskCluster", "GraphRuntime", "PeerComms", "from_array", "get", "local_cluster", "runtime", "to_array"]
+__all__ = ["Connection", "DaskCluster", "PeerComms", "from_array", "get", "local_cluster", "runtime", "to_array"]

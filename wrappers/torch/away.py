@@ -20,54 +20,21 @@ from torch.utils._pytree import tree_map_only
 from nntask import UsageError
 
 _GETTERS: Final = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "is_meta",
-        "is_leaf",
-        "ndim",
-        "itemsize",
-        "nbytes",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_mkldnn",
-        "is_cuda",
-        "is_cpu",
-        "names",
-        "grad_fn",
-        "output_nr",
-    ]
+    (
+        *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "output_nr", "requires_grad", "grad_fn"),
+        *("is_leaf", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_cuda", "is_cpu"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    )
 )
+"""Attributes that can be read."""
 _METHODS: Final = frozenset(
-    [
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "storage_offset",
-        "get_device",
-        "is_signed",
-        "__len__",
-        "ndimension",
-        "is_inference",
-        "is_conj",
-        "is_neg",
-        "is_shared",
-        "is_pinned",
+    (
+        *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "get_device", "__len__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj", "is_neg", "is_inference", "is_shared", "is_pinned"),
         "_has_compatible_shallow_copy_type",
-    ]
+    )
 )
+"""Methods that can be called."""
 _WITHOUT_GRADIENTS: Final = frozenset({"zero_grad", "_init_group", "_apply"})
 """Functions of PyTorch that skip missing gradients: they clear them, step an optimizer, or move a module to its own device."""
 _TWINS: ContextVar[Mapping[int, torch.Tensor] | None] = ContextVar("twins", default=None)
@@ -108,28 +75,25 @@ def _changes_nothing(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     return (device is None or device.type == "cpu") and dtype in (None, tensor.dtype)
 
 
-class AwayTensor(torch.Tensor):  # type: ignore[misc]
+class _Away:
+    """The behaviour of tensors whose values a session holds."""
+
+    __slots__ = ()
+    __torch_function__: ClassVar[Any] = classmethod(_function)
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
+        return f"<{'parameter ' if isinstance(self, torch.nn.Parameter) else ''}{tuple(self.shape)} {self.dtype}, in a session>"
+
+
+class AwayTensor(_Away, torch.Tensor):  # type: ignore[misc]
     """A buffer whose values a session holds."""
 
-    __torch_function__: ClassVar[Any] = classmethod(_function)
 
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<{tuple(self.shape)} {self.dtype}, in a session>"
-
-
-class AwayParameter(torch.nn.Parameter):  # type: ignore[misc]
+class AwayParameter(_Away, torch.nn.Parameter):  # type: ignore[misc]
     """A parameter whose values a session holds."""
-
-    __torch_function__: ClassVar[Any] = classmethod(_function)
-
-    def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<parameter {tuple(self.shape)} {self.dtype}, in a session>"
 
 
 def _twin_of(tensor: torch.Tensor, twins: Mapping[int, torch.Tensor]) -> torch.Tensor:

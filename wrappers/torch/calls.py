@@ -7,6 +7,8 @@ call. In-place operations write a storage. A storage that a call allocates is te
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -226,3 +228,22 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield from (ref.storage for ref in tree_leaves(value) if isinstance(ref, Ref))
     if func is aten.native_batch_norm.default and args[5]:  # its schema omits that it updates the running statistics
         yield from (ref.storage for ref in args[3:5] if ref is not None)
+
+
+_IS_AGAIN: Final = ContextVar("is_again", default=False)
+"""Whether the calling thread repeats a part of a forward pass, in the checkpointing of the module itself."""
+
+
+def is_recomputing() -> bool:
+    """Return whether the calling thread is inside `recomputing`."""
+    return _IS_AGAIN.get()
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Mark the block as recomputation, for `torch.utils.checkpoint.checkpoint(context_fn=)`, which leaves it as soon as it has all it needs."""
+    token = _IS_AGAIN.set(True)
+    try:
+        yield
+    finally:
+        _IS_AGAIN.reset(token)

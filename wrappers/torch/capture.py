@@ -7,13 +7,11 @@ Python control flow simply runs, with its effects. A decision that needs a value
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,7 +25,7 @@ from .calls import Capture, Carried, Ref, aten
 from .eager_forms import plain_python, with_plain_classes
 from .recorder import CallRecorder
 from .refusals import refusals
-from .snapshots import Snapshot
+from .snapshots import RandomState, Snapshot
 from .values import HostValues
 from .world import World
 
@@ -77,12 +75,11 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
         UsageError: the pass cannot be captured; the message names the line of the model.
     """
     before = terms.world.now() if terms.world is not None else Snapshot()
-    numbers = random.getstate(), np.random.get_state()
+    numbers = RandomState()
 
     def again(*, copies: bool) -> Capture:
         before.restore()
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])
+        numbers.restore()
         return _capture(module, batch, function, terms, before, copies=copies)
 
     with ExitStack() as settings:
@@ -108,7 +105,7 @@ def _capture(
                 "of the same shape, or use minibatches=1"
             )
     recorder = CallRecorder(terms.values, {id(tensor): path for path, (tensor, _) in before.tensors.items()}, on_gpus=terms.on_gpus)
-    numbers = _random_states()
+    numbers = RandomState()
     try:
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -127,7 +124,7 @@ def _capture(
         moved = [
             p for p, (tensor, _) in after.tensors.items() if not isinstance(tensor, FakeTensor) and tensor is not before.tensors.get(p, (None,))[0]
         ]
-        effects = [*before.differences(after), *moved, *(name for name, state in _random_states().items() if state != numbers[name])]
+        effects = [*before.differences(after), *moved, *numbers.differences(RandomState())]
         gradients = {(name, 0): recorder.ref(gradient) for name, gradient in run.gradients.items()}
         return Capture(
             recorder.calls,
@@ -264,12 +261,6 @@ def _carried(before: Snapshot, after: Snapshot, recorder: CallRecorder) -> tuple
                 kept.append(ref)
             carried += [Carried(each, tensor, ref, path) for each in (slot, *after.aliases.get(path, ()))]
     return carried, kept
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of the generators of Python and NumPy, by names for messages."""
-    kind, words, *rest = np.random.get_state(legacy=True)
-    return {"random numbers of Python": random.getstate(), "random numbers of NumPy": (kind, np.asarray(words).tobytes(), *rest)}
 
 
 def _kept(leaf: Any, recorder: CallRecorder) -> Any:

@@ -6,13 +6,11 @@ which decisions were made (guards). A pass that has changed the state of Python 
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,7 +23,7 @@ from .capture import CaptureTerms, Function
 from .dry import PassTerms, pass_of
 from .modules import evaluating, named_tensors
 from .objectives import call
-from .snapshots import Snapshot
+from .snapshots import RandomState, Snapshot
 from .step import Pass
 from .values import HostValues
 from .world import World
@@ -150,7 +148,7 @@ class Captures:
             self._quiet()
         function = call if purpose == "predict" else self._objective
         how = CaptureTerms(purpose == "train", divisor, self.terms.on_gpus, self.world, values, self.own)
-        before = None if self._keeps_effects else (self.world.walked(), random.getstate(), np.random.get_state())
+        before = () if self._keeps_effects else (self.world.walked(), RandomState())
         try:
             if purpose == "train":
                 return pass_of(self.module, minibatch, function, self.terms, how)
@@ -158,10 +156,8 @@ class Captures:
                 return pass_of(self.module, minibatch, function, self.terms, how)
         finally:
             self.world.note_run()
-            if before is not None:
-                before[0].restore()
-                random.setstate(before[1])
-                np.random.set_state(before[2])
+            for state in before:
+                state.restore()
 
     def _note_anew(self, changed: Sequence[str]) -> None:
         """Count captures in a row, and warn once if there are many.

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .calls import Call, Capture, Ref, Storage, aten
-from .inductor import Compiled, Spec, compile_function
+from .inductor import Compiled, compile_function
 
 _MEMBERS: Final = frozenset(
     {
@@ -64,11 +64,7 @@ class Chain:
 
 
 class ChainCompiler:
-    """Compiler of the chains of passes; equal chains are compiled once.
-
-    Attributes:
-        num_compiled: number of functions compiled so far.
-    """
+    """Compiler of the chains of passes; equal chains are compiled once."""
 
     def __init__(self) -> None:
         self._compiled: dict[Any, Compiled] = {}
@@ -86,23 +82,14 @@ class ChainCompiler:
         numbers: dict[Storage, int] = {}
 
         def placed(ref: Ref) -> Any:
-            return (numbers.setdefault(ref.storage, len(numbers)), *_layout(ref))
+            return (numbers.setdefault(ref.storage, len(numbers)), ref.dtype, ref.shape, ref.strides, ref.offset)
 
         kept = tree_map_only(Ref, placed, [(str(call.func), call.args, dict(call.kwargs), call.results) for call in calls])
         key = repr((kept, [placed(ref) for ref in inputs], [placed(ref) for ref in results]))
         name = _name_of(calls)
         if key not in self._compiled:
-            function = _function_of(calls, inputs, results)
-            self._compiled[key] = compile_function(function, [_spec(ref) for ref in inputs], [_spec(ref) for ref in results], name)
+            self._compiled[key] = compile_function(_function_of(calls, inputs, results), inputs, results, name)
         return Chain(name, self._compiled[key])
-
-
-def _layout(ref: Ref) -> tuple[Any, ...]:
-    return ref.dtype, ref.shape, ref.strides, ref.offset
-
-
-def _spec(ref: Ref) -> Spec:
-    return Spec(ref.dtype, ref.shape, ref.strides)
 
 
 def _name_of(calls: Sequence[Call]) -> str:

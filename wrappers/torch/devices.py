@@ -5,9 +5,9 @@ This is the only module that turns the view of a tile into a tensor on a device,
 - Lent memory becomes a tensor without a copy by ``__cuda_array_interface__``. Its memory stays the scheduler's.
 - The worker's stream is PyTorch's current stream while a task's kernels are started, so PyTorch's caching allocator hands memory that a task has
   freed only to later work on the same stream: nothing must be kept until kernels have ended.
-- The host never waits: no value comes back from the device, and the seed is read there (`draws`).
+- The host never waits: no value comes back from the device, and the seed is read there (`rules`).
 - Results that PyTorch allocates are counted in the task's scratch, as on the CPU, although the card holds them outside of it.
-- Sessions with GPUs make PyTorch use deterministic kernels (`gpus.GpuTerms`), since kernels that add by atomics differ from run to run.
+- Sessions with GPUs make PyTorch use deterministic kernels (`hosting.GpuTerms`), since kernels that add by atomics differ from run to run.
 On an emulated device tensors are in host memory, and everything else is the same.
 """
 

@@ -7,15 +7,19 @@ minibatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
 
 from nntask.config import LanguageRun
 from nntask.data import Batch, Dataset
 from nntask.hardware import known_gemm_peak
+from nntask.inference import HOW, choose, sample_prompt
 from scheduler import Step
 from tiles import TileTensor
 
 from .collation import Collator
-from .sampling import sample
 from .session import Session
 from .started import StartedStep
 
@@ -79,5 +83,27 @@ class TorchEngine:
         self._session.reset_optimizer()
 
     def sample(self, dataset: Dataset, length: int, stopped: Callable[[], bool]) -> str:
-        """Return the text at the end of a run, from a model that predicts the next token."""
-        return sample(self._run, self._session, dataset.tokenizer, length, stopped, self._collator.fixed)
+        """Return text, or ids without a tokenizer, from a model that predicts the next token.
+
+        Each token costs a forward pass over a whole sequence, since a session caches no keys and values.
+
+        Args:
+            length: number of tokens of a sequence, the largest length of the text.
+            stopped: function that returns whether to stop, called before each token.
+        """
+        run, tokenizer = self._run, dataset.tokenizer
+        prompt, num_before = sample_prompt(run, tokenizer, length)
+        ids, how = list(prompt), replace(HOW, seed=run.model.seed)
+        ends = tokenizer.special.eos if tokenizer else ()
+        row = np.zeros((1, length), np.int64)  # tokens after a position do not change its scores
+        row[0, : len(ids)] = ids
+        for number in range(min(run.settings.run.sample_tokens, length - len(ids))):
+            if stopped():
+                break
+            scores = self._session.predict(input_ids=torch.from_numpy(row.copy()), **self._collator.fixed)["logits"][0, len(ids) - 1]
+            token = choose(scores.float().numpy()[: tokenizer.vocab_size if tokenizer else None], how, how.draw(0, number))
+            if token in ends:
+                break
+            row[0, len(ids)] = token
+            ids.append(token)
+        return tokenizer.decode(ids[num_before:]) if tokenizer else " ".join(map(str, ids[num_before:]))

@@ -10,6 +10,8 @@ model.safetensors and the configs have transformers' formats; the configs exist 
 from __future__ import annotations
 
 import json
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,9 @@ import torch
 
 from nntask import DataError, StorageError, UsageError
 from nntask.io import checksum_of, load_tensors, read_text, save_tensors, sealed, unsealed, written_aside
-from tiles import TileTensor
+
+from .optimizers import SessionOptimizer
+from .session_values import SessionValues
 
 MODEL: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
@@ -33,55 +37,120 @@ _ARGUMENTS: Final = {"kind of device": "ngpu", "rows_of_tiles": "largest_tile"}
 """Numerics that depend on an argument of another name."""
 
 
-def save_session(
-    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
-) -> None:
-    """Write a session to a new directory.
+class SessionFiles(ABC):
+    """The part of a session that saves and loads; `Session` describes the attributes."""
 
-    Args:
-        directory: path of the new directory, which must not exist.
-        model: name -> tensor of the module.
-        optimizer: name -> tensor of the optimizer's state.
-        state: further content of session.json.
-        module: module whose config is saved, if it has one; None for no config.
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    num_steps: int
+    _half_done: str
+    _optimizer: SessionOptimizer
+    _module_values: SessionValues
 
-    Raises:
-        UsageError: the directory exists.
-        StorageError: the disk is full or failed.
-        Diverged: a value is not finite.
-    """
-    if directory.exists():
-        raise UsageError(f"{directory} exists, and a session is saved to a new directory; name another one, or remove it")
-    with storage_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(directory) as new:
-            write_session(new, model, optimizer, state, module)
+    @property
+    @abstractmethod
+    def _numerics(self) -> dict[str, Any]:
+        """Settings that the bits depend on, besides module, optimizer and batches."""
 
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise unless the session is open."""
 
-def write_session(
-    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], state: Mapping[str, Any], module: torch.nn.Module | None
-) -> None:
-    """Write the files of a session to a directory, which may exist; the arguments and errors are those of `save_session`."""
-    checksums = {MODEL: write_model(directory, model, module), OPTIMIZER: save_tensors(directory / OPTIMIZER, optimizer, finite=True)}
-    with storage_errors(directory):
-        (directory / STATE).write_text(sealed({"format": FORMAT, **state, "checksums": checksums}))
+    @abstractmethod
+    def _check_whole(self) -> None:
+        """Raise unless the session is open and no step was half done."""
 
+    @abstractmethod
+    def _wait_for_started(self) -> None:
+        """Wait until all steps are over."""
 
-def write_model(directory: Path, model: Mapping[str, TileTensor], module: torch.nn.Module | None) -> int:
-    """Write model.safetensors, and the configs of a module of transformers, to a directory, with the arguments and errors of `save_session`.
+    @abstractmethod
+    def reset_optimizer(self) -> None:
+        """Reset optimizer and step number, keeping the current weights."""
 
-    Returns:
-        Checksum of model.safetensors.
-    """
-    with storage_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in ("config", "generation_config"):
-            config = getattr(module, name, None)
-            if config is not None and hasattr(config, "to_json_file"):
-                if name == "config":
-                    config.architectures = [type(module).__name__]
-                config.to_json_file(directory / f"{name}.json")
-    return save_tensors(directory / MODEL, model, metadata={"format": "pt"}, finite=True)
+    def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save everything to a new directory, completely or not at all; `resume` continues from it with the same bits.
+
+        model.safetensors has the weights under the module's names, together with the config.json of a module of transformers, so that
+        ``from_pretrained`` can read the directory.
+
+        Args:
+            directory: path of the new directory, which must not exist.
+            frozen: whether to save frozen parameters; if not, there is no config.json, and the session that resumes must have their values.
+
+        Raises:
+            UsageError: the directory exists already, or a step was half done.
+            StorageError: the disk is full or failed.
+            Diverged: a weight is not finite.
+        """
+        path = Path(directory)
+        self._wait_for_started()
+        self._check_whole()
+        if path.exists():
+            raise UsageError(f"{path} exists, and a session is saved to a new directory; name another one, or remove it")
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with written_aside(path) as new:
+                self.save_into(new, frozen=frozen)
+
+    def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Save everything to a directory that may exist, and that is incomplete if this fails; otherwise like `save`."""
+        path, optimizer = Path(directory), self._optimizer.tensors()
+        checksums = {MODEL: self.save_weights(path, frozen=frozen), OPTIMIZER: save_tensors(path / OPTIMIZER, optimizer, finite=True)}
+        state = {"step": self.num_steps, "lr": float(self.optimizer.param_groups[0]["lr"]), **self._optimizer.counters(), "numerics": self._numerics}
+        with storage_errors(path):
+            (path / STATE).write_text(sealed({"format": FORMAT, **state, "checksums": checksums}))
+
+    def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> int:
+        """Save weights and buffers to a directory, which may exist, tile by tile, without the optimizer's state; otherwise like `save`.
+
+        Returns:
+            Checksum of model.safetensors.
+        """
+        self._wait_for_started()
+        self._check_whole()
+        path, tensors = Path(directory), self._module_values.saved(frozen=frozen)
+        with storage_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+            for name in ("config", "generation_config") if frozen else ():
+                config = getattr(self.module, name, None)
+                if config is not None and hasattr(config, "to_json_file"):
+                    if name == "config":
+                        config.architectures = [type(self.module).__name__]
+                    config.to_json_file(path / f"{name}.json")
+        return save_tensors(path / MODEL, tensors, metadata={"format": "pt"}, finite=True)
+
+    def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Continue from a directory written by `save`, for the same module and optimizer.
+
+        Args:
+            directory: directory that was passed to `save`.
+            frozen: value that was passed to `save`.
+
+        Raises:
+            DataError: the directory is incomplete, or belongs to another module or optimizer. The session's state is then undefined.
+        """
+        self._check_open()
+        self._wait_for_started()
+        path, tensors = Path(directory), self._module_values.saved(frozen=frozen)
+        state = _read_state(path, self._numerics)
+        load_tensors(path / MODEL, tensors)
+        load_tensors(path / OPTIMIZER, self._optimizer.tensors())
+        self.num_steps, self._half_done = state["step"], ""
+        self._optimizer.restore(state, path)
+
+    def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
+        """Load weights and buffers from the model.safetensors of a directory, and reset the optimizer.
+
+        Args:
+            directory: directory that was passed to `save` or `save_weights`.
+            frozen: value that was passed there.
+
+        Raises:
+            DataError: the file is missing or corrupt, or belongs to another module.
+        """
+        load_tensors(Path(directory) / MODEL, self._module_values.saved(frozen=frozen))
+        self.reset_optimizer()
 
 
 @contextmanager
@@ -93,19 +162,14 @@ def storage_errors(directory: Path) -> Iterator[None]:
         raise StorageError(f"cannot save to {directory}: {error.strerror or error}; make room or choose another place") from error
 
 
-def load_session(
-    directory: Path, model: Mapping[str, TileTensor], optimizer: Mapping[str, TileTensor], *, numerics: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Fill tensors from a directory.
+def _read_state(directory: Path, numerics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a directory's session.json: "step", "lr" and the result of `SessionOptimizer.counters` among others.
 
     Args:
         numerics: settings that bits depend on, by name of the argument; they must equal those of the saved session.
 
-    Returns:
-        The content of session.json: "step", "lr" and the result of `SessionOptimizer.counters` among others.
-
     Raises:
-        DataError: a file is missing or changed, has other tensors, or was saved with other numerics.
+        DataError: a file is missing or changed, or was saved with other numerics.
     """
     file = directory / STATE
     try:
@@ -130,6 +194,4 @@ def load_session(
     for name, expected in checksums.items():
         if checksum_of(directory / name) != expected:
             raise DataError(f"{directory / name} is corrupt: its checksum changed since it was written; use another one")
-    load_tensors(directory / MODEL, model)
-    load_tensors(directory / OPTIMIZER, optimizer)
     return state

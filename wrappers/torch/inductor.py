@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nntask import UsageError
 
+from .calls import Ref
 from .releases import check_inductor
 
 _OPTIONS: Final = {
@@ -48,15 +49,6 @@ class Compiled:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Layout of a tensor that is passed to a compiled function."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 def check_compiler() -> None:
     """Check that there is a C++ compiler.
 
@@ -76,12 +68,12 @@ def check_compiler() -> None:
         ) from None
 
 
-def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Spec], results: Sequence[Spec], name: str) -> Compiled:
+def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Ref], results: Sequence[Ref], name: str) -> Compiled:
     """Compile a function of tensors, made of operations without side effects.
 
     Args:
         function: function of the inputs that returns the results.
-        inputs, results: layouts of the tensors.
+        inputs, results: references, of which types, shapes and strides count.
         name: name of the operations, for messages.
 
     Raises:

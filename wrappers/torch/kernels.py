@@ -1,12 +1,12 @@
 """Computation of a call into lent memory, by the first of these ways that an operation has:
 
-- a rule of this module, for operations that are a fill, a copy or an indexed sum (`_INTO`);
+- a rule (`rules`), for operations that are a fill, a copy or an indexed sum;
 - its own ``out=`` overload, if that is a kernel of each kind of device and not one that allocates, computes and copies;
 - the operation itself, into memory of PyTorch, and a copy. That memory is counted as scratch of the task.
 
 All three give the bits of the operation itself. A chain (`chains`) writes into lent memory; its own temporaries are counted as scratch, too.
 A random operation draws from its own generator, whose seed comes with the task, so that the numbers depend neither on the order of tasks nor
-on the worker. On a GPU, random operations follow the rules of `draws`.
+on the worker. On a GPU, random operations take uniform numbers of ours (`rules`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,10 @@ import torch
 
 from nntask import UsageError
 
-from . import rows
 from .calls import Call, Ref, Storage, aten
 from .chains import Chain
 from .devices import HOST, KEYS, has_kernel, runs_on_gpu
-from .draws import rule_of
-
-Into = Callable[..., None]
-"""Function ``(results, *args, **kwargs)`` that fills the list of result tensors."""
+from .rules import INTO, RANDOM, Into
 
 EMPTY: Final = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default})
 """Operations that only allocate memory."""
@@ -53,8 +49,8 @@ def into_of(call: Call) -> Into | None:
         UsageError: the call is random and does not accept a generator.
     """
     if draws(call):
-        rule = _RANDOM.get(call.func)
-        if rule is None and not _takes_generator(call.func):
+        rule = RANDOM[call.func].cpu if call.func in RANDOM else None
+        if rule is None and not any(argument.name == "generator" for argument in call.func._schema.arguments):
             raise UsageError(
                 f"{call.func} cannot be given a seed of its own; use dropout, rand, randn, randint, randperm, bernoulli, uniform_ or normal_ in the "
                 "model"
@@ -64,14 +60,19 @@ def into_of(call: Call) -> Into | None:
         return call.func.into
     if _divides_by_count(call) or _normalises_strided(call):
         return None
-    return _INTO.get(call.func) or _out_overload(call.func)
+    return INTO.get(call.func) or _out_overload(call.func)
+
+
+def gpu_rule_of(call: Call) -> Into | None:
+    """Return the rule that computes a random call on a GPU; None if there is none."""
+    return RANDOM[call.func].gpu if call.func in RANDOM else None
 
 
 def has_cuda_kernel(call: Call) -> bool:
     """Return whether a GPU can compute a call; other calls are left to CPU workers."""
     if draws(call):
-        return rule_of(call.func) is not None
-    return does_nothing(call) or call.func in _INTO or runs_on_gpu(call.func)
+        return gpu_rule_of(call) is not None
+    return does_nothing(call) or call.func in INTO or runs_on_gpu(call.func)
 
 
 def torch_nbytes(call: Call) -> int:
@@ -144,11 +145,7 @@ class Program:
     ) -> None:
         self.draws = [call for call in calls if draws(call)]
         self._steps = [
-            _Step(
-                call,
-                rule_of(call.func) if on_gpu and call in self.draws else into_of(call),
-                call in self.draws,
-            )
+            _Step(call, gpu_rule_of(call) if on_gpu and call in self.draws else into_of(call), call in self.draws)
             for call in calls
             if not does_nothing(call)
         ]
@@ -279,140 +276,3 @@ def _with_outs(overload: Any, names: Sequence[str]) -> Into:
         overload(*args, **kwargs, **dict(zip(names, results, strict=True)))
 
     return run
-
-
-def _takes_generator(func: Any) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
-
-
-def _copy(results: Sequence[torch.Tensor], source: torch.Tensor, **_: Any) -> None:
-    results[0].copy_(source)
-
-
-def _fill(value: float) -> Into:
-    def run(results: Sequence[torch.Tensor], *_: Any, **__: Any) -> None:
-        results[0].fill_(value)
-
-    return run
-
-
-def _full(results: Sequence[torch.Tensor], _: Any, value: Any, **__: Any) -> None:
-    results[0].fill_(value)
-
-
-def _scalar_tensor(results: Sequence[torch.Tensor], value: Any, **_: Any) -> None:
-    results[0].fill_(value)
-
-
-def _with_scalar(function: Callable[..., Any]) -> Into:
-    def run(results: Sequence[torch.Tensor], left: torch.Tensor, right: Any, *rest: Any) -> None:
-        if rest and rest[0] != 1:
-            function(left, right, alpha=rest[0], out=results[0])
-        else:
-            function(left, right, out=results[0])
-
-    return run
-
-
-def _masked_fill(results: Sequence[torch.Tensor], source: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
-    results[0].copy_(source).masked_fill_(mask, value)
-
-
-def _relu(results: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-    torch.clamp_min(source, 0, out=results[0])  # the function that PyTorch's own kernel calls
-
-
-def _safe_softmax(results: Sequence[torch.Tensor], source: torch.Tensor, axis: int, dtype: torch.dtype | None = None) -> None:
-    typed = source if dtype is None else source.to(dtype)
-    aten._softmax.out(typed, axis, False, out=results[0])
-    results[0].masked_fill_(source.isneginf().all(axis, keepdim=True), 0)  # rows without any allowed position
-
-
-def _slice_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, _: Any, axis: int, start: int, end: int, step: int) -> None:
-    aten.slice.Tensor(results[0].zero_(), axis, start, end, step).copy_(gradient)
-
-
-def _select_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, _: Any, axis: int, index: int) -> None:
-    results[0].zero_().select(axis, index).copy_(gradient)
-
-
-def _embedding(results: Sequence[torch.Tensor], weight: torch.Tensor, ids: torch.Tensor, *_: Any) -> None:
-    torch.index_select(weight, 0, ids.reshape(-1), out=results[0].view(-1, weight.shape[1]))  # (V, C), (N,) -> (N, C)
-
-
-def _embedding_backward(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, _: int, padding: int, __: bool) -> None:
-    rows.gradient_into(results[0], gradient, ids, 0, padding)
-
-
-def _rows_gradient(results: Sequence[torch.Tensor], gradient: torch.Tensor, ids: torch.Tensor, first: int, _: int, padding: int) -> None:
-    rows.gradient_into(results[0], gradient, ids, first, padding)
-
-
-def _nll_loss_backward(results: Sequence[torch.Tensor], *args: Any) -> None:
-    aten.nll_loss_backward.grad_input(*args, grad_input=results[0])
-
-
-_INTO: Final[Mapping[Any, Into]] = {
-    aten.clone.default: _copy,
-    aten._to_copy.default: _copy,
-    aten.zeros.default: _fill(0),
-    aten.zeros_like.default: _fill(0),
-    aten.new_zeros.default: _fill(0),
-    aten.ones.default: _fill(1),
-    aten.ones_like.default: _fill(1),
-    aten.new_ones.default: _fill(1),
-    aten.full.default: _full,
-    aten.full_like.default: _full,
-    aten.new_full.default: lambda results, _, size, value, **__: _full(results, size, value),
-    aten.scalar_tensor.default: _scalar_tensor,
-    aten.mul.Scalar: _with_scalar(torch.mul),
-    aten.div.Scalar: _with_scalar(torch.div),
-    aten.add.Scalar: _with_scalar(torch.add),
-    aten.sub.Scalar: _with_scalar(torch.sub),
-    aten.relu.default: _relu,
-    aten._safe_softmax.default: _safe_softmax,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _select_backward,
-    aten.embedding.default: _embedding,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    rows.ops.rows_gradient.default: _rows_gradient,
-    aten.nll_loss_backward.default: _nll_loss_backward,
-}
-
-
-def _dropout(results: Sequence[torch.Tensor], source: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> None:
-    out, mask = results
-    if train is False:
-        out.copy_(source)
-        mask.fill_(True)
-        return
-    mask.bernoulli_(1 - p, generator=generator)
-    torch.mul(source, mask, out=out).mul_(0.0 if p == 1 else 1 / (1 - p))
-
-
-def _uniform(results: Sequence[torch.Tensor], *_: Any, generator: torch.Generator, **__: Any) -> None:
-    results[0].uniform_(generator=generator)
-
-
-def _normal(results: Sequence[torch.Tensor], *_: Any, generator: torch.Generator, **__: Any) -> None:
-    results[0].normal_(generator=generator)
-
-
-def _integers(results: Sequence[torch.Tensor], low: int, high: int, *, generator: torch.Generator, **_: Any) -> None:
-    results[0].random_(low, high, generator=generator)
-
-
-_RANDOM: Final[Mapping[Any, Into]] = {
-    aten.native_dropout.default: _dropout,
-    aten.rand.default: _uniform,
-    aten.rand_like.default: _uniform,
-    aten.randn.default: _normal,
-    aten.randn_like.default: _normal,
-    aten.randint.default: lambda results, high, *_, **terms: _integers(results, 0, high, **terms),
-    aten.randint.low: lambda results, low, high, *_, **terms: _integers(results, low, high, **terms),
-    aten.randint_like.default: lambda results, _, high, *__, **terms: _integers(results, 0, high, **terms),
-    aten.randint_like.low_dtype: lambda results, _, low, high, *__, **terms: _integers(results, low, high, **terms),
-    aten.randperm.default: lambda results, count, *_, generator, **__: torch.randperm(count, generator=generator, out=results[0]),
-}

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from nntask import UsageError
 from nntask.config import LARGEST
 
-from .recomputation import making_again
+from .calls import recomputing
 from .weights import empty_parameters
 
 Kind = Literal["causal", "masked", "pairs"]
@@ -106,7 +106,7 @@ class LanguageModelConfig:
         """
         if not self.module.supports_gradient_checkpointing:
             raise UsageError(f"--recompute block is not implemented by transformers for {self.model_type}; drop it, or add --disk DIR")
-        self.module.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), making_again())})
+        self.module.activation_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), recomputing())})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as Hugging Face's JSON object, with its model_type and the class of the module."""

@@ -5,7 +5,6 @@ A step replaces the fake tensors of its capture by values, and writes constants 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from .emission import write_inputs
 from .kernels import tensor_of
 from .recorder import whole
 from .recording import RecordedStep
-from .snapshots import Slot, Snapshot
+from .snapshots import RandomState, Slot, Snapshot
 from .state import ModuleState, array_of
 from .values import HostValues
 from .world import World
@@ -102,12 +101,11 @@ def _where_now(carried: Sequence[Carried], now: Snapshot) -> tuple[Carried, ...]
 @contextmanager
 def undone_on_failure(world: World) -> Iterator[Callable[[], None]]:
     """Restore the current state of Python, including random numbers, if the block raises or when the yielded function is called."""
-    before, numbers = world.now(), (random.getstate(), np.random.get_state())
+    before, numbers = world.now(), RandomState()
 
     def undo() -> None:
         before.restore()
-        random.setstate(numbers[0])
-        np.random.set_state(numbers[1])
+        numbers.restore()
 
     try:
         with world.looked_at_once():

@@ -45,7 +45,7 @@ class StateAccess(NamedTuple):
     """
 
     read: Callable[[], State]
-    write: Callable[[State], None] | None
+    write: Callable[[State], object] | None
 
 
 def access_to(value: Any) -> StateAccess | None:
@@ -62,29 +62,9 @@ def _state_of_array(value: np.ndarray[Any, Any]) -> State:
     return value.shape, value.dtype.str, zlib.crc32(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
 
 
-def _state_of_torch_generator(value: torch.Generator) -> State:
-    return (bytes(value.get_state().numpy()),)
-
-
-def _set_torch_generator(value: torch.Generator, state: State) -> None:
-    value.set_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8))
-
-
-def _state_of_random(value: random.Random) -> State:
-    return (value.getstate(),)
-
-
-def _set_random(value: random.Random, state: State) -> None:
-    value.setstate(state[0])
-
-
 def _state_of_numpy_generator(value: np.random.Generator | np.random.RandomState) -> State:
     bits: Any = value.bit_generator if isinstance(value, np.random.Generator) else value._bit_generator
     return (repr(bits.state),)
-
-
-def _state_of_bytes(value: bytearray | array.array[Any]) -> State:
-    return (bytes(value),)
 
 
 def _set_bytes(value: bytearray | array.array[Any], state: State) -> None:
@@ -94,28 +74,12 @@ def _set_bytes(value: bytearray | array.array[Any], state: State) -> None:
         value[:] = array.array(value.typecode, state[0])
 
 
-def _state_of_memory(value: memoryview) -> State:
-    return (bytes(value),)
-
-
-def _state_of_number(value: Any) -> State:
-    return (repr(value.value if hasattr(value, "value") else list(value)),)
-
-
-def _state_of_iterator(value: Any) -> State:
-    return (repr(value.__reduce__()),)
-
-
 def _state_of_running_generator(value: types.GeneratorType[Any, Any, Any]) -> State:
     """Return the current instruction of a generator of Python, and its plain variables."""
     frame = value.gi_frame
     if frame is None:
         return ("ended",)
     return (frame.f_lasti, *((name, each if isinstance(each, (*PLAIN, float)) else Same(each)) for name, each in frame.f_locals.items()))
-
-
-def _state_of_context(value: ContextVar[Any]) -> State:
-    return (Same(value.get(None)),)
 
 
 def state_of_cache(value: Any) -> State:
@@ -175,17 +139,21 @@ def fill(cell: types.CellType, state: State) -> None:
     cell.cell_contents = state[0]
 
 
-_ACCESS: Final[tuple[tuple[Any, Callable[[Any], State], Callable[[Any, State], None] | None], ...]] = (
+_ACCESS: Final[tuple[tuple[Any, Callable[[Any], State], Callable[[Any, State], object] | None], ...]] = (
     (np.ndarray, _state_of_array, None),
-    (torch.Generator, _state_of_torch_generator, _set_torch_generator),
-    (random.Random, _state_of_random, _set_random),
+    (
+        torch.Generator,
+        lambda value: (bytes(value.get_state().numpy()),),
+        lambda value, state: value.set_state(torch.frombuffer(bytearray(state[0]), dtype=torch.uint8)),
+    ),
+    (random.Random, lambda value: (value.getstate(),), lambda value, state: value.setstate(state[0])),
     (np.random.Generator | np.random.RandomState, _state_of_numpy_generator, None),
-    (bytearray | array.array, _state_of_bytes, _set_bytes),
-    (memoryview, _state_of_memory, None),
-    (ctypes._SimpleCData | SynchronizedBase, _state_of_number, None),
-    (_ITERATORS, _state_of_iterator, None),
+    (bytearray | array.array, lambda value: (bytes(value),), _set_bytes),
+    (memoryview, lambda value: (bytes(value),), None),
+    (ctypes._SimpleCData | SynchronizedBase, lambda value: (repr(value.value if hasattr(value, "value") else list(value)),), None),
+    (_ITERATORS, lambda value: (repr(value.__reduce__()),), None),
     (types.GeneratorType, _state_of_running_generator, None),
-    (ContextVar, _state_of_context, None),
+    (ContextVar, lambda value: (Same(value.get(None)),), None),
 )
 """(types, function that reads the state of their objects, function that writes it)."""
 

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nntask import UsageError
 
-from .calls import Call, Guard, HostTensors, Ref, Role, Storage, aten, refs_in
-from .recomputation import makes_again
+from .calls import Call, Guard, HostTensors, Ref, Role, Storage, aten, is_recomputing, refs_in
 from .refusals import line_of_program
 from .values import HostValues, origin_of_values, value_bytes
 
@@ -124,7 +123,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
     def _enter(self, tensor: torch.Tensor, role: Role, name: str) -> Storage:
         untyped = tensor.untyped_storage()
         self._alive.append(untyped)
-        storage = Storage(untyped.nbytes(), role, name, is_again=makes_again())
+        storage = Storage(untyped.nbytes(), role, name, is_again=is_recomputing())
         if role == "constant":
             storage = replace(storage, tensor=tensor)
         self._storages[untyped._cdata] = storage

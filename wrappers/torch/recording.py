@@ -26,7 +26,7 @@ from .calls import Guard, HostTensors, Storage, refs_in
 from .captures import Captures, PassUse, Purpose, Values
 from .dry import captured_step
 from .emission import StepTasks
-from .gpus import fallbacks_of
+from .hosting import fallbacks_of
 from .memory import release_unused
 from .state import ModuleState
 from .step import Pass

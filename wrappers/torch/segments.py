@@ -89,41 +89,21 @@ def segments_of(capture: Capture, kind_of: Callable[[Call], object] | None = Non
     finals: dict[int, list[TileKey]] = {}
     for tile, ref in capture.gradients.items():
         finals.setdefault(last_write[ref.storage], []).append(tile)
-    limit = max((_touched(call) for call in calls), default=0)
+    limit = max((_nbytes(call.reads | call.writes) for call in calls), default=0)
     segments: list[Segment] = []
-    start, heavy, touched = 0, False, _Touched()
+    start, heavy, touched, total = 0, False, set[Storage](), 0
     for number, call in enumerate(calls):
-        is_heavy = flops_of(call) > 0
+        is_heavy, used = flops_of(call) > 0, call.reads | call.writes
         differs = kind_of is not None and number > start and kind_of(call) != kind_of(calls[number - 1])
-        if number > start and (differs or (heavy and is_heavy) or touched.with_call(call) > limit):
+        if number > start and (differs or (heavy and is_heavy) or total + _nbytes(used - touched) > limit):
             segments.append(_segment(capture, start, number, last_use, kept, finals))
-            start, heavy, touched = number, False, _Touched()
+            start, heavy, touched, total = number, False, set(), 0
         heavy = heavy or is_heavy
-        touched.add(call)
+        total += _nbytes(used - touched)
+        touched |= used
     if start < len(calls):
         segments.append(_segment(capture, start, len(calls), last_use, kept, finals))
     return segments
-
-
-class _Touched:
-    """Total bytes of the storages that some calls touch."""
-
-    def __init__(self) -> None:
-        self._storages: set[Storage] = set()
-        self._nbytes = 0
-
-    def with_call(self, call: Call) -> int:
-        """Return the bytes with one more call."""
-        return self._nbytes + sum(s.nbytes for s in (call.reads | call.writes) - self._storages)
-
-    def add(self, call: Call) -> None:
-        """Add a call."""
-        self._nbytes = self.with_call(call)
-        self._storages |= call.reads | call.writes
-
-
-def _touched(call: Call) -> int:
-    return sum(storage.nbytes for storage in call.reads | call.writes)
 
 
 def _segment(
@@ -134,9 +114,9 @@ def _segment(
     used: dict[Storage, None] = {}
     written: set[Storage] = set()
     for number, call in enumerate(calls, start):
-        for storage in sorted(call.made, key=_nbytes):
+        for storage in sorted(call.made, key=_size_of):
             made.setdefault(storage, number)
-        used.update(dict.fromkeys(sorted((call.reads | call.writes) - made.keys(), key=_nbytes)))
+        used.update(dict.fromkeys(sorted((call.reads | call.writes) - made.keys(), key=_size_of)))
         written |= call.writes
     gradients = [tile for number in range(start, end) for tile in finals.get(number, ())]
     inner = {storage: first for storage, first in made.items() if last_use[storage] < end and storage not in kept}
@@ -159,8 +139,12 @@ def _segment(
     )
 
 
-def _nbytes(storage: Storage) -> int:
+def _size_of(storage: Storage) -> int:
     return storage.nbytes
+
+
+def _nbytes(storages: Iterable[Storage]) -> int:
+    return sum(storage.nbytes for storage in storages)
 
 
 def _final_at(capture: Capture, storage: Storage, finals: Mapping[int, Sequence[TileKey]], start: int, end: int) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,6 @@ import torch
 from nntask import UsageError
 from nntask.config import parse_size
 from nntask.hardware import MachineSpec
-from nntask.io import load_tensors
 from scheduler import Runtime, Step, Ticket
 from tiles import TileTensor
 
@@ -37,7 +36,7 @@ from .chains import ChainCompiler
 from .cuts import LARGEST_TILE, tiles_of
 from .dry import PassTerms
 from .emission import check_ids, key_of, value_of
-from .files import MODEL, load_session, save_session, write_model, write_session
+from .files import SessionFiles
 from .hosting import Host
 from .memory import release_unused
 from .modules import first_values, give, let_go, saved_names, shared_buffers
@@ -46,7 +45,7 @@ from .optimizers import SessionOptimizer, guarded, norm_limit, torch_optimizer
 from .python_state import bring_into_python, host_values, undone_on_failure, write_step
 from .recording import StepRecorder
 from .releases import check_torch
-from .session_checks import check_compiled, check_module, check_numbers
+from .session_checks import check_arguments
 from .session_values import SessionValues
 from .started import StartedStep
 from .state import ModuleState
@@ -55,7 +54,7 @@ from .verify import Verifier
 from .weights import attach_files
 
 
-class Session:
+class Session(SessionFiles):
     """A module in training.
 
     Args:
@@ -131,65 +130,61 @@ class Session:
         **options: Any,
     ) -> None:
         check_torch(Session)
-        check_numbers(seed, threads, minibatches, verify)
-        check_module(module, has_weights=weights is not None)
-        shared = shared_buffers(module)  # while the module still has its values
-        if verify and ngpu != 0:
-            raise UsageError(f"verify= compares with PyTorch on CPUs, which draws other random numbers than GPUs, got ngpu={ngpu}; use ngpu=0")
-        if compiled:
-            check_compiled(ngpu)
-        self._is_compiled = compiled
-        self.optimizer = torch_optimizer(optimizer, module, lr, options)
-        self.module, self._num_minibatches = module, minibatches
-        limit = parse_size(str(largest_tile), "largest_tile")
-        self._seed, max_grad_norm = seed, norm_limit(max_grad_norm)
-        self._is_closed = False
+        numbers = {"seed": seed, "threads": threads, "minibatches": minibatches, "verify": verify}
+        check_arguments(module, has_weights=weights is not None, ngpu=ngpu, compiled=compiled, **numbers)
+        self.module, self.optimizer = module, torch_optimizer(optimizer, module, lr, options)
+        self._seed, self._num_minibatches, self._is_compiled, self._max_norm = seed, minibatches, compiled, norm_limit(max_grad_norm)
+        self.num_steps, self._half_done, self._is_closed = 0, "", False
         self._guards = ExitStack()  # guards of module and optimizer while the session is open
         self._started: deque[StartedStep] = deque()
-        resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
+        tiles, shared = tiles_of(module.named_parameters(), parse_size(str(largest_tile), "largest_tile")), shared_buffers(module)
         function, roots = scalar(objective or objective_of(loss or loss_of)), read_by(objective or loss)
+        resources = {"ngpu": ngpu, "sim_gpu": sim_gpu, "gpu_memory": gpu_memory, "workers": workers, "ram": ram, "disk": disk}
         self._host = Host(module, on, threads, resources)
         self.runtime: Runtime = self._host.runtime
-        self.num_steps, self._half_done = 0, ""
         try:
-            with self.user_errors(), self._taken(module, None if weights is None else Path(weights), limit, max_grad_norm):
-                self._guards.enter_context(let_go(module))
-                self._guards.enter_context(guarded(self.optimizer))
-                terms = PassTerms(self.state.tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
+            with self._host.user_errors(), self._taken(None if weights is None else Path(weights), tiles):
+                terms = PassTerms(tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
                 self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
-                self._steps = StepRecorder(
-                    self._captures,
-                    self.state,
-                    self._key,
-                    self._optimizer.updates,
-                    self.optimizer,
-                    max_norm=max_grad_norm,
-                    machine=None if self._host.is_borrowed else self._host.machine,
-                    order=order,
-                    recompute=recompute,
-                )
-                self._module_values = SessionValues(module, self.state, self._captures.own)
-                self._verifier = Verifier(verify, self._captures, function, self._optimizer, self._module_values, max_grad_norm)
+                self._prepare(function, verify, order, recompute)
         except BaseException:
             self.close()
             raise
         release_unused()
 
     @contextmanager
-    def _taken(self, module: torch.nn.Module, weights: Path | None, limit: int, max_grad_norm: float) -> Iterator[None]:
+    def _taken(self, weights: Path | None, tiles: Mapping[str, tuple[int, int]]) -> Iterator[None]:
         """Create the state of the module and of its optimizer on the runtime; if that or the block fails, the module gets its values back."""
-        self.state = ModuleState(module, self.runtime, tiles_of(module.named_parameters(), limit))
-        values = first_values(module)
+        self.state = ModuleState(self.module, self.runtime, tiles)
+        values = first_values(self.module)
         if weights is not None:
-            saved = saved_names(module)
-            attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, module)
+            saved = saved_names(self.module)
+            attach_files(weights, {name: tensor for name, tensor in self.state.tensors().items() if name in saved}, self.module)
             values = {name: value for name, value in values.items() if name not in saved}
         with self.state.take(values):
-            self._optimizer = SessionOptimizer(self.optimizer, module, self.state.parameters, max_grad_norm)
+            self._optimizer = SessionOptimizer(self.optimizer, self.module, self.state.parameters, self._max_norm)
             self._key = key_of(self.runtime)
             self._key.write(np.array([self._seed, 0], np.uint64))
             self.runtime.wait()
+            self._guards.enter_context(let_go(self.module))
+            self._guards.enter_context(guarded(self.optimizer))
             yield
+
+    def _prepare(self, function: Function, verify: int, order: str, recompute: str) -> None:
+        """Create the recorder of steps and the comparison with eager PyTorch."""
+        self._steps = StepRecorder(
+            self._captures,
+            self.state,
+            self._key,
+            self._optimizer.updates,
+            self.optimizer,
+            max_norm=self._max_norm,
+            machine=None if self._host.is_borrowed else self._host.machine,
+            order=order,
+            recompute=recompute,
+        )
+        self._module_values = SessionValues(self.module, self.state, self._captures.own)
+        self._verifier = Verifier(verify, self._captures, function, self._optimizer, self._module_values, self._max_norm)
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -239,13 +234,13 @@ class Session:
             self._wait_for_started()
             expected = self._verifier.expected(minibatches, divisor, (self._seed, self.num_steps + 1))
         with undone_on_failure(self._captures.world) as undo:
-            with self.user_errors():
+            with self._host.user_errors():
                 recorded, uses = self._steps.step_for("train", minibatches, divisor, self._values)
             check_ids(recorded.passes, minibatches)
             while len(self._started) > 1:
                 self._started.popleft().wait()
             self._check_whole()
-            with self.user_errors():
+            with self._host.user_errors():
                 leavings = write_step(recorded, uses, minibatches, self._captures.world, self.state)
                 self._key.write(np.array([self._seed, self.num_steps + 1], np.uint64))
                 self._optimizer.prepare_step(self.num_steps + 1, recorded.updated)
@@ -293,11 +288,7 @@ class Session:
             self._started.popleft().wait()
 
     def _check_open(self) -> None:
-        """Check that the session is open.
-
-        Raises:
-            UsageError: it is closed.
-        """
+        """Raise an error if the session is closed."""
         if self._is_closed:
             raise UsageError(
                 "the session is closed, and its weights are gone unless they were saved or taken out before; make the module anew, or a session with "
@@ -305,11 +296,7 @@ class Session:
             )
 
     def _check_whole(self) -> None:
-        """Check that the session is open, and that no step has updated only some parameters.
-
-        Raises:
-            UsageError: the session cannot continue.
-        """
+        """Raise an error if the session is closed, or a step has updated only some parameters."""
         self._check_open()
         if self._half_done:
             raise UsageError(self._half_done)
@@ -330,7 +317,7 @@ class Session:
     def _compute(self, purpose: Purpose, batch: Mapping[str, Any]) -> Any:
         """Return the result of a pass without an update."""
         self._check_whole()
-        with undone_on_failure(self._captures.world), self.user_errors():
+        with undone_on_failure(self._captures.world), self._host.user_errors():
             recorded, uses = self._steps.step_for(purpose, [batch], 1, self._values)
             check_ids(recorded.passes, [batch])
             leavings = write_step(recorded, uses, [batch], self._captures.world, self.state)
@@ -361,7 +348,7 @@ class Session:
         self._wait_for_started()
         self._check_whole()
         checked = self._module_values.checked(values, strict=strict)
-        with self.user_errors():
+        with self._host.user_errors():
             self.state.write(checked)
             self._optimizer.follow(list(checked))
             self.runtime.wait()
@@ -389,82 +376,8 @@ class Session:
         """Return the step that `start_minibatches` replays for minibatches of these shapes, recording it if necessary; values do not matter."""
         return self._steps.step_for("train", minibatches, divisor or len(minibatches), self._values)[0].step
 
-    def save(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save everything to a new directory, completely or not at all; `resume` continues from it with the same bits.
-
-        model.safetensors has the weights under the module's names, together with the config.json of a module of transformers, so that
-        ``from_pretrained`` can read the directory.
-
-        Args:
-            directory: path of the new directory, which must not exist.
-            frozen: whether to save frozen parameters; if not, there is no config.json, and the session that resumes must have their values.
-
-        Raises:
-            UsageError: the directory exists already, or a step was half done.
-            StorageError: the disk is full or failed.
-            Diverged: a weight is not finite.
-        """
-        save_session(Path(directory), *self._content(frozen=frozen))
-
-    def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save everything to a directory that may exist, and that is incomplete if this fails; otherwise like `save`."""
-        write_session(Path(directory), *self._content(frozen=frozen))
-
-    def _content(self, *, frozen: bool) -> tuple[dict[str, TileTensor], dict[str, TileTensor], dict[str, Any], torch.nn.Module | None]:
-        self._wait_for_started()
-        self._check_whole()
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        state = {"step": self.num_steps, "lr": rate, **self._optimizer.counters(), "numerics": self._numerics}
-        return self._module_values.saved(frozen=frozen), self.optimizer_tensors(), state, self.module if frozen else None
-
-    def resume(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Continue from a directory written by `save`, for the same module and optimizer.
-
-        Args:
-            directory: directory that was passed to `save`.
-            frozen: value that was passed to `save`.
-
-        Raises:
-            DataError: the directory is incomplete, or belongs to another module or optimizer. The session's state is then undefined.
-        """
-        self._check_open()
-        self._wait_for_started()
-        state = load_session(Path(directory), self._module_values.saved(frozen=frozen), self.optimizer_tensors(), numerics=self._numerics)
-        self.num_steps, self._half_done = state["step"], ""
-        self._optimizer.restore(state, Path(directory))
-
-    def save_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Save weights and buffers to a directory, tile by tile, without the optimizer's state that `save` adds.
-
-        Args:
-            directory: path of the directory, which may exist.
-            frozen: whether to save frozen parameters, as for `save`.
-
-        Raises:
-            UsageError: a step was half done.
-            StorageError: the disk is full or failed.
-            Diverged: a weight is not finite.
-        """
-        self._wait_for_started()
-        self._check_whole()
-        write_model(Path(directory), self._module_values.saved(frozen=frozen), self.module if frozen else None)
-
-    def load_weights(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
-        """Load weights and buffers from the model.safetensors of a directory, and reset the optimizer.
-
-        Args:
-            directory: directory that was passed to `save` or `save_weights`.
-            frozen: value that was passed there.
-
-        Raises:
-            DataError: the file is missing or corrupt, or belongs to another module.
-        """
-        load_tensors(Path(directory) / MODEL, self._module_values.saved(frozen=frozen))
-        self.reset_optimizer()
-
     @property
     def _numerics(self) -> dict[str, Any]:
-        """Settings that the bits depend on, besides module, optimizer and batches."""
         return {
             "seed": self._seed,
             "minibatches": self._num_minibatches,
@@ -485,7 +398,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def user_errors(self) -> AbstractContextManager[None]:
-        """Turn failures of the runtime into errors that name the remedy; see `Host.user_errors`."""
-        return self._host.user_errors()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,6 +31,27 @@ class Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and other.value is self.value
+
+
+class RandomState:
+    """The state of the generators of Python and NumPy at construction."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Set both generators back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def differences(self, later: RandomState) -> list[str]:
+        """Return the names of the generators that have advanced between two states."""
+        mine, theirs = self._values(), later._values()
+        return [f"random numbers of {name}" for name in mine if mine[name] != theirs[name]]
+
+    def _values(self) -> dict[str, Any]:
+        kind, words, *rest = self._numpy
+        return {"Python": self._python, "NumPy": (kind, np.asarray(words).tobytes(), *rest)}
 
 
 class Slot(NamedTuple):
@@ -61,7 +84,7 @@ class WatchedObject(NamedTuple):
 
     state: Callable[[], State]
     held: State
-    restore: Callable[[State], None] | None
+    restore: Callable[[State], object] | None
     by_value: bool
 
     def is_current(self) -> bool:

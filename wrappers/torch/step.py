@@ -19,9 +19,9 @@ from tiles.kernels import kernel
 
 from .calls import Call, Capture, Ref, Storage, TileKey
 from .devices import DTYPES, HOST, as_bytes, as_tensor, compute_on_gpu
-from .draws import num_uniforms, stream_of
 from .kernels import Program, draws, generator_of, has_cuda_kernel, tensor_of, torch_nbytes
 from .rows import ops
+from .rules import num_uniforms, stream_of
 from .segments import ALIGNMENT, Segment, scratch_layout, segments_of, storages_of
 from .sums import adding_to, only_adds
 from .threads import Threads

@@ -37,7 +37,7 @@ from .inductor import check_compiler
 from .session import Session
 from .session_checks import check_module
 from .trainer_checks import check_arguments, check_trainer, check_trainer_packages, plain_optimizer
-from .walk import Narrow
+from .walk_code import Narrow
 
 SCHEDULE: Final = "scheduler.json"
 RANDOM: Final = "rng_state.json"

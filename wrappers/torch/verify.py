@@ -6,13 +6,11 @@ of Python is restored afterwards, so that the session's step begins in the same 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +26,7 @@ from .kernels import draws, generator_of, into_of
 from .optimizers import SessionOptimizer
 from .recorder import whole
 from .session_values import SessionValues
+from .snapshots import RandomState
 from .world import World
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -100,8 +99,7 @@ class Verifier:
         if any(name.startswith("master.") for name in state):  # PyTorch has no masters: compare loss and buffers only
             expected.tensors = {name: value for name, value in expected.tensors.items() if not isinstance(value, torch.nn.Parameter)}
         else:
-            steps = {name: optimizer.num_steps_of(name, seed[1] - 1) for name in expected.tensors}
-            update(expected, optimizer.options, own, state, steps, self._max_norm)
+            self._update(expected, state, seed[1] - 1)
         return expected
 
     def compare(self, number: int, expected: Expected, loss: float) -> None:
@@ -115,8 +113,59 @@ class Verifier:
         Raises:
             NntaskError: they differ by more than rounding; the message names the differences.
         """
+        tensors = self._values.by_first_name()
         moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self._optimizer.tensors().items() if name in expected.moments}
-        compare(number, self._every, expected, loss, self._values.by_first_name(), moments)
+        differences = []
+        kinds = [each.dtype for each in expected.tensors.values() if each.is_floating_point()]
+        if not _near(torch.tensor(loss), torch.tensor(expected.loss), max(map(_tolerance, kinds), default=OTHERS)):
+            differences.append(f"the loss is {loss:.9g}, eager's {expected.loss:.9g}")
+        for name, want in expected.moments.items():
+            kind, _, parameter = name.partition(".")
+            if kind != "v" and not _near(moments[name], want, _tolerance(expected.tensors[parameter].dtype)):
+                words = "momentum" if kind == "momentum" else "first moment"
+                differences.append(f"the gradient of {parameter} (its {words}), by {_away(moments[name], want):.1e}")
+        for name, want in expected.tensors.items():
+            gradient = expected.gradients.get(name)
+            kind = "buffer" if not isinstance(want, torch.nn.Parameter) else "parameter"
+            have, want = tensors[name].detach(), want.detach()
+            if gradient is not None and expected.moments:  # a gradient that is mere rounding gives a step of arbitrary direction
+                have = torch.where(gradient.abs() > _SMALL * gradient.abs().max(), have, want)
+            if not _near(have, want, _tolerance(want.dtype)):
+                differences.append(f"{kind} {name}, by {_away(have, want):.1e}")
+        if differences:
+            more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
+            raise NntaskError(
+                f"step {number} differs from the same step by eager PyTorch (verify={self._every}): {'; '.join(differences[:4])}{more}; something "
+                "that the step reads is out of sight (C code, files, the clock, state of an installed package): move it to a buffer or an attribute "
+                "of the module"
+            )
+
+    def _update(self, expected: Expected, state: Mapping[str, torch.Tensor], num_steps: int) -> None:
+        """Update the expected parameters with PyTorch's own optimizer.
+
+        Args:
+            state: optimizer state of the session, by name.
+            num_steps: number of steps that the session has taken.
+        """
+        options, own = self._optimizer.options, self._captures.own
+        twin = type(options)(
+            [{**group, "params": [expected.tensors[own[id(each)]] for each in group["params"] if id(each) in own]} for group in options.param_groups]
+        )
+        is_adam = not isinstance(options, torch.optim.SGD)
+        names = {"exp_avg": "m", "exp_avg_sq": "v"} if is_adam else {"momentum_buffer": "momentum"}
+        entries: list[tuple[str, str, torch.Tensor]] = []
+        for parameter in (each for group in twin.param_groups for each in group["params"]):
+            name = next(name for name, each in expected.tensors.items() if each is parameter)
+            if is_adam:
+                twin.state[parameter]["step"] = torch.tensor(float(self._optimizer.num_steps_of(name, num_steps)))
+            for of_torch, ours in names.items():
+                if (value := state.get(f"{ours}.{name}")) is not None:
+                    twin.state[parameter][of_torch] = value.to(parameter.dtype)
+                    entries.append((f"{ours}.{name}", of_torch, parameter))
+        if self._max_norm > 0:
+            torch.nn.utils.clip_grad_norm_([each for each in expected.tensors.values() if each.grad is not None], self._max_norm)
+        twin.step()
+        expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in entries}
 
 
 class _SameDraws(TorchDispatchMode):  # type: ignore[misc]
@@ -196,78 +245,6 @@ def eager_step(
     return Expected(loss / divisor, gradients, twins)
 
 
-def update(expected: Expected, options: torch.optim.Optimizer, own: Mapping[int, str], state: Mapping[str, torch.Tensor], steps: Mapping[str, int],
-           max_norm: float) -> None:  # fmt: skip
-    """Update the parameters with PyTorch's own optimizer.
-
-    Args:
-        expected: gradients and parameters; the parameters are updated.
-        options: optimizer of the session, which holds the options.
-        own: id -> first name of the parameters.
-        state: optimizer state of the session, by name.
-        steps: number of steps so far of each parameter.
-        max_norm: norm to which the gradient is clipped; 0 is off.
-    """
-    groups = [{**group, "params": [expected.tensors[own[id(each)]] for each in group["params"] if id(each) in own]} for group in options.param_groups]
-    twin = type(options)(groups)
-    is_adam = not isinstance(options, torch.optim.SGD)
-    names = {"exp_avg": "m", "exp_avg_sq": "v"} if is_adam else {"momentum_buffer": "momentum"}
-    entries: list[tuple[str, str, torch.Tensor]] = []
-    for group in twin.param_groups:
-        for parameter in group["params"]:
-            name = next(name for name, each in expected.tensors.items() if each is parameter)
-            if is_adam:
-                twin.state[parameter]["step"] = torch.tensor(float(steps[name]))
-            for of_torch, ours in names.items():
-                if (value := state.get(f"{ours}.{name}")) is not None:
-                    twin.state[parameter][of_torch] = value.to(parameter.dtype)
-                    entries.append((f"{ours}.{name}", of_torch, parameter))
-    if max_norm > 0:
-        torch.nn.utils.clip_grad_norm_([each for each in expected.tensors.values() if each.grad is not None], max_norm)
-    twin.step()
-    expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in entries}
-
-
-def compare(
-    number: int, every: int, expected: Expected, loss: float, tensors: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor]
-) -> None:
-    """Compare a step of a session with the same step by eager PyTorch.
-
-    Args:
-        number: number of the step.
-        every: the session's `verify`.
-        loss, tensors, moments: values of the session.
-
-    Raises:
-        NntaskError: they differ by more than rounding; the message names the differences.
-    """
-    differences = []
-    kinds = [each.dtype for each in expected.tensors.values() if each.is_floating_point()]
-    if not _near(torch.tensor(loss), torch.tensor(expected.loss), max(map(_tolerance, kinds), default=OTHERS)):
-        differences.append(f"the loss is {loss:.9g}, eager's {expected.loss:.9g}")
-    for name, want in expected.moments.items():
-        kind, _, parameter = name.partition(".")
-        if kind != "v" and not _near(moments[name], want, _tolerance(expected.tensors[parameter].dtype)):
-            differences.append(
-                f"the gradient of {parameter} (its {'momentum' if kind == 'momentum' else 'first moment'}), by {_away(moments[name], want):.1e}"
-            )
-    for name, want in expected.tensors.items():
-        gradient = expected.gradients.get(name)
-        kind = "buffer" if not isinstance(want, torch.nn.Parameter) else "parameter"
-        have, want = tensors[name].detach(), want.detach()
-        if gradient is not None and expected.moments:  # a gradient that is mere rounding gives a step of arbitrary direction
-            counts = gradient.abs() > _SMALL * gradient.abs().max()
-            have, want = torch.where(counts, have, want), want
-        if not _near(have, want, _tolerance(want.dtype)):
-            differences.append(f"{kind} {name}, by {_away(have, want):.1e}")
-    if differences:
-        more = f" (and {len(differences) - 4} more)" if len(differences) > 4 else ""
-        raise NntaskError(
-            f"step {number} differs from the same step by eager PyTorch (verify={every}): {'; '.join(differences[:4])}{more}; something that the "
-            "step reads is out of sight (C code, files, the clock, state of an installed package): move it to a buffer or an attribute of the module"
-        )
-
-
 def _tolerance(dtype: torch.dtype) -> float:
     return TOLERANCES.get(dtype, OTHERS)
 
@@ -295,7 +272,7 @@ def set_back(world: World) -> Iterator[None]:
     """
     before = world.walked()
     kept = [(tensor, whole(tensor).clone()) for tensor, _ in before.tensors.values() if tensor.layout == torch.strided]
-    numbers = random.getstate(), np.random.get_state()
+    numbers = RandomState()
     gradients = [(tensor, tensor.grad) for tensor, _ in before.tensors.values() if tensor.requires_grad and tensor.is_leaf]
     for tensor, _ in gradients:
         tensor.grad = None
@@ -310,8 +287,7 @@ def set_back(world: World) -> Iterator[None]:
         for tensor, gradient in gradients:
             after.callback(setattr, tensor, "grad", gradient)
         after.callback(before.restore)
-        after.callback(random.setstate, numbers[0])
-        after.callback(np.random.set_state, numbers[1])
+        after.callback(numbers.restore)
         yield
     if left := before.differences(world.walked()):
         raise UsageError(

@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from wrappers.dask.training.turns import Turns
+from wrappers.dask.training.node import Turns
 
 
 async def _let_run() -> None:

@@ -17,10 +17,10 @@ from support.torch_families import eager, make
 
 from nntask import DataError, UsageError
 from wrappers.torch import Session, Trainer
-from wrappers.torch.calls import Capture, Storage
+from wrappers.torch.calls import Capture, Ref, Storage
 from wrappers.torch.capture import CaptureTerms, capture
 from wrappers.torch.chains import Chain, ChainCompiler
-from wrappers.torch.inductor import Spec, check_compiler, compile_function
+from wrappers.torch.inductor import check_compiler, compile_function
 from wrappers.torch.segments import segments_of
 
 pytest.importorskip("transformers")
@@ -115,7 +115,7 @@ def test_what_only_a_chain_uses_has_no_memory() -> None:
 
 def test_buffers_of_a_chain_are_scratch() -> None:
     """Two reductions one after the other keep the first one's result, which PyTorch allocates."""
-    inputs, results = [Spec(torch.float32, (64, 128), (128, 1))], [Spec(torch.float32, (64, 128), (128, 1))]
+    inputs = results = [Ref(Storage(64 * 128 * 4, "temporary"), torch.float32, (64, 128), (128, 1), 0)]
     function = compile_function(lambda x: [x.softmax(-1)], inputs, results, "softmax")
     assert function.nbytes in (64 * 4, 2 * 64 * 4)  # of each row its maximum and its sum
     chained = ChainCompiler().chained(_captured(lambda x: (x * 2).softmax(-1), x=torch.randn(64, 128)))
@@ -265,6 +265,6 @@ def test_a_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'g++ 0' && exit 0\necho no headers >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    spec = [Spec(torch.float32, (77,), (1,))]
+    spec = [Ref(Storage(77 * 4, "temporary"), torch.float32, (77,), (1,), 0)]
     with config.patch({"cpp.cxx": (str(broken),)}), pytest.raises(UsageError, match=r"sin cos cannot be compiled \(.*\); leave out compiled=True"):
         compile_function(lambda x: [x.sin().cos()], spec, spec, "sin cos")

@@ -25,10 +25,10 @@ from tiles.kernels import StreamPointer, kernel
 from wrappers.torch import Session, devices
 from wrappers.torch.calls import Call
 from wrappers.torch.capture import CaptureTerms, capture
-from wrappers.torch.draws import num_uniforms, rule_of
-from wrappers.torch.gpus import GpuTerms, check_gpus
-from wrappers.torch.kernels import does_nothing, draws, has_cuda_kernel, into_of
+from wrappers.torch.hosting import GpuTerms, check_gpus
+from wrappers.torch.kernels import does_nothing, draws, gpu_rule_of, has_cuda_kernel, into_of
 from wrappers.torch.objectives import loss_of, objective_of
+from wrappers.torch.rules import num_uniforms
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
@@ -157,7 +157,7 @@ def _drawn(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype 
     kernel("keyed_uniform", "reference")(np.array([3, 4], np.uint64), uniforms, stream=5)
     target = torch.full((100_000,), 0.5, dtype=dtype)
     results = [torch.empty(100_000, dtype=ref.dtype) for ref in call.results if ref is not None]
-    rule = rule_of(call.func)
+    rule = gpu_rule_of(call)
     assert rule is not None
     args = [target if hasattr(value, "storage") else value for value in call.args]
     rule(results if call.made else [], *args, **{**call.kwargs, "uniforms": torch.from_numpy(uniforms)})

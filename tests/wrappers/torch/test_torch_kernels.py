@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from wrappers.torch.kernels import _INTO  # noqa: E402
+from wrappers.torch.rules import INTO  # noqa: E402
 
 aten = torch.ops.aten
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16}
@@ -28,5 +28,5 @@ def test_results_have_the_bits_of_the_operation(operation: str, more: tuple[int,
     """NaN, infinities, zeros with a sign, and rows without a finite value included."""
     call, x = getattr(aten, operation).default, _special_values(dtype)
     result = torch.full_like(x, 7.0)
-    _INTO[call]([result], x, *more)
+    INTO[call]([result], x, *more)
     assert torch.equal(result.view(INTEGERS[dtype]), call(x, *more).view(INTEGERS[dtype]))

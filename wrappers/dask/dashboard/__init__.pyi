@@ -1,3 +1,3 @@
-from .plugin import Dashboard, Publisher, check_record, collector, install, publish
+from .plugin import install, publish
 
-__all__ = ["Dashboard", "Publisher", "check_record", "collector", "install", "publish"]
+__all__ = ["install", "publish"]

@@ -39,9 +39,7 @@ def get(
     cache: Mapping[Any, Any] | None = None,
     num_workers: int | None = None,
     pool: Executor | Pool | None = None,
-    *,
-    callbacks: Any = None,
-    rerun_exceptions_locally: bool | None = None,
+    **options: Any,
 ) -> Any:
     """Compute keys of a Dask graph: ``x.compute(scheduler=get)``.
 
@@ -54,8 +52,8 @@ def get(
         cache: known values by key.
         num_workers: number of threads; default the config's ``num_workers``, then one per usable core.
         pool: pool of threads to use instead of new ones; default the config's ``pool``.
-        callbacks: Dask's callbacks; default the active ones.
-        rerun_exceptions_locally: whether a task that raised runs once more, on the calling thread.
+        options: ``callbacks``, Dask's callbacks, by default the active ones; ``rerun_exceptions_locally``, whether a task that raised runs once more,
+            on the calling thread.
 
     Returns:
         The value of the key; tuples of values for lists.
@@ -66,19 +64,18 @@ def get(
         DoesNotFit: the next task, or the results together, do not fit the budget.
         BaseException: any error of a task.
     """
-    options = {"callbacks": callbacks, "rerun_exceptions_locally": rerun_exceptions_locally}
     runtime = _current.get()
     if runtime is not None:
         return runtime.get(dsk, keys, cache, num_workers, pool, **options)
-    made = GraphRuntime(workers=None)
+    made = GraphRuntime()
     try:
         return made.compute(dsk, keys, cache, num_workers, pool, counts_results=False, **options)
     finally:
         made.close()
 
 
-def runtime(ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> GraphRuntime:
-    """Return workers and memory for Dask graphs, as a context manager: ``with runtime(ram="2GiB", disk="scratch"): x.compute()``.
+class GraphRuntime:
+    """Workers and memory for Dask graphs; within ``with``, the scheduler of all of Dask's computations: ``with runtime(ram="2GiB"): x.compute()``.
 
     Args:
         ram: budget of the results in host memory, bytes or a size such as "2GiB"; default 0.9 of free memory.
@@ -90,11 +87,6 @@ def runtime(ram: int | str | None = None, disk: str | os.PathLike[str] | None = 
         DoesNotFit: the budget is above the memory limit of this process.
         OSError: the directory cannot be created or written.
     """
-    return GraphRuntime(ram, disk, workers)
-
-
-class GraphRuntime:
-    """Workers and memory for Dask graphs; within ``with``, the scheduler of all of Dask's computations. Arguments are those of `runtime`."""
 
     def __init__(self, ram: int | str | None = None, disk: str | os.PathLike[str] | None = None, workers: int | None = None) -> None:
         nbytes = parse_size(ram, "ram") if isinstance(ram, str) else ram
@@ -123,14 +115,10 @@ class GraphRuntime:
         cache: Mapping[Any, Any] | None = None,
         num_workers: int | None = None,
         pool: Executor | Pool | None = None,
-        *,
-        callbacks: Any = None,
-        rerun_exceptions_locally: bool | None = None,
+        **options: Any,
     ) -> Any:
         """Run `get` within these budgets. The returned values count against the budget until the program drops them."""
-        return self.compute(
-            dsk, keys, cache, num_workers, pool, counts_results=True, callbacks=callbacks, rerun_exceptions_locally=rerun_exceptions_locally
-        )
+        return self.compute(dsk, keys, cache, num_workers, pool, counts_results=True, **options)
 
     def compute(
         self,
@@ -141,8 +129,8 @@ class GraphRuntime:
         pool: Executor | Pool | None,
         *,
         counts_results: bool,
-        callbacks: Any,
-        rerun_exceptions_locally: bool | None,
+        callbacks: Any = None,
+        rerun_exceptions_locally: bool | None = None,
     ) -> Any:
         """Compute like `get`; `counts_results` is whether returned values still count against the budget."""
         cache = cache if cache is not None else config.get("cache", None) or {}
@@ -240,3 +228,7 @@ class GraphRuntime:
 
 def _start_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="nntask dask", daemon=True).start()
+
+
+runtime = GraphRuntime
+"""The name under which programs open a runtime of graphs."""

@@ -26,7 +26,6 @@ from scheduler.machine import (
     CopyFailed,
     CopyFinished,
     CopyTile,
-    DiscardExtent,
     Event,
     ForgetObject,
     HandleAdopted,
@@ -37,10 +36,8 @@ from scheduler.machine import (
     Machine,
     MemoryNode,
     Models,
-    MoveTile,
     NodeId,
     ReportFailure,
-    ReportStepDone,
     RunTask,
     Task,
     TaskFinished,
@@ -286,17 +283,11 @@ class Store:
         client, number = _token_of(action.task)
         client.refused(number, action.error)
 
-    def move_tile(self, action: MoveTile) -> None:
-        """Impossible: memory of which only bytes are counted is never in pieces."""
-        raise AssertionError(f"{action} on a counted node")
+    def _impossible(self, action: object) -> None:
+        """Raise: on nodes that only count bytes, memory is not in pieces and extents belong to blocks; graphs are submitted, not recorded."""
+        raise AssertionError(f"{action} for a graph")
 
-    def discard_extent(self, action: DiscardExtent) -> None:
-        """Impossible: the file's extents are the objects' own, see `forget_object`."""
-        raise AssertionError(f"{action} on a counted node")
-
-    def report_step_done(self, action: ReportStepDone) -> None:
-        """Impossible: graphs are submitted, not recorded."""
-        raise AssertionError(f"replay {action.number} ended, and none was started")
+    move_tile = discard_extent = report_step_done = _impossible
 
     def too_large(self, key: object, nbytes: int) -> DoesNotFit:
         """Return the error for a task that reads `nbytes` bytes at once, in the terms of graphs."""

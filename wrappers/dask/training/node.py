@@ -25,7 +25,6 @@ from nntask import ClusterError, DataError
 from nntask.hardware import give_back_freed, reuse_freed_memory
 
 from .failures import blaming, forget_frames, portable
-from .turns import Turns
 
 if TYPE_CHECKING:
     from nntask.config import RunConfig
@@ -85,6 +84,30 @@ class NodeOutcome:
     loss: float
     squares: float | None
     stats: dict[str, Any]
+
+
+class Turns:
+    """Numbered calls that proceed one after the other, on one event loop.
+
+    Dask sends each call of an actor over any free connection, so the call for one step may arrive before that for the step ahead of it. Computed in
+    the order of arrival, a node would then sum its share of one step with those of another step of its peers.
+
+    Args:
+        last: number of the last call before the first one.
+    """
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._waiting: dict[int, asyncio.Event] = {}
+
+    async def wait(self, number: int) -> None:
+        """Return once all calls with smaller numbers have proceeded; the next call proceeds when this one awaits something else."""
+        if number > self._last + 1:
+            await self._waiting.setdefault(number, asyncio.Event()).wait()
+        self._last = number
+        following = self._waiting.pop(number + 1, None)
+        if following is not None:
+            following.set()
 
 
 def _runs_on(threads: str) -> Callable[[Callable[Concatenate[TrainingNode, P], T]], Callable[Concatenate[TrainingNode, P], Awaitable[T]]]:
