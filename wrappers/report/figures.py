@@ -194,32 +194,9 @@ class CodeletRow:
     of_peak: float | None
 
 
-@dataclass(slots=True)
-class _Sum:
-    """A codelet over all nodes; `possible` is the number of flops that its seconds would have sufficed for at peak."""
-
-    tasks: float = 0.0
-    seconds: float = 0.0
-    flops: float = 0.0
-    nbytes: float = 0.0
-    possible: float = 0.0
-
-    def row(self, name: str, total: float, is_peak_known: bool) -> CodeletRow:
-        """Return the codelet's row of the report, given the seconds of all kernels."""
-        return CodeletRow(
-            name,
-            self.tasks,
-            self.seconds,
-            self.seconds / total,
-            self.flops / self.seconds if self.flops else None,
-            self.nbytes / self.seconds if self.nbytes else None,
-            self.flops / self.possible if self.flops and is_peak_known else None,
-        )
-
-
 def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
     """Return the codelets of completely traced steps, in the order of descending seconds."""
-    sums: dict[str, _Sum] = {}
+    sums: dict[str, Counter[str]] = {}  # "possible" counts the flops for which the seconds of a codelet would have sufficed at peak
     is_peak_known = True
     for node in nodes:
         whole = whole_steps(node.trace)
@@ -232,14 +209,23 @@ def codelets(nodes: Iterable[NodeRecord]) -> list[CodeletRow]:
         peak, workers = number(node.machine, "peak_flops"), len(node.machine.get("workers", ()))
         is_peak_known = is_peak_known and peak is not None and workers > 0
         for name, row in node.trace.about["codelets"].items():
-            total, seconds = sums.setdefault(name, _Sum()), spent[name] / 1e9 / len(whole)
-            total.tasks += row["tasks"]
-            total.seconds += seconds
-            total.flops += row["flops"]
-            total.nbytes += row["bytes"]
-            total.possible += seconds * (peak or 0.0) / max(workers, 1)
-    in_kernels = sum(each.seconds for each in sums.values())
-    found = [each.row(name, in_kernels, is_peak_known) for name, each in sums.items() if each.seconds]
+            seconds = spent[name] / 1e9 / len(whole)
+            added = {"tasks": row["tasks"], "seconds": seconds, "flops": row["flops"], "nbytes": row["bytes"]}
+            sums.setdefault(name, Counter()).update({**added, "possible": seconds * (peak or 0.0) / max(workers, 1)})
+    in_kernels = sum(total["seconds"] for total in sums.values())
+    found = [
+        CodeletRow(
+            name,
+            total["tasks"],
+            seconds,
+            seconds / in_kernels,
+            total["flops"] / seconds if total["flops"] else None,
+            total["nbytes"] / seconds if total["nbytes"] else None,
+            total["flops"] / total["possible"] if total["flops"] and is_peak_known else None,
+        )
+        for name, total in sums.items()
+        if (seconds := total["seconds"])
+    ]
     return sorted(found, key=lambda row: -row.seconds)
 
 

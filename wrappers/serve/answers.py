@@ -85,7 +85,7 @@ class Form:
 
     def counts(self, texts: Sequence[Written], prompts: PromptCounts) -> bytes:
         """Return the event with the token counts."""
-        return _data({**self._head, "object": self._chunk, "choices": [], "usage": usage(texts, prompts)})
+        return event({**self._head, "object": self._chunk, "choices": [], "usage": usage(texts, prompts)})
 
     @property
     def _chunk(self) -> str:
@@ -93,7 +93,7 @@ class Form:
 
     def _event(self, index: int, said: dict[str, Any], logprobs: Any, end: str | None) -> bytes:
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": end}
-        return _data({**self._head, "object": self._chunk, "choices": [choice]})
+        return event({**self._head, "object": self._chunk, "choices": [choice]})
 
     def _scores(self, scores: Sequence[ToldToken]) -> dict[str, Any] | None:
         """Return the log-probabilities in the form of the endpoint; None if the request did not ask for them."""
@@ -130,15 +130,11 @@ def usage(texts: Sequence[Written], prompts: PromptCounts) -> dict[str, Any]:
     return {**counts, "prompt_tokens_details": {"cached_tokens": prompts.num_shared}}
 
 
-def failed(body: dict[str, Any]) -> bytes:
-    """Return the event that reports the failure of a stream."""
-    return _data(body)
-
-
 def _told(logprob: float) -> float:
     """Return a finite number for JSON; nearly impossible tokens get the smallest value that OpenAI reports."""
     return max(logprob, -9999.0)
 
 
-def _data(value: dict[str, Any]) -> bytes:
+def event(value: dict[str, Any]) -> bytes:
+    """Return an object as an event of a stream."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

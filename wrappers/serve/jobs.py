@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from nntask import DataError, ProcessUnavailable, UsageError
 from nntask.inference import RunningBatch, Spelling, TextIds, TextRequest, TokenBytes, TokenOffsets, TokenScore
 
-from .answers import DONE, Form, PromptCounts, ToldToken, Written, failed
+from .answers import DONE, Form, PromptCounts, ToldToken, Written, event
 from .engine import Busy, Job, News, Piece, TextEngine
 from .errors import ApiError, undecodable
 from .pieces import CONTEXT
@@ -114,15 +114,16 @@ class Desk:
 
     def deliver(self, news: News) -> None:
         """Deliver output; called on the engine's thread."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
-                self._loop.call_soon_threadsafe(self._bring, news)
+        self._call(self._bring, news)
 
     def fail(self) -> None:
         """Report a failure; called on the engine's thread."""
+        self._call(self._on_failure)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._on_failure)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
+                self._loop.call_soon_threadsafe(function, *arguments)
 
     def _bring(self, news: News) -> None:
         for job, each in news:
@@ -239,14 +240,14 @@ class Progress:
         while not self.is_complete:
             piece = await queue.get()
             if isinstance(piece, ApiError):
-                yield failed(piece.body())
+                yield event(piece.body())
                 return
             try:
-                event = self._form.more(piece.index, *self.add(piece), piece.end)
+                answer = self._form.more(piece.index, *self.add(piece), piece.end)
             except (DataError, ProcessUnavailable) as error:
-                yield failed(undecodable(error).body())
+                yield event(undecodable(error).body())
                 return
-            yield event
+            yield answer
         if self._asked.tells_usage:
             yield self._form.counts(self._texts, self._counts())
         yield DONE

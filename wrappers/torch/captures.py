@@ -88,7 +88,7 @@ class Captures:
         shared: Collection[str] = (),
     ) -> None:
         self.module, self.terms = module, terms
-        self._objective, self._keeps_effects, self._quiet = objective, keeps_effects, quiet
+        self.objective, self._keeps_effects, self._quiet = objective, keeps_effects, quiet
         own: dict[int, str] = {}
         for name, value in named_tensors(module):
             own.setdefault(id(value), name)
@@ -146,7 +146,7 @@ class Captures:
     def _captured(self, minibatch: Mapping[str, Any], purpose: Purpose, divisor: int, values: HostValues | None) -> Pass:
         if self._quiet is not None:
             self._quiet()
-        function = call if purpose == "predict" else self._objective
+        function = call if purpose == "predict" else self.objective
         how = CaptureTerms(purpose == "train", divisor, self.terms.on_gpus, self.world, values, self.own)
         before = () if self._keeps_effects else (self.world.walked(), RandomState())
         try:

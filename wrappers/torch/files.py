@@ -95,7 +95,7 @@ class SessionFiles(ABC):
 
     def save_into(self, directory: str | os.PathLike[str], *, frozen: bool = True) -> None:
         """Save everything to a directory that may exist, and that is incomplete if this fails; otherwise like `save`."""
-        path, optimizer = Path(directory), self._optimizer.tensors()
+        path, optimizer = Path(directory), self._optimizer.updates.tensors()
         checksums = {MODEL: self.save_weights(path, frozen=frozen), OPTIMIZER: save_tensors(path / OPTIMIZER, optimizer, finite=True)}
         state = {"step": self.num_steps, "lr": float(self.optimizer.param_groups[0]["lr"]), **self._optimizer.counters(), "numerics": self._numerics}
         with storage_errors(path):
@@ -135,7 +135,7 @@ class SessionFiles(ABC):
         path, tensors = Path(directory), self._module_values.saved(frozen=frozen)
         state = _read_state(path, self._numerics)
         load_tensors(path / MODEL, tensors)
-        load_tensors(path / OPTIMIZER, self._optimizer.tensors())
+        load_tensors(path / OPTIMIZER, self._optimizer.updates.tensors())
         self.num_steps, self._half_done = state["step"], ""
         self._optimizer.restore(state, path)
 

@@ -20,7 +20,6 @@ from torch.optim import optimizer as torch_hooks
 
 from nntask import SGD, Adam, AdamW, DataError, Group, Parameter, UsageError
 from nntask.optim import Optimizer, Options
-from tiles import TileTensor
 
 _NAMES: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _ZERO: Final = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0, "decoupled_weight_decay": False}
@@ -154,7 +153,7 @@ class SessionOptimizer:
         max_norm: norm to which the gradient is clipped; 0 is off.
 
     Attributes:
-        options: the instance of torch.optim.
+        options, max_norm: these arguments.
         updates: nntask's optimizer, which emits the updates and holds the state.
 
     Raises:
@@ -162,16 +161,12 @@ class SessionOptimizer:
     """
 
     def __init__(self, options: torch.optim.Optimizer, module: torch.nn.Module, parameters: Mapping[str, Parameter], max_norm: float) -> None:
-        self.options, self._module = options, module
+        self.options, self.max_norm, self._module = options, max_norm, module
         self.updates = optimizer_on(options, module, parameters, max_norm)
         group_of = {name: number for number, names in enumerate(_names_in_groups(options, module)) for name in names}
         self._rows = {p.name: group_of[p.name] for group in self.updates.groups for p in group.parameters}  # name -> number of its group
         self._skipped = dict.fromkeys(self._rows, 0)  # number of steps so far without a gradient of the parameter
         self._terms, self._members = self._terms_now(), self._members_now()
-
-    def tensors(self) -> dict[str, TileTensor]:
-        """Return the state by name."""
-        return self.updates.tensors()
 
     def check(self) -> None:
         """Check that the optimizer was changed only by the options of its groups.
@@ -236,10 +231,6 @@ class SessionOptimizer:
     def num_steps_of(self, name: str, number: int) -> int:
         """Return the number of steps that a parameter has taken when the session has taken `number`."""
         return number - self._skipped.get(name, 0)
-
-    def follow(self, names: Collection[str]) -> None:
-        """Emit the tasks that update masters after parameters were overwritten; moments stay."""
-        self.updates.follow(names)
 
     def reset(self) -> None:
         """Emit the tasks that reset the state, keeping the current parameters."""

@@ -11,11 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from nntask import DoesNotFit, UsageError
 from nntask.hardware import MachineSpec, this_machine
-from nntask.optim import Optimizer
 from nntask.planning import no_collections, shortage, thriftiest_needs
 from scheduler import Handle, Runtime, Step
 from scheduler.planning import AUTO, NONE, as_asked
@@ -28,6 +25,7 @@ from .dry import captured_step
 from .emission import StepTasks
 from .hosting import fallbacks_of
 from .memory import release_unused
+from .optimizers import SessionOptimizer
 from .state import ModuleState
 from .step import Pass
 from .values import origin_of_values
@@ -69,8 +67,6 @@ class StepRecorder:
         state: the module's tensors.
         key: key of random numbers.
         optimizer: optimizer that updates the parameters.
-        options: the optimizer of torch.optim that it follows.
-        max_norm: norm to which the gradient is clipped; 0 is off.
         machine: machine whose budgets a step must fit; None if the caller has checked that.
         order, recompute: order of a training step's tasks when memory is short, and the recomputed part, both arguments of `Runtime.record`.
 
@@ -83,16 +79,14 @@ class StepRecorder:
         captures: Captures,
         state: ModuleState,
         key: TileTensor,
-        optimizer: Optimizer,
-        options: torch.optim.Optimizer,
+        optimizer: SessionOptimizer,
         *,
-        max_norm: float,
         machine: MachineSpec | None,
         order: str,
         recompute: str,
     ) -> None:
         self._captures, self._state, self._key, self._optimizer = captures, state, key, optimizer
-        self._options, self._max_norm, self._machine = options, max_norm, machine
+        self._machine = machine
         self._planned = {"order": order, "recompute": recompute}
         self.fallbacks: dict[str, int] = {}
         self._steps: dict[tuple[Any, ...], RecordedStep] = {}  # least recently used first
@@ -149,7 +143,7 @@ class StepRecorder:
         assert isinstance(runtime, Runtime)  # a state for dry runs is never recorded for replays
         order, recompute = self._planned.values() if is_training else (AUTO, NONE)
         with runtime.record(order, recompute) as step:
-            kept, squares = emission.submit(self._key, self._optimizer if is_training else None)
+            kept, squares = emission.submit(self._key, self._optimizer.updates if is_training else None)
         updated = frozenset(name for name, _ in passes[0].captured.gradients)
         return RecordedStep(step, passes, divisor, emission.inputs, [each.captured.result for each in passes], kept, squares, updated)
 
@@ -161,7 +155,9 @@ class StepRecorder:
             UsageError: the step has nothing that `recompute` could recompute.
         """
         terms, module = self._captures.terms, self._captures.module
-        plan = captured_step(module, self._options if training else None, passes, minibatches, terms, max_norm=self._max_norm).plan
+        plan = captured_step(
+            module, self._optimizer.options if training else None, passes, minibatches, terms, max_norm=self._optimizer.max_norm
+        ).plan
         self.fallbacks.update(fallbacks_of(plan.tasks, spec))
         machine, recompute = this_machine(spec), self._planned["recompute"] if training else NONE
         try:

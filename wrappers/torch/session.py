@@ -146,7 +146,7 @@ class Session(SessionFiles):
             with self._host.user_errors(), self._taken(None if weights is None else Path(weights), tiles):
                 terms = PassTerms(tiles, ChainCompiler() if compiled else None, self._host.machine.has_gpus)
                 self._captures = Captures(module, function, terms, roots=roots, quiet=self.runtime.wait, shared=shared)
-                self._prepare(function, verify, order, recompute)
+                self._prepare(verify, order, recompute)
         except BaseException:
             self.close()
             raise
@@ -170,21 +170,19 @@ class Session(SessionFiles):
             self._guards.enter_context(guarded(self.optimizer))
             yield
 
-    def _prepare(self, function: Function, verify: int, order: str, recompute: str) -> None:
+    def _prepare(self, verify: int, order: str, recompute: str) -> None:
         """Create the recorder of steps and the comparison with eager PyTorch."""
         self._steps = StepRecorder(
             self._captures,
             self.state,
             self._key,
-            self._optimizer.updates,
-            self.optimizer,
-            max_norm=self._max_norm,
+            self._optimizer,
             machine=None if self._host.is_borrowed else self._host.machine,
             order=order,
             recompute=recompute,
         )
         self._module_values = SessionValues(self.module, self.state, self._captures.own)
-        self._verifier = Verifier(verify, self._captures, function, self._optimizer, self._module_values, self._max_norm)
+        self._verifier = Verifier(verify, self._captures, self._optimizer, self._module_values)
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -350,7 +348,7 @@ class Session(SessionFiles):
         checked = self._module_values.checked(values, strict=strict)
         with self._host.user_errors():
             self.state.write(checked)
-            self._optimizer.follow(list(checked))
+            self._optimizer.updates.follow(list(checked))
             self.runtime.wait()
 
     def load_into(self, module: torch.nn.Module) -> None:
@@ -364,7 +362,7 @@ class Session(SessionFiles):
 
     def optimizer_tensors(self) -> dict[str, TileTensor]:
         """Return the optimizer's state by name, such as "m.layer.weight"."""
-        return self._optimizer.tensors()
+        return self._optimizer.updates.tensors()
 
     def reset_optimizer(self) -> None:
         """Reset optimizer and step number, keeping the current weights."""

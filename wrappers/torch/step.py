@@ -100,13 +100,7 @@ class Pass:
         return sorted((s for s in storages_of(self.segments) if s.role == "constant"), key=lambda storage: storage.nbytes)
 
     def submit(
-        self,
-        runtime: TaskRuntime,
-        handles: Mapping[Storage, Handle],
-        gradients: Mapping[TileKey, Handle],
-        key: Handle,
-        *,
-        minibatch: int = 0,
+        self, runtime: TaskRuntime, handles: Mapping[Storage, Handle], gradients: Mapping[TileKey, Handle], key: Handle, *, minibatch: int = 0
     ) -> tuple[dict[Storage, Handle], list[Callable[[], None]]]:
         """Submit the tasks for one minibatch.
 

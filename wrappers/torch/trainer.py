@@ -52,15 +52,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model: the model; this and all arguments that are not listed here are those of transformers' Trainer.
         args: training arguments. One step is ``gradient_accumulation_steps`` minibatches of ``per_device_train_batch_size``.
         others: further positional arguments.
-        ram: budget of host memory, e.g. "2GiB", or a number of bytes; None for 0.9 of the free memory.
-        disk: directory of the disk tier, or "DIR:SIZE"; None without one.
-        workers: number of CPU workers; None for the number of cores divided by `threads`, or for none if GPUs compute.
-        threads: number of PyTorch's threads inside an operation; if a step has one minibatch, use the number of cores. Part of the numerics.
+        ram, disk, workers, threads, sim_gpu, gpu_memory, largest_tile, compiled: arguments of `Session`. If a step has one minibatch, use as many
+            threads as there are cores.
         ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session copies it to them in pieces.
-        sim_gpu: number of simulated devices.
-        gpu_memory: budget of each GPU or simulated device.
-        largest_tile: size above which parameters are cut into tiles, an argument of `Session`.
-        compiled: whether chains of elementwise operations are compiled, an argument of `Session`.
         more: further arguments by name.
 
     Raises:

@@ -15,22 +15,15 @@ from nntask import UsageError
 from .optimizers import torch_optimizer
 from .releases import ACCELERATE, TRANSFORMERS, check_release, check_torch
 
-_MOVES: Final = "leave it out: ram= and disk= of this trainer keep the memory within a budget"
-_PLAIN: Final = "leave it out"
 ADVICE: Final[Mapping[str, str]] = {
     "bf16": "leave it out, and give the model in that type: model.to(torch.bfloat16)",
     "fp16": "leave it out; train in fp32, or give the model in bfloat16: model.to(torch.bfloat16)",
-    "bf16_full_eval": "leave it out; evaluation computes in the type of the model",
-    "fp16_full_eval": "leave it out; evaluation computes in the type of the model",
-    "deepspeed": _MOVES,
-    "fsdp": _MOVES,
-    "parallelism_config": _MOVES,
-    "gradient_checkpointing": _MOVES,
-    "activation_checkpointing": _MOVES,
-    "torch_compile": _PLAIN,
-    "use_liger_kernel": _PLAIN,
-    "neftune_noise_alpha": _PLAIN,
-    "debug": _PLAIN,
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "leave it out; evaluation computes in the type of the model"),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "parallelism_config", "gradient_checkpointing", "activation_checkpointing"),
+        "leave it out: ram= and disk= of this trainer keep the memory within a budget",
+    ),
+    **dict.fromkeys(("torch_compile", "use_liger_kernel", "neftune_noise_alpha", "debug"), "leave it out"),
     "auto_find_batch_size": "leave it out; choose per_device_train_batch_size, and a step that does not fit is refused before it runs",
     "enable_jit_checkpoint": "leave it out, and save often enough with save_steps",
     "push_to_hub": "leave it out, and upload the directory that save_model writes",

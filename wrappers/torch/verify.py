@@ -59,17 +59,11 @@ class Verifier:
 
     Args:
         every: number of steps from one comparison to the next; 0 for none.
-        captures: passes of the session.
-        objective: function of the module and a batch that returns the loss.
-        optimizer, values: optimizer and values of the session.
-        max_norm: norm to which the gradient is clipped; 0 is off.
+        captures, optimizer, values: passes, optimizer and values of the session.
     """
 
-    def __init__(
-        self, every: int, captures: Captures, objective: Function, optimizer: SessionOptimizer, values: SessionValues, max_norm: float
-    ) -> None:
-        self._every, self._captures, self._objective, self._optimizer = every, captures, objective, optimizer
-        self._values, self._max_norm = values, max_norm
+    def __init__(self, every: int, captures: Captures, optimizer: SessionOptimizer, values: SessionValues) -> None:
+        self._every, self._captures, self._optimizer, self._values = every, captures, optimizer, values
 
     def wants(self, num_steps: int) -> bool:
         """Return whether the step after `num_steps` steps is compared."""
@@ -89,13 +83,13 @@ class Verifier:
         own, optimizer = self._captures.own, self._optimizer
         with set_back(self._captures.world):
             try:
-                expected = eager_step(self._captures.module, self._objective, own, self._values.by_first_name(), minibatches, divisor, seed)
+                expected = eager_step(self._captures.module, self._captures.objective, own, self._values.by_first_name(), minibatches, divisor, seed)
             except Exception as error:
                 raise UsageError(
                     f"verify= took step {seed[1]} by eager PyTorch first, which raised {type(error).__name__}: {error}; call module(**batch) by "
                     "eager PyTorch to locate the error, and fix the batch or the module"
                 ) from error
-        state = {name: torch.from_numpy(tensor.read()) for name, tensor in optimizer.tensors().items()}
+        state = {name: torch.from_numpy(tensor.read()) for name, tensor in optimizer.updates.tensors().items()}
         if any(name.startswith("master.") for name in state):  # PyTorch has no masters: compare loss and buffers only
             expected.tensors = {name: value for name, value in expected.tensors.items() if not isinstance(value, torch.nn.Parameter)}
         else:
@@ -114,7 +108,7 @@ class Verifier:
             NntaskError: they differ by more than rounding; the message names the differences.
         """
         tensors = self._values.by_first_name()
-        moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self._optimizer.tensors().items() if name in expected.moments}
+        moments = {name: torch.from_numpy(tensor.read()) for name, tensor in self._optimizer.updates.tensors().items() if name in expected.moments}
         differences = []
         kinds = [each.dtype for each in expected.tensors.values() if each.is_floating_point()]
         if not _near(torch.tensor(loss), torch.tensor(expected.loss), max(map(_tolerance, kinds), default=OTHERS)):
@@ -162,8 +156,8 @@ class Verifier:
                 if (value := state.get(f"{ours}.{name}")) is not None:
                     twin.state[parameter][of_torch] = value.to(parameter.dtype)
                     entries.append((f"{ours}.{name}", of_torch, parameter))
-        if self._max_norm > 0:
-            torch.nn.utils.clip_grad_norm_([each for each in expected.tensors.values() if each.grad is not None], self._max_norm)
+        if self._optimizer.max_norm > 0:
+            torch.nn.utils.clip_grad_norm_([each for each in expected.tensors.values() if each.grad is not None], self._optimizer.max_norm)
         twin.step()
         expected.moments = {name: twin.state[parameter][of_torch] for name, of_torch, parameter in entries}
 
