@@ -61,15 +61,27 @@ def refused(name: str, rule: str, value: Any) -> ApiError:
     return ApiError(400, f"{name} must be {rule}, got {shown if len(shown) <= 80 else shown[:77] + '...'}; change it", param=name)
 
 
-def _integer(low: int, high: int, also: str = "") -> Check:
-    """Return a check for whole numbers; `also` describes a further accepted value for the message."""
+def _where(rule: str, holds: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Check:
+    """Return a check that refuses values for which `holds` is false, and converts others by `kind`; `rule` describes the values for the message."""
 
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise refused(name, f"a whole number from {low} to {high}{also}", value)
-        return value
+    def check(name: str, value: Any) -> Any:
+        if not holds(value):
+            raise refused(name, rule, value)
+        return kind(value)
 
     return check
+
+
+def _integer(low: int, high: int, also: str = "") -> Check:
+    """Return a check for whole numbers; `also` describes a further accepted value for the message."""
+    return _where(f"a whole number from {low} to {high}{also}", lambda value: type(value) is int and low <= value <= high)
+
+
+def _number(low: float, high: float) -> Check:
+    return _where(f"a number from {low:g} to {high:g}", lambda value: type(value) in (int, float) and low <= value <= high, float)
+
+
+_flag: Final = _where("true or false", lambda value: type(value) is bool)
 
 
 def _or(other: Any, meaning: Any, check: Check) -> Check:
@@ -79,21 +91,6 @@ def _or(other: Any, meaning: Any, check: Check) -> Check:
         return meaning if type(value) is type(other) and value == other else check(name, value)
 
     return either
-
-
-def _number(low: float, high: float) -> Check:
-    def check(name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise refused(name, f"a number from {low:g} to {high:g}", value)
-        return float(value)
-
-    return check
-
-
-def _flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise refused(name, "true or false", value)
-    return value
 
 
 def _text(name: str, value: Any) -> str:
@@ -136,7 +133,7 @@ def _stream_options(name: str, value: Any) -> bool:
     if not isinstance(value, dict):
         raise refused(name, 'an object with "include_usage"', value)
     wanted = value.get("include_usage")
-    return wanted is not None and _flag(f"{name}.include_usage", wanted)
+    return wanted is not None and bool(_flag(f"{name}.include_usage", wanted))
 
 
 def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -7,8 +7,8 @@ Python control flow simply runs, with its effects. A decision that needs a value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -87,7 +87,8 @@ def capture(module: torch.nn.Module, batch: Mapping[str, Any], function: Functio
             settings.enter_context(sdpa_kernel(SDPBackend.MATH))
         captured = _capture(module, batch, function, terms, before, copies=False)
         if any(call.func in _OF_ONEDNN for call in captured.calls):
-            settings.enter_context(_without_onednn())
+            settings.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+            torch._C._set_mkldnn_enabled(False)
             captured = again(copies=False)
         if any(storage.role == "input" for call in captured.calls for storage in call.writes):  # the model changes the program's inputs
             captured = again(copies=True)
@@ -354,14 +355,3 @@ class Applied(torch.nn.Module):  # type: ignore[misc]
                 raise UsageError(f"the module replaces its buffer {name} by something of another shape or type; keep both, or use an attribute")
             with torch.no_grad():
                 old.copy_(new)
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Switch oneDNN off, for the whole process."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)

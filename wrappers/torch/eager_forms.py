@@ -45,7 +45,8 @@ def plain_python(recorder: CallRecorder) -> Iterator[None]:
         replaced(torch._VF, "_pad_packed_sequence", _with_values(recorder, _pad_packed_sequence))
         for name in ("numpy", "tolist", "__array__"):
             replaced(torch.Tensor, name, _reading(recorder, name, getattr(torch.Tensor, name)))
-        stack.enter_context(_fast_paths_off())
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # attention in evaluation then uses separate operations, which this package knows
         yield
 
 
@@ -115,17 +116,6 @@ def _reading(recorder: CallRecorder, name: str, read: Callable[..., Any]) -> Cal
             return read(value.clone(), *args, **kwargs)
 
     return reading
-
-
-@contextmanager
-def _fast_paths_off() -> Iterator[None]:
-    """Make attention in evaluation use separate operations, which this package knows, instead of one fused operation."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def with_plain_classes(value: Any) -> Any:

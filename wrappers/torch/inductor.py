@@ -11,8 +11,8 @@ machine, for any budget and number of workers.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -80,6 +80,7 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
         UsageError: the function cannot be compiled here.
     """
     from torch._inductor import config
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -90,7 +91,9 @@ def compile_function(function: Callable[..., Sequence[torch.Tensor]], inputs: Se
         return ()
 
     try:
-        with config.patch(_OPTIONS), _unlocked_kernels(), torch.no_grad(), FakeTensorMode() as mode:
+        with config.patch(_OPTIONS), torch.no_grad(), FakeTensorMode() as mode, ExitStack() as after:
+            after.callback(setattr, CppPythonBindingsCodeCache, "call_entry_function", CppPythonBindingsCodeCache.call_entry_function)
+            CppPythonBindingsCodeCache.call_entry_function = _CALL
             tensors = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in (*inputs, *results)]
             graph = make_fx(into, decomposition_table={**select_decomp_table(), **_DECOMPOSITIONS})(*tensors)
             with torch._guards.tracing(torch._guards.TracingContext(mode)):
@@ -118,19 +121,6 @@ _MEAN: Final = 1
 """PyTorch's number for the reduction of a loss by its mean; 0 is none and 2 the sum."""
 _DECOMPOSITIONS: Final = {torch.ops.aten.nll_loss_backward.default: _nll_loss_backward}
 """Operations that are decomposed in another way than Inductor's."""
-
-
-@contextmanager
-def _unlocked_kernels() -> Iterator[None]:
-    """Make kernels that are loaded in the block run without the GIL."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    before = CppPythonBindingsCodeCache.call_entry_function
-    CppPythonBindingsCodeCache.call_entry_function = _CALL
-    try:
-        yield
-    finally:
-        CppPythonBindingsCodeCache.call_entry_function = before
 
 
 def _buffers_of(source: str) -> int:
