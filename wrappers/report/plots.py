@@ -66,8 +66,7 @@ def line_plot(
         plot.add_tools(HoverTool(renderers=[lines], mode="vline", tooltips=[*tips, (x, "@x{0,0.[00]}"), (unit, "@y{0.[0000]a}")]))
     if from_zero:
         plot.y_range.start = 0
-    _finish(plot)
-    return plot
+    return _finish(plot)
 
 
 def memory_plot(name: str, memory: Memory) -> Any:
@@ -102,8 +101,7 @@ def shares_plot(shares: Mapping[str, WorkerTime]) -> Any:
     tips = [("", "@worker"), *((text, f"@{name}{{0.0}} %") for text, name in kinds.items())]
     plot.add_tools(HoverTool(renderers=bars, tooltips=tips))
     plot.x_range = Range1d(0, 100)
-    _finish(plot)
-    return plot
+    return _finish(plot)
 
 
 def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
@@ -124,8 +122,7 @@ def codelets_plot(rows: Sequence[CodeletRow], most: int = 12) -> Any:
     tips = [("", "@name"), ("a step", "@ms{0,0.00} ms"), ("share of kernel time", "@share{0.0} %"), ("tasks", "@tasks{0,0}"), ("rate", "@rate")]
     plot.add_tools(HoverTool(renderers=[bars], tooltips=tips))
     plot.x_range.start = 0
-    _finish(plot)
-    return plot
+    return _finish(plot)
 
 
 def rate_of(row: CodeletRow) -> str:
@@ -148,8 +145,7 @@ def bounds_plot(found: Mapping[str, Achieved]) -> Any:
     bars = plot.hbar(y="name", right="ms", height=0.75, source=source, color="colour")
     plot.add_tools(HoverTool(renderers=[bars], tooltips=[("", "@name"), ("", "@ms{0,0.00} ms")]))
     plot.x_range.start = 0
-    _finish(plot)
-    return plot
+    return _finish(plot)
 
 
 def gantt_plot(found: Gantt) -> Any:
@@ -174,8 +170,7 @@ def gantt_plot(found: Gantt) -> Any:
             _bars(plot, bars, row_of, name, colour, "white" if len(found.bars) <= _FEW else None)
     for at in found.begins:
         plot.add_layout(Span(location=at / 1e6, dimension="height", line_color=DARK, line_dash="dotted"))
-    _finish(plot)
-    return plot
+    return _finish(plot)
 
 
 def _group(bar: Bar, named: Sequence[str]) -> str:
@@ -240,7 +235,8 @@ def _figure(title: str, x: str, y: str, width: int, height: int, names: Sequence
     return plot
 
 
-def _finish(plot: Any) -> None:
+def _finish(plot: Any) -> Any:
+    """Set the styles of a complete plot, and return it."""
     plot.title.text_font_size = "14px"
     plot.grid.grid_line_color = "#E5E5E5"
     plot.outline_line_color = None
@@ -259,6 +255,7 @@ def _finish(plot: Any) -> None:
         legend.label_text_font_size = "12px"
         legend.border_line_color = None
         legend.padding = legend.margin = 2
+    return plot
 
 
 def _height(num_tracks: int) -> int:

@@ -45,7 +45,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         self._unseeded: set[bytes] = set()
         self._values, self._paths = values, paths or {}
         self._storages: dict[int, Storage] = {}
-        self._draws: dict[bytes, int] = {}  # state of the generator -> number of the draw
+        self._draws: dict[bytes, int] = {}
         self._learnable: dict[int, torch.Tensor] = {}
         self._dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of a sparse tensor -> (the tensor, its dense form)
         self._alive: list[Any] = []  # keeps storages alive; otherwise another one could get the same address
@@ -154,21 +154,12 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
 
     def begin(self) -> None:
         """Note the state of PyTorch's generator before the pass; numbers that do not derive from it come from a seed of the program."""
-        with _disable_current_modes():
-            self._unseeded.add(bytes(torch.random.get_rng_state().numpy()))
-
-    def _is_seeded(self) -> bool:
-        """Return whether the program has seeded PyTorch's generator, or set its state, so that the next numbers are the same in each pass."""
-        with _disable_current_modes():
-            return bytes(torch.random.get_rng_state().numpy()) not in self._unseeded
+        self._unseeded.add(_generator_state())
 
     def _draw(self) -> int:
-        """Return the number of a draw, which depends on the state of PyTorch's generator, and advance the generator by one number."""
-        with _disable_current_modes():
-            state = bytes(torch.random.get_rng_state().numpy())
-            torch.rand(())
-            self._unseeded.add(bytes(torch.random.get_rng_state().numpy()))
-        return self._draws.setdefault(state, len(self._draws))
+        number = number_of_draw(self._draws)
+        self._unseeded.add(_generator_state())
+        return number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,7 +167,9 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         given, named = over_tensors(self.ref, args), over_tensors(self.ref, kwargs)
         if func is aten.as_strided.default and torch._C._current_autograd_node() is None:
             self._check_layout(given[0])
-        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs.get("generator") is not None or self._is_seeded()):
+        if torch.Tag.nondeterministic_seeded in func.tags and (
+            kwargs.get("generator") is not None or _generator_state() not in self._unseeded  # the program has seeded the generator, or set its state
+        ):
             return self._drawn(func, args, kwargs)
         try:
             result = _run_fake(func, args, kwargs)
@@ -267,6 +260,23 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[misc]
         if changes:
             return aten.copy_.default(changes[0], result)
         return result
+
+
+def _generator_state() -> bytes:
+    with _disable_current_modes():
+        return bytes(torch.random.get_rng_state().numpy())
+
+
+def number_of_draw(numbers: dict[bytes, int]) -> int:
+    """Return the number of a draw, which depends on the state of PyTorch's generator, and advance the generator by one number.
+
+    Args:
+        numbers: numbers of the draws so far, by state of the generator; the draw is added.
+    """
+    state = _generator_state()
+    with _disable_current_modes():
+        torch.rand(())
+    return numbers.setdefault(state, len(numbers))
 
 
 def over_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

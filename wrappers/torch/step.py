@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -51,25 +51,13 @@ def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape) or (1,)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A segment with one kind of contribution.
-
-    Attributes:
-        segment: the segment.
-        draws: whether it draws random numbers.
-        codelet: codelet that computes it.
-        scratch_nbytes: bytes of its scratch memory.
-        borrowed: storages that only this task uses, and that share memory with gradients.
-        tiles: gradients that are written by copying, or adding, values computed elsewhere.
-    """
+class _Task(NamedTuple):
+    """The codelet of a segment with one kind of contribution, its work, and the bytes of its scratch memory."""
 
     segment: Segment
-    draws: bool
+    work: _Work
     codelet: Codelet
     scratch_nbytes: int
-    borrowed: Sequence[Storage]
-    tiles: Sequence[TileKey]
 
 
 class Pass:
@@ -131,10 +119,10 @@ class Pass:
             accesses: list[Access] = [(handles.get(s) or made[s], R) for s in segment.reads]
             accesses += [(handles.get(s) or made[s], RW) for s in segment.updates]
             accesses += [(made[s], contributes if s in borrowed else W) for s in segment.makes]
-            accesses += [(borrowed[s], contributes) for s in task.borrowed]
-            accesses += [(gradients[tile], contributes) for tile in task.tiles]
+            accesses += [(borrowed[s], contributes) for s in task.work.borrowed]
+            accesses += [(gradients[tile], contributes) for tile in task.work.targets]
             constants: dict[str, Any] = {}
-            if task.draws:
+            if any(map(draws, segment.calls)):
                 accesses.append((key, R))
                 constants["minibatch"] = minibatch
             if task.scratch_nbytes:
@@ -153,12 +141,11 @@ class Pass:
     def _task(self, segment: Segment, contribution: Contribution) -> _Task:
         bound = self._borrowed[contribution]
         borrowed = [storage for storage in segment.inner if storage in bound]
-        tiles = [tile for tile in segment.gradients if tile not in bound.values()]
         offsets, nbytes = segment.inner, segment.scratch_nbytes
         if borrowed:
             offsets, placed = scratch_layout({s: at for s, at in segment.lives.items() if s not in bound}, segment.ends)
             nbytes = placed + segment.beside_nbytes
-        targets = {tile: self.captured.gradients[tile] for tile in tiles}
+        targets = {tile: self.captured.gradients[tile] for tile in segment.gradients if tile not in bound.values()}
         calls = segment.calls
         if contribution == "add":
             calls = [adding_to(call) or call if not bound.keys().isdisjoint(call.made) else call for call in calls]
@@ -169,7 +156,7 @@ class Pass:
             cuda = _cuda_kernel(work, uniforms)
         flops, moved = segment.flops, float(sum(s.nbytes for s in (*segment.reads, *segment.updates, *segment.makes)))
         codelet = Codelet(segment.name, cpu=_cpu_kernel(work), cuda=cuda, cost=lambda views, constants: Cost(flops, moved), again=segment.share_again)
-        return _Task(segment, any(map(draws, segment.calls)), codelet, nbytes, borrowed, tiles)
+        return _Task(segment, work, codelet, nbytes)
 
     @cached_property
     def _late(self) -> set[Segment]:

@@ -24,7 +24,7 @@ from .capture import Applied, Function, with_hooks_of
 from .captures import Captures
 from .kernels import draws, generator_of, into_of
 from .optimizers import SessionOptimizer
-from .recorder import whole
+from .recorder import number_of_draw, whole
 from .session_values import SessionValues
 from .snapshots import RandomState
 from .world import World
@@ -177,9 +177,7 @@ class _SameDraws(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        state = bytes(torch.random.get_rng_state().numpy())
-        torch.rand(())
-        number = self._draws.setdefault(state, len(self._draws))
+        number = number_of_draw(self._draws)
         call = replace(Call.of(func, (), ()), draw=number)
         if not draws(call):
             return func(*args, **kwargs)

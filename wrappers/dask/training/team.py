@@ -151,10 +151,13 @@ class Team:
         """Seconds without the end of a step after which nodes count as hung."""
         return max(LEAST_SILENCE, MEDIANS * median(self._durations)) if self._durations else FIRST_STEP_SECONDS
 
+    def _gone(self) -> list[str]:
+        there = self.connection.workers()
+        return [machine.address for machine in self.workers if machine.address not in there]
+
     def _look(self) -> None:
         """Check that the scheduler still has all workers and actors."""
-        there = self.connection.workers()
-        gone = [machine.address for machine in self.workers if machine.address not in there]
+        gone = self._gone()
         if self.actors:  # a new worker may have the address of one that is gone, without its actor
             states = [future.status for future in self._futures]
             gone += [each.address for each, state in zip(self.workers, states, strict=True) if state not in ("finished", "pending")]
@@ -177,8 +180,7 @@ class Team:
         """Raise the error of a node as the kind of failure that it is."""
         if isinstance(error, NntaskError):
             raise error
-        there = self.connection.workers()
-        gone = [machine.address for machine in self.workers if machine.address not in there]
+        gone = self._gone()
         silent = self.connection.silent([machine.address for machine in self.workers if machine.address not in gone])
         if gone or silent:
             self.unanswering = silent
