@@ -162,7 +162,7 @@ _NORMAL: Final = RandomRule(
 _BERNOULLI: Final = RandomRule(
     None, lambda results, source, p=None, *, uniforms, **_: _fill_bernoulli(results[0], source if p is None else p, uniforms)
 )
-_BERNOULLI_IN_PLACE: Final = RandomRule(None, lambda _, target, p=0.5, *, uniforms, **__: _fill_bernoulli(target, p, uniforms))
+_BERNOULLI_FILL: Final = RandomRule(None, lambda _, target, p=0.5, *, uniforms, **__: _fill_bernoulli(target, p, uniforms))
 RANDOM: Final[Mapping[Any, RandomRule]] = {
     aten.native_dropout.default: RandomRule(_dropout, _dropout),
     aten.rand.default: _UNIFORM,
@@ -173,8 +173,8 @@ RANDOM: Final[Mapping[Any, RandomRule]] = {
     aten.normal_.default: RandomRule(None, lambda _, target, mean=0.0, std=1.0, *, uniforms, **__: _fill_normal(target, mean, std, uniforms), 2),
     aten.bernoulli.default: _BERNOULLI,
     aten.bernoulli.p: _BERNOULLI,
-    aten.bernoulli_.float: _BERNOULLI_IN_PLACE,
-    aten.bernoulli_.Tensor: _BERNOULLI_IN_PLACE,
+    aten.bernoulli_.float: _BERNOULLI_FILL,
+    aten.bernoulli_.Tensor: _BERNOULLI_FILL,
     aten.randint.default: RandomRule(lambda results, high, *_, **terms: _integers(results, 0, high, **terms)),
     aten.randint.low: RandomRule(lambda results, low, high, *_, **terms: _integers(results, low, high, **terms)),
     aten.randint_like.default: RandomRule(lambda results, _, high, *__, **terms: _integers(results, 0, high, **terms)),

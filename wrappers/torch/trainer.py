@@ -52,8 +52,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model: the model; this and all arguments that are not listed here are those of transformers' Trainer.
         args: training arguments. One step is ``gradient_accumulation_steps`` minibatches of ``per_device_train_batch_size``.
         others: further positional arguments.
-        ram, disk, workers, threads, sim_gpu, gpu_memory, largest_tile, compiled: arguments of `Session`. If a step has one minibatch, use as many
-            threads as there are cores.
+        ram, disk, workers, threads, sim_gpu, gpu_memory, largest_tile, compiled: arguments of `Session`. If a step has one minibatch, set
+            `threads` to the number of cores.
         ngpu: number of GPUs; None for all. The model stays in CPU memory (``use_cpu=True``), and the session copies it to them in pieces.
         more: further arguments by name.
 

@@ -12,25 +12,25 @@ from nntask.hardware import Budget, MachineSpec, check_budgets, this_machine, wi
 from nntask.planning import needs_of, shortage
 from scheduler.storage import default_ram_budget
 
-from .peers import passing_bytes
-
 if TYPE_CHECKING:
     from nntask.config import RunConfig
     from scheduler.machine import StepPlan
 
     from .nccl import NcclTransport
-    from .node import Order
 
 
-def machine_of_node(worker: Any, devices: MachineSpec, run: RunConfig, order: Order, nccl: NcclTransport | None) -> MachineSpec:
+def machine_of_node(
+    worker: Any, devices: MachineSpec, run: RunConfig, nccl: NcclTransport | None, *, on_host: int, passing_nbytes: int
+) -> MachineSpec:
     """Return the devices and budgets of a node, with the requested CPU workers, by default one per thread of its Dask worker.
 
     Args:
         worker: the Dask worker.
         devices: devices of its machine.
         run: settings of the run.
-        order: instructions for the node.
         nccl: transport that uses memory of the GPU; None without NCCL.
+        on_host: number of nodes of this training on the node's machine, this one included.
+        passing_nbytes: maximum bytes of buckets in transit.
 
     Raises:
         DoesNotFit: a budget is not available, or too small for the buckets in transit between nodes.
@@ -38,7 +38,12 @@ def machine_of_node(worker: Any, devices: MachineSpec, run: RunConfig, order: Or
     asked = run.settings.resources
     if asked.ncpu is None:
         devices = replace(devices, num_cpu=int(worker.state.nthreads))
-    ram = _ram(worker, run.machine.ram.given, devices, order)
+    ram = _ram(worker, run.machine.ram.given, devices, on_host) - passing_nbytes
+    if ram <= 0:
+        raise DoesNotFit(
+            f"on worker {worker.address} the budget of RAM must hold {passing_nbytes:,} B for buckets in transit between nodes in addition to the "
+            f"step, got {ram + passing_nbytes:,} B; raise --ram, or use fewer nodes"
+        )
     if nccl is not None:
         devices = replace(devices, gpus=without_nccl(devices.gpus, asked.split_gpu, nccl.taken_nbytes()))
         asked = replace(asked, gpu_memory=f"{devices.gpus.nbytes}B")  # the form in which messages show it
@@ -47,25 +52,15 @@ def machine_of_node(worker: Any, devices: MachineSpec, run: RunConfig, order: Or
     return machine
 
 
-def _ram(worker: Any, requested: int | None, devices: MachineSpec, order: Order) -> int:
-    """Return the bytes of host memory, without those of buckets in transit.
-
-    The total is the requested budget; by default the memory limit of the Dask worker, or this node's share of the machine's memory.
-    """
-    nbytes = requested
-    if nbytes is None:
-        nbytes = default_ram_budget() // order.on_host
-        limit = worker.memory_manager.memory_limit
-        if limit:
-            nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
-        nbytes //= 1 + devices.num_simulated
-    passing = passing_bytes(order.shard.num_nodes - 1, order.largest)
-    if nbytes <= passing:
-        raise DoesNotFit(
-            f"on worker {worker.address} the budget of RAM must hold {passing:,} B for buckets in transit between nodes in addition to the step, "
-            f"got {nbytes:,} B; raise --ram, or use fewer nodes"
-        )
-    return nbytes - passing
+def _ram(worker: Any, requested: int | None, devices: MachineSpec, on_host: int) -> int:
+    """Return the requested bytes of host memory; by default the memory limit of the Dask worker, or this node's share of the machine's memory."""
+    if requested is not None:
+        return requested
+    nbytes = default_ram_budget() // on_host
+    limit = worker.memory_manager.memory_limit
+    if limit:
+        nbytes = min(nbytes, int(0.9 * (limit - psutil.Process().memory_info().rss)))
+    return nbytes // (1 + devices.num_simulated)
 
 
 def check_memory(plan: StepPlan, run: RunConfig, worker: str) -> None:
