@@ -102,7 +102,7 @@ class Walk(CodeWalk):
             content = getattr(value, "__dict__", {})
             for name, each in list(content.items()):
                 if not self._names.isdisjoint((name, name.lstrip("_"), f"get{name}")) and is_simple(each):
-                    self._visit_entry(f"{path}.{name}", content, name, restores=False)
+                    self._visit_entry(f"{path}.{name}", content, name, each, restores=False)
 
     def _visit_object(self, path: str, value: Any, slot: Slot) -> None:
         known = self._seen.get(id(value))

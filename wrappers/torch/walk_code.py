@@ -54,10 +54,10 @@ class CodeWalk(ABC):
     def _watch(self, state: Callable[[], State], restore: Callable[[State], object] | None = None, *, by_value: bool = False) -> None:
         self.found.nodes.append(WatchedObject(state, state(), restore, by_value))
 
-    def _visit_entry(self, path: str, content: dict[str, Any], name: str, *, restores: bool = True) -> None:
-        """Note an entry of a dictionary of attributes or globals."""
+    def _visit_entry(self, path: str, content: dict[str, Any], name: str, value: Any, *, restores: bool = True) -> None:
+        """Note an entry of a dictionary of attributes or globals; a module may compute the value when it is first read, and so lack the entry."""
         self._watch(partial(entry_of, content, name), partial(set_entry, content, name) if restores else None)
-        self.visit(path, content[name], Slot(content.__setitem__, name, content[name]))
+        self.visit(path, value, Slot(content.__setitem__, name, value))
 
     def _visit_class(self, path: str, value: type) -> None:
         self.found.leaves[path] = Same(value)
@@ -152,7 +152,7 @@ class CodeWalk(ABC):
                 self._visit_module(where, each, chain[1:])
             elif origin == "user" or is_simple(each):
                 if where not in self.found.leaves:
-                    self._visit_entry(where, content, name)
+                    self._visit_entry(where, content, name, each)
                 else:
                     self._watch(partial(entry_of, content, name), partial(set_entry, content, name))
 
@@ -171,7 +171,7 @@ class CodeWalk(ABC):
         if isinstance(each, types.ModuleType):
             self._visit_module(f"{path}.{names[0]}", each, names[1:])
         elif (origin == "user" or is_simple(each)) and f"{path}.{names[0]}" not in self.found.leaves:
-            self._visit_entry(f"{path}.{names[0]}", vars(module), names[0])
+            self._visit_entry(f"{path}.{names[0]}", vars(module), names[0], each)
 
     def _visit_narrow(self, path: str, narrow: Narrow) -> None:
         """Note the attributes of an object that the functions of its class load, and the attributes of those that they load in turn."""
@@ -203,7 +203,7 @@ class CodeWalk(ABC):
         content = vars(value)
         for name, each in list(content.items()) if origin_of_module(value) == "user" else ():
             if not name.startswith("__") and is_simple(each):
-                self._visit_entry(f"{path}.{name}", content, name)
+                self._visit_entry(f"{path}.{name}", content, name, each)
 
 
 def _check_types(value: types.FunctionType) -> None:
