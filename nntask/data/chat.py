@@ -55,7 +55,7 @@ class ChatTemplate:
             self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
         except jinja2.TemplateError as error:
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise DataError(f"the chat template of {name} has a mistake{line}: {error}; correct it, or give another --chat-template FILE") from None
+            raise DataError(f"the chat template of {name} has an error{line}: {error}; correct it, or give another --chat-template FILE") from None
         self._of_tools = ChatTemplate(tools, name, words) if tools else None
 
     def set_date(self, now: datetime) -> None:
@@ -91,8 +91,8 @@ class ChatTemplate:
             return text, answers.spans(found.learnt, blocks)
         except Untold:
             raise DataError(
-                f"{line.where} has a conversation whose beginning the chat template of {self._name} writes otherwise when more follows, so "
-                "that its answers cannot be told; use a template with {% generation %} blocks, or one answer a line"
+                f"{line.where} has a conversation that the chat template of {self._name} writes differently once more messages follow, so "
+                "its answers cannot be located; use a template with {% generation %} blocks, or write one answer per line"
             ) from None
 
     def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowTally | None) -> None:

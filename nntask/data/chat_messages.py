@@ -69,7 +69,7 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
         try:
             given["tools"], tools_have_nulls = _without_nulls(given["tools"])
         except RecursionError:
-            raise DataError(f'{line.where} has "tools" that are nested too deeply; mend or remove the line') from None
+            raise DataError(f'{line.where} has "tools" that are nested too deeply; fix or remove the line') from None
         has_nulls |= tools_have_nulls
     return Conversation(found, messages, learnt, given, line.where, has_nulls)
 
@@ -84,9 +84,9 @@ def messages_of(line: Record) -> list[Mapping[str, Any]]:
     is_list = isinstance(found, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
     if not is_list or not found:
         shape = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; mend or remove the line')
+        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; fix or remove the line')
     if all(each["role"] != ASSISTANT for each in found):
-        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, and its answers are what is learnt; mend or remove the line")
+        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, whose answers are learnt; fix or remove the line")
     return list(found)
 
 
@@ -113,11 +113,11 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     if isinstance(content, list):
         if not all(map(_is_text, content)):
             shape = '{"type": "text", "text": "..."}'
-            raise DataError(f"{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
+            raise DataError(f"{where} has content that is not text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
         if "text" not in reads.names:  # the template would print the list in Python's syntax
             found["content"] = "".join(each["text"] for each in content)
     elif content is not None and not isinstance(content, str):
-        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; mend or remove the line')
+        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; fix or remove the line')
     if reads.takes_objects and isinstance(found.get("tool_calls"), list):
         found["tool_calls"] = [_with_object(each) for each in found["tool_calls"]]
     return found
@@ -161,7 +161,7 @@ def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
     if is_nothing(value):
         return None
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; mend the line')
+        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; fix the line')
     return value
 
 
@@ -200,7 +200,7 @@ def _variables(line: Record) -> dict[str, Any]:
     if is_nothing(value):
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}; mend the line')
+        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}; fix the line')
     if wrong := sorted(_VARIABLES & set(value)):
         raise DataError(f'{line.where} sets {wrong[0]} under "chat_template_kwargs", which is for other variables of the template; remove it')
     return dict(value)

@@ -31,7 +31,7 @@ from .sampler import Examples, Shuffled
 from .spec import SPLITS, DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, made_again, named_tokenizer, reads_bytes, tokenizer_key
+from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, rebuilt, named_tokenizer, reads_bytes, tokenizer_key
 from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
@@ -141,7 +141,7 @@ def _check_beside(spec: DataSpec) -> None:
     if named.exists() and beside.is_file() and not _is_same(load_tokenizer(named), load_tokenizer(beside)):
         raise UsageError(
             f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; train from weights that know the former, "
-            f"make {_train_bin(spec.path).name} again with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
+            f"rewrite {_train_bin(spec.path).name} with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
             f"or remove {beside} if it did not make the ids"
         )
 
@@ -334,7 +334,7 @@ def _kept_rows(path: Path, objective: Objective, name: str, report: Callable[[st
     try:
         return RowFile(path, NUM_FIELDS[objective.form], name)
     except DataError as error:
-        report(made_again(error))
+        report(rebuilt(error))
         return None
 
 

@@ -103,7 +103,7 @@ def _present(root: Path, names: Iterable[str], where: str) -> tuple[Path, ...]:
     """
     files = tuple(root / name for name in names)
     if lost := [file for file in files if not file.exists()]:
-        raise DataError(f"{lost[0]} in {where} is a link to nothing; mend or remove it")
+        raise DataError(f"{lost[0]} in {where} is a dangling link; fix or remove it")
     return files
 
 

@@ -19,7 +19,7 @@ from ..gguf.model_file import GgufModel, is_gguf, open_gguf
 from ..io.regular_file import read_bytes
 from .added_tokens import add_tokens
 from .rule_bounds import has_long_value, normalizer_of, sections_of, unbounded_model, unbounded_rule, without_rules
-from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, companions
+from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, read_companions
 from .token_rules import ConfinedRules, LocalRules, TokenRules
 from .tokenizer_keys import check_keys
 from .vocabulary_files import SENTENCE_PIECE, built, conversion, default_special, put_around, rule_of, vocabulary_of
@@ -36,7 +36,7 @@ class OpenedTokenizer:
         inner: `tokenizers.Tokenizer`, without its rules if they run in a sandboxed process.
         rules: rules of the tokenizer, which encode and decode.
         directory: directory of the tokenizer's files, or the GGUF file.
-        beside: companion files of the tokenizer.
+        companions: companion files of the tokenizer.
         notes: notes about settings in the files that are ignored, a sentence each.
         terms: cache key of all that determines the tokens besides the bytes of the tokenizer's file; "" if nothing does.
     """
@@ -44,7 +44,7 @@ class OpenedTokenizer:
     inner: Any
     rules: TokenRules
     directory: Path
-    beside: Companions
+    companions: Companions
     notes: tuple[str, ...]
     terms: str
 
@@ -77,8 +77,8 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
     if not have_tokenizers():
         raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
     directory = path if vocabulary else file.parent if inside is None else file
-    beside = companions(directory, has_template=has_template)
-    objects = beside.objects
+    companions = read_companions(directory, has_template=has_template)
+    objects = companions.objects
     rule = rule_of(path, objects) if vocabulary else None
     if rule is not None:
         config = {**objects.get(SPECIAL_TOKENS, {}), **objects.get(TOKENIZER_CONFIG, {})}
@@ -105,7 +105,7 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
     if dropout:
         notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)
     terms = "" if rule is None else hashlib.sha256(inner.to_str().encode()).hexdigest()
-    return OpenedTokenizer(inner, rules, directory, beside, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+    return OpenedTokenizer(inner, rules, directory, companions, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
 
 
 def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] | None, str]:

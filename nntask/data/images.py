@@ -271,7 +271,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
         files += found
         labels += [objective.labels.index(folder.name) if by_name else number] * len(found)
     if not files:
-        raise DataError(f"{flag} {root} has no image; give a directory with a folder of images a class")
+        raise DataError(f"{flag} {root} has no image; give a directory with a folder of images for each class")
     return files, np.array(labels, np.int32)
 
 
@@ -293,8 +293,8 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
                 images, labels = found["images"], found["labels"]
     except Exception as error:  # errors have many types: NumPy evaluates a header as Python, and decoders meet malformed data
         raise DataError(
-            f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
-            "with a folder a class"
+            f"{flag} {path} is not a file of images: {error}; give an .npz with images and labels, an .npy together with {beside.name}, or a "
+            "directory with a folder for each class"
         ) from None
     if images.dtype.kind not in "biuf":
         raise DataError(f"{flag} {path} must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them")
@@ -311,7 +311,7 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
     if not is_whole or len(wrong):
         got = f"{labels[wrong[0]]} for image {wrong[0]}" if is_whole else f"{labels.dtype}"
         raise DataError(
-            f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; mend them, or set num_labels in the config"
+            f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; fix them, or set num_labels in the config"
         )
     return images, labels.astype(np.int32)
 
@@ -328,7 +328,7 @@ def _check_head(path: Path) -> None:
     with os.fdopen(open_regular(path), "rb") as file:
         start, size = file.read(12), os.fstat(file.fileno()).st_size
     if start.startswith(b"\x93NUMPY") and start[6:7] != b"\x01" and int.from_bytes(start[8:12], "little") > size:
-        raise ValueError(f"its head claims {int.from_bytes(start[8:12], 'little')} bytes, and the file has {size}")
+        raise ValueError(f"its header claims {int.from_bytes(start[8:12], 'little')} bytes, and the file has {size}")
 
 
 def _check_unpacked(path: Path) -> None:

@@ -49,7 +49,7 @@ class Record:
             what = f"{type(value).__name__} there" if key in self.values else f"the keys {', '.join(self.values) or 'none'}"
             if hint := format_hint(self.values):
                 raise DataError(f'{self.where} must have a string under "{key}", got {hint}')
-            raise DataError(f'{self.where} must have a string under "{key}", got {what}; mend or remove the line')
+            raise DataError(f'{self.where} must have a string under "{key}", got {what}; fix or remove the line')
         return clean(value)
 
 
@@ -82,10 +82,10 @@ class JsonLines:
                 values = decoded(line)
             except ValueError as error:
                 _check_begin(line, where, number)
-                raise DataError(f"{where} is not JSON: {error}; mend or remove the line") from None
+                raise DataError(f"{where} is not JSON: {error}; fix or remove the line") from None
             if not isinstance(values, dict):
                 _check_begin(line, where, number)
-                raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; mend or remove the line')
+                raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; fix or remove the line')
             yield Record(values, where)
 
     @property
@@ -142,7 +142,7 @@ def _check_begin(line: str, where: str, number: int) -> None:
     if (not number or where.endswith(" line 1")) and (is_array or line.strip() == "{"):
         file = where.rpartition(" line ")[0]
         what, program = ("one array", ".[]") if is_array else ("objects over several lines", ".")
-        raise DataError(f"{file} holds {what} and not an object a line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
+        raise DataError(f"{file} holds {what} instead of an object per line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
 
 
 def _decoded(line: bytes, where: str, encoding: str) -> str:
@@ -154,7 +154,7 @@ def _decoded(line: bytes, where: str, encoding: str) -> str:
     try:
         return line.decode(encoding)
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; mend or remove the line") from None
+        raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; fix or remove the line") from None
 
 
 def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLines | None]:
@@ -179,9 +179,9 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         if train.is_empty:
             train = replace(train, split="all")
     if train.is_empty:
-        raise DataError(f"--dataset-path {path} has no line; give a file with an object a line")
+        raise DataError(f"--dataset-path {path} has no line; give a file with an object per line")
     if val_path and validation.is_empty:
-        raise DataError(f"--val-path {val_path} has no line; give a file with an object a line")
+        raise DataError(f"--val-path {val_path} has no line; give a file with an object per line")
     return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 

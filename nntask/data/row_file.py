@@ -68,7 +68,7 @@ class RowFile:
 
     @property
     def _advice(self) -> str:
-        return f"remove {self.path} to have it made again"
+        return f"remove {self.path}, and the next run rebuilds it"
 
     @property
     def num_sequences(self) -> int:
@@ -120,7 +120,7 @@ class RowFile:
             discard(self.path / name, self._open[name])
             raise DataError(
                 f"{self.path / name} changed since it was written: the bytes from {changed} have another checksum; "
-                "it is nntask's own cache, which the next run makes again"
+                "it is nntask's own cache, which the next run rebuilds"
             )
 
     def _read(self, name: str, dtype: np.dtype[Any], first: int, count: int) -> npt.NDArray[np.int64]:

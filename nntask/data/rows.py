@@ -155,5 +155,5 @@ def label_of(line: Record, objective: Objective) -> int:
     names = f" or one of {', '.join(objective.labels)}" if objective.labels else ""
     raise DataError(
         f'{line.where} must have a "label", a whole number from 0 to {objective.num_labels - 1}{names}, got {value!r}; '
-        "mend the line, or set num_labels in the config"
+        "fix the line, or set num_labels in the config"
     )

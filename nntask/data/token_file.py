@@ -42,7 +42,7 @@ _FEWEST: Final = 64
 _DISTINCT: Final = 8
 _SAMPLES: Final = 64
 _SAMPLE_NBYTES: Final = 64 << 10
-_MADE_AGAIN: Final = "it is nntask's own cache, which the next run makes again"
+_REBUILT: Final = "it is nntask's own cache, which the next run rebuilds"
 
 
 class TokenFile:
@@ -166,7 +166,7 @@ class TokenFile:
         if digits is None and not self._is_cache:
             return None
         if digits is None:
-            raise DataError(f"{self._where} has no checksums; {_MADE_AGAIN}")
+            raise DataError(f"{self._where} has no checksums; {_REBUILT}")
         try:
             return BlockChecksums(digits, nbytes)
         except ValueError as error:
@@ -188,11 +188,11 @@ class TokenFile:
 
     def _advice(self, owner: str) -> str:
         """Return the remedy for error messages: `owner` for a file of the user; a cached file needs none."""
-        return _MADE_AGAIN if self._is_cache else owner
+        return _REBUILT if self._is_cache else owner
 
     def _of_changes(self) -> str:
         return self._advice(
-            "copy it again, or make it again with nntask data prepare; if the change is wanted, "
+            "copy it again, or rewrite it with nntask data prepare; if the change is intended, "
             f'write {{"dtype": "{self.dtype.name}"}} to {_sidecar(self.path).name}'
         )
 
@@ -213,9 +213,9 @@ class TokenFile:
             raise DataError(f"{self.path} holds ids of eight bytes; write them as uint16 or uint32, for example with numpy.ndarray.astype")
         if size == 4:
             raise DataError(
-                f"{self.path} seems to hold ids of four bytes, for every second number of two bytes is below {self._high() + 1}, and no sidecar "
-                f'says of how many they are; write {{"dtype": "uint32"}} to {self.path.name}.json beside it, or {{"dtype": "uint16"}} '
-                "if its ids are of two"
+                f"{self.path} seems to hold ids of four bytes: every second number of two bytes is below {self._high() + 1}, and no sidecar "
+                f'declares their size; write {{"dtype": "uint32"}} to {self.path.name}.json in its directory, or {{"dtype": "uint16"}} '
+                "if its ids have two bytes"
             )
 
     def _high(self) -> int:
@@ -274,7 +274,7 @@ def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
     except FileNotFoundError:
         return None, None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {sidecar}: {error}; mend it, or remove it if the ids are uint16") from None
+        raise DataError(f"cannot read {sidecar}: {error}; fix it, or remove it if the ids are uint16") from None
     try:
         values = json.loads(text)
         dtype = DTYPES[values["dtype"]]

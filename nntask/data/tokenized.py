@@ -95,7 +95,7 @@ def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Ca
             reason = f"{cached} has no checksum"
         except (DataError, OSError, ValueError) as error:
             reason = f"{cached} cannot be used: {error}"
-        report(made_again(DataError(reason)))
+        report(rebuilt(DataError(reason)))
         _remove(directory)
     tokenizer = tokenizer_of(spec, corpus, report)
     with written_aside(cached) as new:
@@ -129,14 +129,14 @@ def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voc
         try:
             return TokenFile(path, vocab_size=vocab_size, name=name)
         except DataError as error:
-            report(made_again(error))
+            report(rebuilt(error))
     write_tokens(texts, path, tokenizer, vocab_size, report, f"of {name}")
     return TokenFile(path, vocab_size=vocab_size, name=name)
 
 
-def made_again(error: DataError) -> str:
+def rebuilt(error: DataError) -> str:
     """Return the report that a cached file cannot be used and is rebuilt."""
-    return f"{str(error).partition(';')[0]}; it is nntask's own cache and is made again"
+    return f"{str(error).partition(';')[0]}; it is nntask's own cache and is rebuilt"
 
 
 def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], about: str = "") -> int:

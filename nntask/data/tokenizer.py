@@ -140,7 +140,7 @@ class BpeTokenizer:
 
     Args:
         inner: a `tokenizers.Tokenizer`; without its rules if these run in a sandboxed process.
-        beside: companion files of the tokenizer; None for a tokenizer trained in this process.
+        companions: companion files of the tokenizer; None for a tokenizer trained in this process.
         rules: rules that encode and decode; None for the rules of `inner`.
         where: directory of the tokenizer, for error messages.
         notes: notes about settings in the tokenizer's files that are ignored, a sentence each.
@@ -156,7 +156,7 @@ class BpeTokenizer:
     def __init__(
         self,
         inner: Any,
-        beside: Companions | None = None,
+        companions: Companions | None = None,
         rules: TokenRules | None = None,
         *,
         where: object = "the tokenizer",
@@ -166,7 +166,7 @@ class BpeTokenizer:
         self.inner, self.notes, self.terms = inner, notes, terms
         self.rules = rules or LocalRules(inner, where)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids need not be consecutive
-        self.special = special_of(inner, beside or Companions())
+        self.special = special_of(inner, companions or Companions())
         self._where = where
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
@@ -207,7 +207,7 @@ class BpeTokenizer:
         """
         if not self.special.eos:
             raise DataError(
-                f"nothing at {self._where} says which token ends a text; put its model's tokenizer_config.json beside {TOKENIZER_FILE}, or "
+                f"no file at {self._where} declares the token that ends a text; copy its model's tokenizer_config.json next to {TOKENIZER_FILE}, or "
                 f'write one, for example {{"eos_token": "</s>"}} with a token that is there'
             )
         return self.special.eos[0]
@@ -253,7 +253,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) 
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
     found = open_tokenizer(Path(path), has_template=has_template)
-    return BpeTokenizer(found.inner, found.beside, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
+    return BpeTokenizer(found.inner, found.companions, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:
@@ -272,9 +272,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, 
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size - num_free <= _NUM_BYTES:
-        beside = f", {num_free} of them sentinels" if num_free else ""
+        sentinels = f", {num_free} of them sentinels" if num_free else ""
         raise DataError(
-            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{beside}, the model has {vocab_size}; "
+            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{sentinels}, the model has {vocab_size}; "
             f"raise vocab_size in the config{' or use --tokenizer bytes' if vocab_size >= _NUM_BYTES else ''}"
         )
     inner = Inner(models.BPE())

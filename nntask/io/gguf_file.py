@@ -140,7 +140,7 @@ class GgufFile:
         """Read the start of the header; return (number of tensors, number of keys)."""
         magic = cursor.take(4, "its first letters")
         if magic == _LFS:
-            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file that it stands for; fetch it with git lfs pull")
+            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file itself; fetch it with git lfs pull")
         if magic != MAGIC:
             raise cursor.broken(f"it begins with {magic!r} and not with {MAGIC!r}")
         version = cursor.scalar("I")
@@ -194,7 +194,7 @@ class GgufFile:
             if offset % alignment or start + nbytes > self._nbytes:
                 raise cursor.broken(
                     f"its tensor {name[:80]!r} claims bytes {start} to {start + nbytes} of {self._nbytes}, and must lie inside, "
-                    f"at a multiple of {alignment} behind {first}"
+                    f"at a multiple of {alignment} after {first}"
                 )
             if start < end:
                 raise cursor.broken(f"its tensor {name[:80]!r} begins at byte {start}, inside of {before}")

@@ -264,7 +264,7 @@ def test_a_link_to_nothing_is_named(tmp_path):
     """Among the files of a directory."""
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"b\.txt in --dataset-path .* is a link to nothing; mend or remove it"):
+    with pytest.raises(DataError, match=r"b\.txt in --dataset-path .* is a dangling link; fix or remove it"):
         open_dataset(DataSpec("text", str(tmp_path), tokenizer="bytes", vocab_size=300))
 
 

@@ -249,10 +249,10 @@ def test_the_tokenizers_own_template_and_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", "has a mistake"),
+        ("{% for %}", "has an error"),
         ("{{ raise_exception('roles must alternate') }}", "line 1 is not for the chat template of .*: roles must alternate"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "line 1 is not for the chat template of .*unsafe"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "writes otherwise when more follows"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "writes differently once more messages follow"),
         ("{{ messages[-1].content }}", "leaves out: 'be brief'"),
     ],
 )

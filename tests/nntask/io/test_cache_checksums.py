@@ -21,7 +21,7 @@ from nntask.data.token_file import write_sidecar
 from nntask.errors import DataError
 from nntask.io.block_checksums import BLOCK_NBYTES, BlockChecksums, block_checksums
 
-AGAIN = "it is nntask's own cache and is made again"
+AGAIN = "it is nntask's own cache and is rebuilt"
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_no_id_of_a_large_file_is_learnt_unread(tmp_path: Path) -> None:
     file = TokenFile(path, vocab_size=400, scan_nbytes=BLOCK_NBYTES, name="the texts")
     third = 3 * BLOCK_NBYTES // 2
     assert file.window(third - 40, 40).tolist() == ids[third - 40 : third].tolist()
-    with pytest.raises(DataError, match=rf"the ids from position {third} have another checksum; .* the next run makes again"):
+    with pytest.raises(DataError, match=rf"the ids from position {third} have another checksum; .* the next run rebuilds"):
         file.window(third - 40, 41)
     with pytest.raises(DataError, match="cannot read"):
         TokenFile(path, vocab_size=400, name="the texts")
@@ -177,7 +177,7 @@ def test_no_row_of_a_large_file_is_learnt_unread(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(row_module, "HEAD_NBYTES", 100)
     rows = RowFile(tmp_path / "rows", 2)
     assert rows.row(3)[0].tolist() == [3] * 1000
-    with pytest.raises(DataError, match=r"values.bin changed since it was written.* which the next run makes again"):
+    with pytest.raises(DataError, match=r"values.bin changed since it was written.* which the next run rebuilds"):
         rows.row(2 * BLOCK_NBYTES // 8000)
     with pytest.raises(DataError, match=r"cannot read .*rows: No such file"):
         RowFile(tmp_path / "rows", 2)
