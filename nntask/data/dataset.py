@@ -31,7 +31,7 @@ from .sampler import Examples, Shuffled
 from .spec import SPLITS, DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, rebuilt, named_tokenizer, reads_bytes, tokenizer_key
+from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, named_tokenizer, reads_bytes, rebuilt, tokenizer_key
 from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)

@@ -30,40 +30,7 @@ _BESIDES: Final = 48 << 20
 Floats = npt.NDArray[np.float32]
 
 
-class ImageSource:
-    """Interface of the images of one split.
-
-    Attributes:
-        path: file or directory of the images.
-        labels: (n,) int32, classes of the images.
-    """
-
-    path: Path
-    labels: npt.NDArray[np.int32]
-
-    @property
-    def name(self) -> str:
-        """Name of the images in messages."""
-        return str(self.path)
-
-    def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """Return the pixels of an image, (size, size, channels) in [-1, 1].
-
-        Args:
-            number: number of the image.
-            shape: shape of images that the model takes.
-
-        Raises:
-            DataError: the image cannot be read, or has invalid values.
-        """
-        raise NotImplementedError
-
-    def digest(self) -> str:
-        """Return a hash that identifies the images and their labels."""
-        raise NotImplementedError
-
-
-class ImageFolder(ImageSource):
+class ImageFolder:
     """Image files in a directory; images of another size are resized.
 
     Args:
@@ -73,10 +40,14 @@ class ImageFolder(ImageSource):
     """
 
     def __init__(self, path: Path, files: Sequence[Path], labels: npt.NDArray[np.int32]) -> None:
-        self.path, self._files, self.labels = path, files, labels
+        self.path, self.name, self._files, self.labels = path, str(path), files, labels
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """(size, size, channels) in [-1, 1]."""
+        """Return the pixels of image `number`, (size, size, channels) in [-1, 1].
+
+        Raises:
+            DataError: the image cannot be read.
+        """
         values = read_image(self._files[number], shape.size, shape.channels)
         return (values / np.float32(127.5) - np.float32(1)).astype(np.float32)
 
@@ -88,7 +59,7 @@ class ImageFolder(ImageSource):
         return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-class ImageArray(ImageSource):
+class ImageArray:
     """Images in a NumPy array, which may be a memory map.
 
     Args:
@@ -99,10 +70,14 @@ class ImageArray(ImageSource):
     """
 
     def __init__(self, path: Path, images: npt.NDArray[Any], labels: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> None:
-        self.path, self._images, self.labels, self._chosen = path, images, labels[chosen], chosen
+        self.path, self.name, self._images, self.labels, self._chosen = path, str(path), images, labels[chosen], chosen
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """(size, size, channels) in [-1, 1]."""
+        """Return the pixels of image `number`, (size, size, channels) in [-1, 1].
+
+        Raises:
+            DataError: the image has integers outside [0, 255].
+        """
         values = np.asarray(self._images[self._chosen[number]])
         if np.issubdtype(values.dtype, np.integer):
             if values.min() < 0 or values.max() > 255:
@@ -119,6 +94,10 @@ class ImageArray(ImageSource):
         for number in self._chosen:
             digest.update(np.ascontiguousarray(self._images[number]).tobytes())
         return digest.hexdigest()
+
+
+ImageSource = ImageFolder | ImageArray
+"""The images of one split."""
 
 
 class ImageRows:

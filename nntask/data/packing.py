@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .masking import MaskedWindows, Masking
 from .objectives import IGNORED
-from .sampler import Examples, too_few_tokens, windows_of
+from .sampler import Examples, Windows
 from .token_file import TokenFile
 
 
@@ -68,7 +68,7 @@ class PlacedTexts:
         return {**found, "positions": positions_in(found["documents"])}
 
 
-class SeparateWindows:
+class SeparateWindows(Windows):
     """Sequences of a token file for a model that predicts the next token, with the texts in a sequence kept apart.
 
     The token after the end of a text is not a target. If `begin` equals `end`, the one id between two texts is both the last target of the first text
@@ -84,24 +84,15 @@ class SeparateWindows:
     names: Sequence[str] = ("tokens", "targets", "documents", "factor")
 
     def __init__(self, file: TokenFile, length: int, begin: int, end: int) -> None:
-        self.file, self.name, self.length, self._begin, self._end = file, file.name, length, begin, end
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences."""
-        return self.file.num_sequences(self.length)
-
-    def too_few(self, batch: int) -> str:
-        """Return the error message for fewer sequences than `batch`."""
-        return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length + 1)
+        super().__init__(file, length)
+        self._begin, self._end = begin, end
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return tokens, targets and documents, (n, T) int32 each."""
-        rows = windows_of(self.file, numbers, self.length, self.length + 1)
-        tokens, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        found = super().arrays(numbers, epoch)
         if self._begin != self._end:
-            targets[tokens == self._end] = IGNORED
-        return {"tokens": tokens, "targets": targets, "documents": documents_of(tokens, self._begin, self._end)}
+            found["targets"][found["tokens"] == self._end] = IGNORED
+        return {**found, "documents": documents_of(found["tokens"], self._begin, self._end)}
 
 
 class SeparateMaskedWindows(MaskedWindows):

@@ -107,10 +107,6 @@ class TokenFile:
         self._check(ids, first)
         return ids.astype(np.int32)
 
-    def num_sequences(self, length: int) -> int:
-        """Return the number of whole sequences of `length` tokens whose shifted targets are also in the file."""
-        return max(self.num_tokens - 1, 0) // length
-
     def fingerprint(self) -> str:
         """Return a hash of the element type, the size, and the content: all of it up to 4 MiB, otherwise 64 evenly spaced windows of 64 KiB.
 
