@@ -30,7 +30,6 @@ from .batch import OF_BATCH, Batch
 
 Kind = Literal["causal", "masked", "seq2seq", "classify"]
 Form = Literal["stream", "chat", "pairs", "labels", "images"]
-KINDS: Final[tuple[Kind, ...]] = ("causal", "masked", "seq2seq", "classify")
 IGNORED: Final = -1
 """Target of a position that the loss ignores."""
 

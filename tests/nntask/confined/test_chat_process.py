@@ -16,7 +16,8 @@ from support.objective_data import CHATML, Learner, lines_in, opened
 
 from nntask import DataError, ProcessUnavailable
 from nntask.config.settings import DataSettings
-from nntask.data import ChatSource, ChatTemplate
+from nntask.data import ChatSource
+from nntask.data.chat import ChatTemplate
 from nntask.data.chat_blocks import FIXED
 from nntask.data.chat_process import LONGEST, ChatProcess
 from nntask.data.json_lines import Record

@@ -131,7 +131,9 @@ def test_reasoning(tmp_path: Path) -> None:
     other = chat_tokenizer(tmp_path / "other", DEEPSEEK)
     _, answers = check(other, {"messages": [TALK[0], thought, *TALK[2:]]})
     assert answers == ["\n\na cat<|eot_id|>", "yes<|eot_id|>"]
-    with pytest.raises(DataError, match='has "reasoning_content" in a message, the reasoning of the assistant before its answer, and the chat template'):
+    with pytest.raises(
+        DataError, match='has "reasoning_content" in a message, the reasoning of the assistant before its answer, and the chat template'
+    ):
         parts_of(other, {"messages": [TALK[0], {**TALK[1], "reasoning_content": "it purrs"}]})
 
 

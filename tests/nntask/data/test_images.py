@@ -11,10 +11,11 @@ import pytest
 from support.objective_data import ImageLearner, opened
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, Dataset, in_order
+from nntask.data import BatchStream, Dataset
 from nntask.data.image_file import read_image
 from nntask.data.images import ImageRows, patches
 from nntask.data.objectives import ImageShape
+from nntask.data.sampler import in_order
 from nntask.errors import DataError
 
 

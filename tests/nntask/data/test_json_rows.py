@@ -12,10 +12,12 @@ from support.chat_templates import template_of
 from support.objective_data import CHATML, TEXTS, Learner, lines_in, opened, tokenizer_in
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, ByteTokenizer, ChatSource, Dataset, in_order, load_tokenizer
+from nntask.data import BatchStream, ChatSource, Dataset, load_tokenizer
 from nntask.data.chat import ChatTemplate
 from nntask.data.encoding import RowEncoder
 from nntask.data.json_lines import JsonLines, Record, json_lines
+from nntask.data.sampler import in_order
+from nntask.data.tokenizer import ByteTokenizer
 from nntask.errors import DataError
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})

@@ -20,9 +20,9 @@ from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, NntaskError, UsageError
 from nntask.export import Conversion, Convertible
 from nntask.export import write_gguf as export_gguf
-from nntask.gguf import open_gguf
 from nntask.gguf.architectures import ARCHITECTURES, architecture_for
 from nntask.gguf.config_keys import config_from, metadata_of
+from nntask.gguf.model_file import open_gguf
 from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.pretrained import ModelSource
 from nntask.models.qwen import FULL, SLIDING

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, StorageError
-from nntask.gguf import open_gguf
 from nntask.gguf.config_keys import config_from
+from nntask.gguf.model_file import open_gguf
 from nntask.gguf.vocabulary import UntranslatedError, files_from, tokenizer_from
 from nntask.gguf.vocabulary_keys import keys_of
 from nntask.inference.pretrained import ModelSource

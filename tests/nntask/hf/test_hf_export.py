@@ -14,8 +14,8 @@ from support.gpt2_oracle import random_config
 from support.model_directories import CUTS, HUGE, saved, weights
 from support.tokenizers_of_others import BEGIN, END, TURN, llama3
 
-from nntask.data import ByteTokenizer, load_tokenizer
-from nntask.data.tokenizer import train_bpe
+from nntask.data import load_tokenizer
+from nntask.data.tokenizer import ByteTokenizer, train_bpe
 from nntask.errors import UsageError
 from nntask.export.huggingface import export
 from nntask.models.gpt2 import GPT2
