@@ -24,15 +24,15 @@ from ..checkpoints.store import Checkpoint
 from ..config.units import format_size
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
-from ..errors import Diverged, DoesNotFit, UsageError
+from ..errors import DoesNotFit, UsageError
 from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
 from ..io.block_ranges import BlockRange, turned
-from ..io.finite import first_not_finite
 from ..io.strided_ranges import FileRange, Rows
 from ..models.registry import build
 from ..tiling.model_tiling import ModelTiling
+from .huggingface import as_stored
 from .merged_weights import Weight, weights_of
 
 TYPES: Final = ("q8_0", "q4_0", "f16", "bf16", "f32")
@@ -234,6 +234,8 @@ def copy_weights(
         blocks: the same name -> range of the bytes (out, bytes of a row), for the matrices that keep their blocks.
         kinds: the same name -> new type, for messages and bounds.
         asked: options, with the memory for windows.
+
+    Raises:
         DoesNotFit: a row of the widest weight needs more memory.
         Diverged: a weight is not finite.
         UsageError: a weight is too large for its new type.
@@ -278,12 +280,7 @@ def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[
         Diverged: a value is not finite.
         UsageError: a value is too large for the type.
     """
-    with np.errstate(over="ignore"):
-        values: np.ndarray[Any, Any] = piece.astype(dtype, copy=False)
-    if first_not_finite(values) is not None:
-        if first_not_finite(piece) is None:
-            raise UsageError(f"{name} holds values too large for {kind or dtype.name}; use --type bf16 or f32")
-        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint, or another file")
+    values = as_stored(name, piece, dtype, shown=kind, advice="use --type bf16 or f32")
     if kind in _LARGEST_SCALED and max(-values.min(), values.max()) > _LARGEST_SCALED[kind]:
         raise UsageError(f"{name} holds values too large for a scale of {kind}; let it stay: --keep {name}")
     return values

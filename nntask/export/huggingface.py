@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,10 @@ _OURS: Final = re.compile(
 )
 """Names of the files that save_pretrained of transformers or this module writes."""
 _KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
+
+
+_METADATA: Final = {"format": "pt"}
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
     return write_directory(path, write)
 
 
-def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
+def write_directory(path: Path, write: Callable[[Path], Done]) -> Done:
     """Let `write` fill a new directory, which gets the name `path` when it is complete (`nntask.io.atomic_write`).
 
     Raises:
@@ -175,7 +179,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     ranges: dict[str, FileRange] = {}
     shards = _shards(shapes, kind, shard_nbytes)
     for name, members in shards.items():
-        ranges.update(new_file(directory / name, members, kind))
+        ranges.update(new_file(directory / name, {name: (shape, kind) for name, shape in members.items()}))
     if len(shards) > 1:
         write_json(directory / INDEX, _index(shards, shapes, kind))
     layout = FileLayout(ranges)
@@ -208,21 +212,25 @@ def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[
     return {"metadata": {"total_size": total}, "weight_map": {name: file for file, members in shards.items() for name in members}}
 
 
-def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
+def new_file(
+    path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], metadata: Mapping[str, str] | None = None
+) -> dict[str, FileRange]:
     """Create a safetensors file with its header and its final size, and return the byte range of each tensor, to be written by the caller.
+
+    Args:
+        path: the file.
+        tensors: name -> (shape, element type).
+        metadata: metadata of the header, in addition to the format that transformers expects.
 
     Raises:
         OSError: the file exists, or the disk is full or failed.
     """
-    header, spans = header_of({name: (shape, kind) for name, shape in shapes.items()}, {"format": "pt"})
+    header, spans = header_of(tensors, {**_METADATA, **(metadata or {})})
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.pwrite(file.fd, header, 0)
-    ranges = {}
-    for name, shape in shapes.items():
-        first, last = spans[name]
-        ranges[name] = FileRange(file, kind, len(header) + first, shape, strides_of(shape, kind))
-        os.ftruncate(file.fd, len(header) + last)
-    return ranges
+    os.ftruncate(file.fd, len(header) + max(last for _, last in spans.values()))
+    begins = {name: len(header) + first for name, (first, _) in spans.items()}
+    return {name: FileRange(file, kind, begins[name], shape, strides_of(shape, kind)) for name, (shape, kind) in tensors.items()}
 
 
 def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
@@ -235,19 +243,28 @@ def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, 
         yield window, piece
 
 
-def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
+def as_stored(
+    name: str, piece: npt.NDArray[Any], kind: np.dtype[Any], *, shown: str = "", advice: str = "use --dtype bf16 or fp32"
+) -> npt.NDArray[Any]:
     """Return values of the weight `name`, converted to the element type `kind`.
+
+    Args:
+        name: name of the weight.
+        piece: values.
+        kind: element type.
+        shown: name of the type in error messages; "" for that of `kind`.
+        advice: remedy for values that are too large.
 
     Raises:
         Diverged: a value is not finite.
         UsageError: a weight is too large for the new type.
     """
     with np.errstate(over="ignore"):
-        values: npt.NDArray[Any] = piece.astype(kind)
+        values: npt.NDArray[Any] = piece.astype(kind, copy=False)
     if first_not_finite(values) is not None:
         if first_not_finite(piece) is None:
-            raise UsageError(f"{name} holds values too large for {kind.name}; use --dtype bf16 or fp32")
-        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint")
+            raise UsageError(f"{name} holds values too large for {shown or kind.name}; {advice}")
+        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint, or another model")
     return values
 
 

@@ -21,8 +21,7 @@ from tiles import BlockFormat
 from ..errors import DataError
 from ..io.gguf_file import MAGIC, SUFFIX
 from ..io.regular_file import open_regular
-from ..io.strided_ranges import FileRange
-from ..io.translated_files import read_all
+from ..io.strided_ranges import FileRange, is_equal, read_all
 from .architectures import ALL_FACTORS, ARCHITECTURES, EMBEDDING, HEAD
 from .config_keys import config_from
 from .metadata_keys import check_kind, unread_of_others
@@ -211,13 +210,5 @@ def _repeats_embedding(shards: Shards) -> bool:
     if HEAD not in shards.tensors or EMBEDDING not in shards.tensors:
         return False
     (ours, head), (theirs, embedding) = shards.tensors[HEAD], shards.tensors[EMBEDDING]
-    if (head.type, head.shape) != (embedding.type, embedding.shape):
-        return False
-    left, right = np.empty((2, _AT_ONCE), np.uint8)
-    for first in range(0, head.nbytes, _AT_ONCE):
-        count = min(_AT_ONCE, head.nbytes - first)
-        read_all(ours, left[:count].data, head.offset + first)
-        read_all(theirs, right[:count].data, embedding.offset + first)
-        if not np.array_equal(left[:count], right[:count]):
-            return False
-    return True
+    ranges = (FileRange(file, np.dtype(np.uint8), each.offset, (each.nbytes,), (1,)) for file, each in ((ours, head), (theirs, embedding)))
+    return (head.type, head.shape) == (embedding.type, embedding.shape) and is_equal(*ranges)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tiles import BLOCK_FORMATS, ENCODED_FORMATS, BlockFormat, block_format
+from tiles import BLOCK_FORMATS, BlockFormat
 
 from ..errors import DataError
 from ..io.gguf_file import TensorType
@@ -118,17 +118,10 @@ class LocatedTensor:
         return PairedRows(self.file, self.offset, self._row_nbytes, rows), 0
 
     def _decoded(self, file: ByteFile, offset: int) -> DecodedBlocks:
-        kind, known = self.type, BLOCK_FORMATS.get(self.type.name.lower())
+        known = BLOCK_FORMATS.get(self.type.name.lower())
         if known is not None:
-            return DecodedBlocks(
-                file,
-                offset,
-                kind.block_values,
-                kind.block_bytes,
-                lambda raw: block_format.decode(raw, known),
-                (lambda some: block_format.encode(some, known)) if known.name in ENCODED_FORMATS else None,
-            )
-        return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, self._foreign())
+            return DecodedBlocks.of(file, offset, known)
+        return DecodedBlocks(file, offset, self.type.block_values, self.type.block_bytes, self._foreign())
 
     def _foreign(self) -> Callable[[Array], Array]:
         """Return the decoder of a type that the gguf package knows.

@@ -25,7 +25,7 @@ from ..gguf.model_file import is_gguf, open_gguf
 from ..io.block_ranges import BlockRange, formats_in, turned
 from ..io.regular_file import read_text
 from ..io.safetensors_file import STORAGE, TensorFile
-from ..io.strided_ranges import FileRange, windows
+from ..io.strided_ranges import FileRange, is_equal
 from ..io.terminal_text import python_command, python_text
 from ..io.tile_sources import Stored, TileSource
 from ..models.config_checks import check_num_weights, config_values
@@ -190,7 +190,7 @@ class ModelDirectory:
             raise DataError(self._lacking(missing, expected, shapes))
         self._check_elements(shapes)
         for tied, name in ties.items():
-            if tied in theirs and tied not in self.config.names.spare and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
+            if tied in theirs and tied not in self.config.names.spare and not is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
                 raise DataError(
                     f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
                     f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'
@@ -373,15 +373,3 @@ def _files(path: Path) -> dict[str, set[str] | None]:
             )
         raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
     return indexed_files(path)
-
-
-def _is_equal(one: FileRange, other: FileRange) -> bool:
-    """Return whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
-    for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
-        left, right = one[window], other[window]
-        ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)
-        left.read(ours)
-        right.read(theirs)
-        if not np.array_equal(ours, theirs):
-            return False
-    return True

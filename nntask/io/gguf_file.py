@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import StorageError
-from .strided_ranges import OpenFile
+from .strided_ranges import OpenFile, read_all
 
 SUFFIX: Final = ".gguf"
 _LFS: Final = b"vers"
@@ -299,10 +299,5 @@ class _Cursor:
 
     def _read(self, count: int) -> bytes:
         found = bytearray(count)
-        done = 0
-        while done < count:
-            more = self._file.read_at(memoryview(found)[done:], self.offset + done)
-            if more == 0:
-                raise self.broken("it became shorter while it was read")
-            done += more
+        read_all(self._file, memoryview(found), self.offset)
         return bytes(found)

@@ -121,6 +121,33 @@ class OpenFile:
         self.close()
 
 
+def read_all(file: ByteFile, out: memoryview, offset: int) -> None:
+    """Fill all of `out` with bytes of the file, starting at `offset`.
+
+    Raises:
+        StorageError: the file cannot be read, or ends too early.
+    """
+    _transfer_all(file.read_at, out, offset, file.path)
+
+
+def write_all(file: ByteFile, values: memoryview, offset: int) -> None:
+    """Write all of `values` to the file, starting at `offset`.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    _transfer_all(file.write_at, values, offset, file.path)
+
+
+def _transfer_all(call: Callable[[memoryview, int], int], raw: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(raw):
+        count = call(raw[done:], offset + done)
+        if count == 0:
+            raise StorageError(f"{path} has become shorter since it was opened; copy it again and start anew")
+        done += count
+
+
 def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Return the strides of a C-contiguous array, in bytes."""
     return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -250,12 +277,8 @@ class FileRange:
         raw = array.reshape(-1).view(np.uint8).data
         done = 0
         for offset, nbytes in self._runs():
-            end = done + nbytes
-            while done < end:
-                count = call(raw[done:end], offset + nbytes - (end - done))
-                if count == 0:
-                    raise StorageError(f"{self.file.path} has become shorter since it was opened; copy it again and start anew")
-                done += count
+            _transfer_all(call, raw[done : done + nbytes], offset, self.file.path)
+            done += nbytes
 
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Yield (offset, size) in bytes of each contiguous run, in the order of the axes."""
@@ -264,6 +287,18 @@ class FileRange:
             nbytes *= self.shape[axes.pop()]
         for index in itertools.product(*(range(self.shape[axis]) for axis in axes)):
             yield self.offset + sum(i * self.strides[axis] for i, axis in zip(index, axes, strict=True)), nbytes
+
+
+def is_equal(one: FileRange, other: FileRange) -> bool:
+    """Return whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
+    for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
+        left, right = one[window], other[window]
+        ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)
+        left.read(ours)
+        right.read(theirs)
+        if not np.array_equal(ours, theirs):
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
