@@ -319,11 +319,7 @@ def _point_latest(run: Path, final: Path) -> None:
 
 
 def _check_is_own(run: Path, final: Path, step: int) -> None:
-    """Check that an existing directory of a step to save holds the checkpoint of that step.
-
-    Raises:
-        StorageError: the directory holds something else.
-    """
+    """Raise StorageError unless an existing directory of a step to save holds the checkpoint of that step."""
     try:
         find_checkpoint(final)
     except DataError as error:

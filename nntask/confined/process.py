@@ -186,11 +186,7 @@ class ConfinedProcess:
         return facts
 
     def _start_again(self) -> None:
-        """Replace a process that has ended. If that fails, the reason goes to the log only, since clients may be remote.
-
-        Raises:
-            ProcessUnavailable: the process does not start, or has been closed.
-        """
+        """Replace a process that has ended, or raise ProcessUnavailable. The reason goes to the log only, since clients may be remote."""
         self._end()
         if self._is_closed:
             raise ProcessUnavailable(self._closed)
@@ -352,11 +348,7 @@ class _Pipes:
 
 
 def _answer_of(kind: str, value: Any, request: ConfinedRequest) -> Any:
-    """Return the value of an answer.
-
-    Raises:
-        DataError: the service has refused the request or failed at it.
-    """
+    """Return the value of an answer; raise DataError if the service has refused the request or failed at it."""
     if kind == "answer":
         return value
     if kind == "refused":

@@ -1,7 +1,6 @@
 from .batch import Batch, Cursor
-from .chat import ChatSource
 from .chat_process import ChatProcess
-from .chat_source import template_notes
+from .chat_source import ChatSource, template_notes
 from .dataset import Dataset, open_dataset
 from .foreign_tokenizer import TOKENIZER_FILE
 from .hub import WIKITEXT

@@ -67,23 +67,15 @@ def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
     try:
         found = yaml.safe_load(head.group(1))
     except yaml.YAMLError as error:
-        raise DataError(f"the card {path} does not begin with valid YAML: {_one_line(error)}; fix it, or name the files") from None
+        raise DataError(f"the card {path} does not begin with valid YAML: {' '.join(str(error).split())}; fix it, or name the files") from None
     configs = found.get("configs") if isinstance(found, dict) else None
     if not isinstance(configs, list):
         raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}; fix it, or name the files")
     return tuple(_config(each, path) for each in configs)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _config(entry: Any, path: str) -> CardConfig:
-    """Return the config of one entry of ``configs``.
-
-    Raises:
-        DataError: the `datasets` package would not accept the entry, or it names files on other machines.
-    """
+    """Return the config of an entry of ``configs``; raise DataError for an entry that `datasets` would refuse, or that names files elsewhere."""
     wrong = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path, got {str(entry)[:120]}"
     if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
         raise DataError(f"{wrong}; fix it, or name the files")

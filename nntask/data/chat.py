@@ -16,12 +16,9 @@ from typing import Any, Final
 from ..errors import DataError
 from .chat_answers import Answers, Untold
 from .chat_messages import ASSISTANT, MESSAGES, Conversation, conversation_of, names_of, plain_message, text_of
-from .chat_source import ChatSource
 from .json_lines import Record
 from .row_counts import RowTally
 from .row_keys import ROW_KEYS, is_nothing
-
-__all__ = ["MESSAGES", "ChatSource", "ChatTemplate"]
 
 _WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
@@ -47,10 +44,10 @@ class ChatTemplate:
             raise DataError(f"the chat template of {name} needs the jinja2 package; pip install -e '.[text]'")
         import jinja2
 
-        from .chat_blocks import environment, reads_of
+        from .chat_blocks import ChatEnvironment, reads_of
 
         self._name, self._words = name, words
-        self._marks = environment()
+        self._marks = ChatEnvironment()
         try:
             self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
         except jinja2.TemplateError as error:
@@ -96,11 +93,7 @@ class ChatTemplate:
             ) from None
 
     def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowTally | None) -> None:
-        """Check that the text contains the whole conversation, and count the answers that the template changes.
-
-        Raises:
-            DataError: the template leaves out a message, tools or documents, or a key of a message that must be written.
-        """
+        """Count the answers that the template changes; raise DataError if the text lacks a message, tools, documents or a required key."""
         for name in ("tools", "documents"):
             if found.given[name] is not None and self._render(found.messages, found.where, given={**found.given, name: None})[0] == text:
                 raise DataError(
@@ -128,11 +121,7 @@ class ChatTemplate:
                 counts.add("answers_changed", changed)
 
     def _check_keys(self, found: Conversation, at: int, text: str) -> None:
-        """Check that the template writes all keys of message `at` that must be written.
-
-        Raises:
-            DataError: the template ignores a key.
-        """
+        """Check that the template writes all keys of message `at` that must be written; raise DataError if the template ignores a key."""
         for key in _WRITTEN & found.said[at].keys():
             names = names_of(key)
             if is_nothing(found.said[at][key]) or names & self._reads.names:

@@ -119,11 +119,6 @@ def _is_arguments(node: jinja2.nodes.Node) -> bool:
     return isinstance(node, jinja2.nodes.Name) and node.name == "arguments"
 
 
-def environment() -> ChatEnvironment:
-    """Return a new environment."""
-    return ChatEnvironment()
-
-
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:

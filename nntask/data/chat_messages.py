@@ -149,11 +149,7 @@ def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
 
 
 def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
-    """Return the list of objects under a key, decoded if it is a JSON string; None for an empty value.
-
-    Raises:
-        DataError: the value is not a list of objects.
-    """
+    """Return the list of objects under a key, decoded from a JSON string if necessary; None if it is empty; raise DataError for any other value."""
     value = line.values.get(name)
     if isinstance(value, str) and value.strip():
         with contextlib.suppress(ValueError, RecursionError):
@@ -191,11 +187,7 @@ def _has_null_arguments(message: Mapping[str, Any]) -> bool:
 
 
 def _variables(line: Record) -> dict[str, Any]:
-    """Return the template variables that ``chat_template_kwargs`` sets.
-
-    Raises:
-        DataError: the value is not an object, or sets one of `_VARIABLES`.
-    """
+    """Return the variables that ``chat_template_kwargs`` sets; raise DataError unless it is an object that sets none of `_VARIABLES`."""
     value = line.values.get("chat_template_kwargs")
     if is_nothing(value):
         return {}

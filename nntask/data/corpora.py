@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ..errors import DataError
 from .directories import DataFiles, data_files, scored_files, walk
@@ -33,6 +33,7 @@ _MACHINE_ONLY: Final = ("config-", "pydoc_data/")
 """Folders to skip: their sources depend on this machine's build, or are already included as topics."""
 _LINES: Final = (".jsonl", ".ndjson")
 _TOPICS: Final = "pydoc/"
+_SPLITS: Final[tuple[Literal["train", "validation"], ...]] = ("train", "validation")
 
 
 def stdlib_corpus(select: int = -1) -> Corpus:
@@ -110,18 +111,14 @@ def _held_out(found: DataFiles, files: Sequence[Path], select: int, texts: Texts
         split = _split(corpus.name, whole[:select] if select > 0 else whole)
         return replace(corpus, train=split.train, validation=split.validation)
     held = frozenset(_split(corpus.name, [*in_files(texts)]).validation)
-    train, validation = Texts([_kept(each, held) for each in texts.innermost()]), Texts([_held(each, held) for each in texts.innermost()])
+    train, validation = (Texts([_part(each, held, split) for each in texts.innermost()]) for split in _SPLITS)
     if not len(train):
         train, validation = texts, Texts(())
     return replace(corpus, train=_first(train, select), validation=validation if len(validation) else ())
 
 
-def _kept(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
-    return texts.of("train") if isinstance(texts, TableTexts) else tuple(text for text in texts if text not in held)
-
-
-def _held(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
-    return texts.of("validation") if isinstance(texts, TableTexts) else tuple(text for text in texts if text in held)
+def _part(texts: Collection[Text], held: frozenset[Text], split: Literal["train", "validation"]) -> Collection[Text]:
+    return texts.of(split) if isinstance(texts, TableTexts) else tuple(text for text in texts if (text in held) == (split == "validation"))
 
 
 def _texts(found: DataFiles, files: Sequence[Path], split: str) -> tuple[Texts, RowCounts]:
@@ -145,22 +142,14 @@ def _first(texts: Texts, select: int) -> Collection[Text]:
 
 
 def _check_rows(texts: Texts, rows: RowCounts, where: str) -> None:
-    """Check that there is at least one text.
-
-    Raises:
-        DataError: the files are tables without rows, or with empty rows only.
-    """
+    """Check that there is at least one text; raise DataError if the files are tables without rows, or with empty rows only."""
     if not len(texts):
         what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
         raise DataError(f"{where} holds no text: {what}; give rows with a text")
 
 
 def _filled(files: Sequence[Path], where: str) -> tuple[list[Path], tuple[Finding, ...]]:
-    """Return the files that are not empty, and a finding about the empty ones.
-
-    Raises:
-        DataError: all files are empty, or pyarrow is needed and missing.
-    """
+    """Return the files that are not empty, and a finding about the others; raise DataError if all are empty, or pyarrow is needed and missing."""
     filled = [file for file in files if file.stat().st_size > 0]
     if not filled:
         raise DataError(f"{where} holds no text; give a text file or a directory of text files that are not empty")

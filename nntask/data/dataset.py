@@ -339,11 +339,7 @@ def _kept_rows(path: Path, objective: Objective, name: str, report: Callable[[st
 
 
 def _template_key(spec: DataSpec) -> str:
-    """Return the cache key of the chat template in use, which comes from a file or from the tokenizer; "" for other data.
-
-    Raises:
-        DataError: there is no template.
-    """
+    """Return the cache key of the chat template in use, "" for data without one; raise DataError if conversations have no template."""
     if spec.objective.form != "chat":
         return ""
     tokenizer = named_tokenizer(spec) if spec.tokenizer_path else ByteTokenizer()  # a tokenizer trained here has no template either

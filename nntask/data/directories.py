@@ -96,11 +96,7 @@ def scored_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows:
 
 
 def _present(root: Path, names: Iterable[str], where: str) -> tuple[Path, ...]:
-    """Return the paths of files, after checking that they exist.
-
-    Raises:
-        DataError: a file is a dangling link.
-    """
+    """Return the paths of files, after checking that they exist; raise DataError if a file is a dangling link."""
     files = tuple(root / name for name in names)
     if lost := [file for file in files if not file.exists()]:
         raise DataError(f"{lost[0]} in {where} is a dangling link; fix or remove it")

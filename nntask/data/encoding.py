@@ -30,17 +30,13 @@ class RowEncoder:
 
     def text(self, text: str, limit: int) -> Ids:
         """Return the (n,) ids of a text, with n at most `limit`."""
-        return self.pair(text, None, limit)[0]
+        return self.row(text, None, limit)[0]
 
-    def pair(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
-        """Return the (n,) ids of a text or pair, with n at most `limit`, and the type of each: 0 in the first text, 1 in the second.
+    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
+        """Return the (n,) ids of a text or pair, with n at most `limit`; the type of each, 0 or 1 for the second text; and whether a text was cut.
 
         The longer text is cut first.
         """
-        return self.row(first, second, limit)[:2]
-
-    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
-        """Return the ids and types of `pair`, and whether a text was cut."""
         if self._rules is None or self._end:
             return self._plain(first, second, limit)
         return self._rules.row(first, second, limit)

@@ -22,7 +22,7 @@ from .rule_bounds import has_long_value, normalizer_of, sections_of, unbounded_m
 from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, read_companions
 from .token_rules import ConfinedRules, LocalRules, TokenRules
 from .tokenizer_keys import check_keys
-from .vocabulary_files import SENTENCE_PIECE, built, conversion, default_special, put_around, rule_of, vocabulary_of
+from .vocabulary_files import SENTENCE_PIECE, SPECIAL, built, conversion, put_around, rule_of, vocabulary_of
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _POINTER: Final = b"version https://git-lfs"
@@ -90,7 +90,7 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
         inner.model.dropout = None
     inner.no_truncation()
     inner.no_padding()
-    added = add_tokens(inner, objects, str(directory), {} if rule is None else default_special(rule))
+    added = add_tokens(inner, objects, str(directory), {} if rule is None else SPECIAL[rule])
     if rule is not None:
         put_around(inner, rule, config)
     is_split = objects.get(TOKENIZER_CONFIG, {}).get("split_special_tokens") is True

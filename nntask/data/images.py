@@ -311,11 +311,7 @@ def _check_head(path: Path) -> None:
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that an archive does not unpack to far more than its size, since all of it is held in memory.
-
-    Raises:
-        ValueError: it unpacks to far more.
-    """
+    """Raise ValueError if an archive, all of which is held in memory, unpacks to far more than its size."""
     with zipfile.ZipFile(path) as archive:
         nbytes = sum(member.file_size for member in archive.infolist())
     if nbytes > _PER_BYTE * path.stat().st_size + _BESIDES:

@@ -146,11 +146,7 @@ def _check_begin(line: str, where: str, number: int) -> None:
 
 
 def _decoded(line: bytes, where: str, encoding: str) -> str:
-    """Return the text of a line.
-
-    Raises:
-        DataError: the line is not UTF-8.
-    """
+    """Return the text of a line; raise DataError if the line is not UTF-8."""
     try:
         return line.decode(encoding)
     except UnicodeDecodeError as error:
@@ -171,7 +167,7 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         DataError: there is no such file, or the files have no lines.
     """
     files = line_files(path)
-    scored = scored_lines(val_path).train if val_path else files.validation
+    scored = line_files(val_path, "--val-path").train if val_path else files.validation
     if scored:
         train, validation = JsonLines(files.train, select=select), JsonLines(scored)
     else:
@@ -185,25 +181,13 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
     return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 
-def line_files(path: str) -> DataFiles:
-    """Return the files of JSON lines that --dataset-path names, by split.
+def line_files(path: str, flag: Literal["--dataset-path", "--val-path"] = "--dataset-path") -> DataFiles:
+    """Return the files of JSON lines that a flag names: by split for --dataset-path, those for validation for --val-path.
 
     Raises:
-        DataError: there is no such file, or the layout of the directory does not determine the training files.
+        DataError: there is no such file, or the layout of the directory does not determine the files.
     """
-    return _with_some(data_files(path, "--dataset-path", _has_lines, _has_lines), path, "--dataset-path")
-
-
-def scored_lines(path: str) -> DataFiles:
-    """Return the files of JSON lines that --val-path names.
-
-    Raises:
-        DataError: see `line_files`.
-    """
-    return _with_some(scored_files(path, "--val-path", _has_lines, _has_lines), path, "--val-path")
-
-
-def _with_some(found: DataFiles, path: str, flag: str) -> DataFiles:
+    found = (scored_files if flag == "--val-path" else data_files)(path, flag, _has_lines, _has_lines)
     if not found.train:
         raise DataError(f"{flag} {path} has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file")
     return found
@@ -274,11 +258,7 @@ class LineTexts(RowTexts):
 
 
 def _text_of(record: Record) -> str:
-    """Return the text of a line, unchanged; "" for null.
-
-    Raises:
-        DataError: the line has no text.
-    """
+    """Return the text of a line, unchanged; "" for null; raise DataError if the line has no text."""
     value = record.values.get(_TEXT, 0)
     return "" if value is None else value if isinstance(value, str) else record.text(_TEXT)
 
@@ -319,5 +299,5 @@ def _check_filled(texts: LineTexts, where: str) -> None:
 
 def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
     """Return a report of the files used for each split, a sentence for each path, and findings about files left out."""
-    files = [line_files(path), *([scored_lines(val_path)] if val_path else ())]
+    files = [line_files(path), *([line_files(val_path, "--val-path")] if val_path else ())]
     return tuple(each.sentence for each in files if each.sentence), tuple(finding for each in files for finding in each.findings)

@@ -107,12 +107,7 @@ class RowFile:
             self._compare(name, 0, min(size, HEAD_NBYTES))
 
     def _compare(self, name: str, begin: int, end: int) -> None:
-        """Verify the checksums of the bytes [begin, end) of a file.
-
-        Raises:
-            OSError: the file cannot be read.
-            DataError: the bytes have changed since they were written.
-        """
+        """Verify the checksums of the bytes [begin, end) of a file; raise DataError if they have changed since they were written."""
         if name not in self._checksums:
             return
         changed = self._checksums[name].first_changed(self._open[name], begin, end)

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from .rule_bounds import sections_of
+from .rule_bounds import sections_of, steps
 from .split_rules import GPT_2, splits
-from .tokenizer_keys import steps
 
 Kind = Literal["space", "line"]
 _LETTER: Final = (
@@ -57,7 +56,7 @@ class Seams:
     def of(cls, inner: Any) -> Seams:
         """Return the finder of seams for a `tokenizers.Tokenizer`."""
         sections = sections_of(inner)
-        normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
+        normalizers, splitters = steps(sections["normalizer"]), steps(sections["pre_tokenizer"])
         kinds = [kind for kind in _SEAMS if _is_seam(kind, normalizers, splitters, inner)]
         if not kinds:
             return cls(None, False)
@@ -120,7 +119,7 @@ def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:
     return tuple(found)
 
 
-def _is_seam(kind: Kind, normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], inner: Any) -> bool:
+def _is_seam(kind: Kind, normalizers: list[Mapping[str, Any]], splitters: list[Mapping[str, Any]], inner: Any) -> bool:
     """Return whether candidates of a kind are seams."""
     if not all(_normalizes_apart(kind, step, normalizers) for step in normalizers):
         return False
@@ -139,7 +138,7 @@ def _replaces_space(step: Mapping[str, Any]) -> bool:
     return bool(step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _METASPACE)
 
 
-def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[dict[str, Any]]) -> bool:
+def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[Mapping[str, Any]]) -> bool:
     """Return whether a normalizer gives the same result for the two sides of a seam separately as for the whole text.
 
     Args:

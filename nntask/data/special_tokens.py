@@ -89,7 +89,7 @@ def read_companions(directory: Path, *, has_template: bool = False) -> Companion
     if is_gguf(directory):
         files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
         return Companions(files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")})
-    objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if name.endswith(".json") and (directory / name).is_file()}
     for name, content in objects.items():
         try:
             json.dumps(content, ensure_ascii=False).encode()
@@ -144,10 +144,6 @@ def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping
     entries = [{"name": name, "template": template} for name, template in named.items()]
     about = {**objects.get(TOKENIZER_CONFIG, {}), "chat_template": entries}
     return {TOKENIZER_CONFIG: json.dumps(about, indent=2, ensure_ascii=False) + "\n", CHAT_TEMPLATE: ""}
-
-
-def _is_json(file: Path) -> bool:
-    return file.suffix == ".json" and file.is_file()
 
 
 def _text(file: Path) -> str:

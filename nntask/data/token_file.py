@@ -154,11 +154,7 @@ class TokenFile:
         return np.frombuffer(data, self.dtype)
 
     def _checksums_of(self, digits: Any, nbytes: int) -> BlockChecksums | None:
-        """Return the checksums of a file of `nbytes` bytes; None if its sidecar has none.
-
-        Raises:
-            DataError: a cached file has no checksums, or the checksums do not fit the file's size.
-        """
+        """Return the checksums of a file, None if its sidecar has none; raise DataError if they do not fit its size, or a cached file has none."""
         if digits is None and not self._is_cache:
             return None
         if digits is None:
@@ -258,11 +254,7 @@ def _sidecar(path: Path) -> Path:
 
 
 def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
-    """Return the element type and the checksums from the sidecar of `path`; None for each that is missing.
-
-    Raises:
-        DataError: the sidecar cannot be read or is damaged.
-    """
+    """Return the element type and the checksums from the sidecar of `path`, None for each that is missing; raise DataError if it is damaged."""
     sidecar = _sidecar(path)
     try:
         nbytes = path.stat().st_size if path.is_file() else 0

@@ -172,11 +172,7 @@ def cut_lengths(first: int, second: int, most: int) -> tuple[int, int]:
 
 @contextmanager
 def _panics(where: object) -> Iterator[None]:
-    """Turn a panic of the `tokenizers` package, which is not an `Exception`, into an error about the text.
-
-    Raises:
-        DataError: the package panicked within the block.
-    """
+    """Turn a panic of the `tokenizers` package, which is not an `Exception`, into a `DataError` about the text."""
     try:
         yield
     except BaseException as error:

@@ -178,11 +178,7 @@ def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voca
 
 
 def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replaced) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the token ids of a text, chunk by chunk.
-
-    Raises:
-        DataError: a token is outside the model's vocabulary.
-    """
+    """Yield the token ids of a text, chunk by chunk; raise DataError if a token is outside the model's vocabulary."""
     num_lines = 0
     for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
         if len(ids) and int(ids.max()) >= vocab_size:

@@ -24,7 +24,7 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
 """Rule -> names of its tokenizer classes, and the model_type of configs that name no class."""
 _QWEN_2: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _END: Final = "<|endoftext|>"
-_SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
+SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt2": dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END),
     "roberta": {
         **{"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"},
@@ -48,11 +48,6 @@ def conversion(directory: Path) -> str:
     """Return the shell command that writes a tokenizer.json for a directory with a tokenizer of another kind."""
     literal = python_text(directory)
     return python_command(f"from transformers import AutoTokenizer as A; A.from_pretrained({literal}).save_pretrained({literal})")
-
-
-def default_special(rule: str) -> Mapping[str, str]:
-    """Return role -> default special token for the tokenizers of a rule."""
-    return _SPECIAL[rule]
 
 
 def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
@@ -159,4 +154,4 @@ def put_around(inner: Any, rule: str, config: Mapping[str, Any]) -> None:
 def _word(config: Mapping[str, Any], key: str, rule: str) -> str:
     """Return the special token of a role, or else the rule's default."""
     value = config.get(key)
-    return str(value.get("content") if isinstance(value, Mapping) else value or _SPECIAL[rule].get(key, _END))
+    return str(value.get("content") if isinstance(value, Mapping) else value or SPECIAL[rule].get(key, _END))

@@ -186,11 +186,7 @@ def staying(source: Convertible, kinds: Mapping[str, str]) -> list[str]:
 
 
 def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]) -> None:
-    """Check that no matrix in blocks gets blocks of more bits, which would only store the rounded values in more bytes.
-
-    Raises:
-        UsageError: a matrix would.
-    """
+    """Raise UsageError if blocks would become blocks of more bits, which store the rounded values in more bytes."""
 
     def nbytes(kind: str) -> float:
         return BLOCK_FORMATS[kind].block_bytes / BLOCK_FORMATS[kind].block_values
@@ -254,11 +250,7 @@ def copy_weights(
 
 
 def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iterator[tuple[slice, ...]]:
-    """Yield windows of whole rows in the order of the file, so that blocks are whole.
-
-    Raises:
-        DoesNotFit: a row needs more than the budget.
-    """
+    """Yield windows of whole rows in the order of the file, so that blocks are whole; raise DoesNotFit if a row needs more than the budget."""
     shape = target.shape
     axis = target.order[0] if isinstance(target, FileRange) else 0
     row = prod(shape) // shape[axis] * max(itemsize, target.dtype.itemsize)
@@ -274,12 +266,7 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
 
 
 def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return values of a weight in the element type of their range.
-
-    Raises:
-        Diverged: a value is not finite.
-        UsageError: a value is too large for the type.
-    """
+    """Return values of a weight in the element type of their range; raise Diverged or UsageError if one is not finite or too large."""
     values = as_stored(name, piece, dtype, shown=kind, advice="use --type bf16 or f32")
     if kind in _LARGEST_SCALED and max(-values.min(), values.max()) > _LARGEST_SCALED[kind]:
         raise UsageError(f"{name} holds values too large for a scale of {kind}; let it stay: --keep {name}")

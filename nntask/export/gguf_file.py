@@ -87,11 +87,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
 
 
 def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture and the metadata of a model's config.
-
-    Raises:
-        UsageError: the family has no architecture, or its keys cannot express the config.
-    """
+    """Return the architecture and the metadata of a model's config; raise UsageError if GGUF cannot express it."""
     config = source.config
     architecture = architecture_for(config.model_type)
     if architecture is None:

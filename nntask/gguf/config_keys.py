@@ -88,11 +88,7 @@ def config_from(
 
 
 def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: str, source: str) -> None:
-    """Check that the sizes of a config agree with the tensors, before memory is taken for these sizes.
-
-    Raises:
-        StorageError: a size differs.
-    """
+    """Check that the sizes of a config agree with the tensors, before memory is taken for these sizes; raise StorageError if a size differs."""
     heads, width = values.get("num_attention_heads", values.get("n_head")), values.get("hidden_size", values.get("n_embd"))
     shared, size = values.get("num_key_value_heads", heads), values.get("head_dim")
     if not all(type(each) is int and 0 < each < 1 << 31 for each in (heads, width, shared)):

@@ -192,11 +192,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def _factors(shards: Shards, name: str) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor of factors of rotary frequencies.
-
-    Raises:
-        DataError: the values are not 32-bit floats, which llama.cpp computes with, or there are too many.
-    """
+    """Return the values of a tensor of rotary factors; raise DataError unless they are few and fp32, in which llama.cpp computes."""
     file, entry = shards.tensors[name]
     if entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
         raise DataError(f"{name} in {file.path} must be F32, at most 1 MiB, got {entry.type.name} of {entry.nbytes} bytes; convert the model again")

@@ -124,11 +124,7 @@ class LocatedTensor:
         return DecodedBlocks(file, offset, self.type.block_values, self.type.block_bytes, self._foreign())
 
     def _foreign(self) -> Callable[[Array], Array]:
-        """Return the decoder of a type that the gguf package knows.
-
-        Raises:
-            DataError: the package does not know it, or is not installed.
-        """
+        """Return the decoder of a type that the gguf package knows; raise DataError if the package does not know it, or is not installed."""
         ours = ", ".join(dict.fromkeys((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS))))
         if importlib.util.find_spec("gguf") is None:
             raise DataError(

@@ -214,11 +214,7 @@ class ModelDirectory:
         return f"{self.path} has no head: it ends where a {kind} would have {missing[0]}{more}; use the directory of a {kind}{other}"
 
     def _check_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every tensor belongs to the model, is not empty, and has a floating-point type.
-
-        Raises:
-            DataError: a tensor breaks one of these rules.
-        """
+        """Raise DataError if a tensor does not belong to the model, is empty, or has a type that is not floating-point."""
         if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
             shape = self.ranges[empty[0]].shape
             raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
@@ -351,11 +347,7 @@ def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tupl
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:
-    """Return file name -> names of the tensors that the index assigns to the file; None without an index.
-
-    Raises:
-        DataError: the directory has no safetensors files, or index and files disagree.
-    """
+    """Return file name -> names of its tensors in the index, None without one; raise DataError if files are missing or disagree with it."""
     if not (path / INDEX).exists():
         if (path / SINGLE).exists():
             return {SINGLE: None}

@@ -177,12 +177,7 @@ def fingerprint_of(path: str | os.PathLike[str]) -> str:
 
 
 def _check_finite(name: str, tensor: TileTensor, rows: np.ndarray[Any, Any]) -> None:
-    """Check rows of a tensor, already in the element type of the file, for NaN and infinity.
-
-    Raises:
-        Diverged: the tensor holds a value that is not finite.
-        UsageError: the tensor is finite, and a value overflows the element type of the file.
-    """
+    """Raise Diverged if rows, in the element type of the file, have NaN or infinity; UsageError if only that type is too small for them."""
     if first_not_finite(rows) is not None:
         if rows.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
             raise UsageError(f"{name} holds values too large for {rows.dtype.name}; store it as bf16 or fp32")
@@ -331,11 +326,7 @@ class TensorFile:
         return TensorEntry(dtype, shape, first, last)
 
     def _check_spans(self, nbytes: int) -> None:
-        """Check that the tensors fill the `nbytes` bytes of data without gaps or overlaps, as the format requires.
-
-        Raises:
-            DataError: there is a gap or an overlap.
-        """
+        """Raise DataError unless the tensors fill the `nbytes` bytes of data without gaps or overlaps, as the format requires."""
         end = 0
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].first, item[1].last)):
             if entry.first != end:
@@ -349,11 +340,7 @@ class TensorFile:
 
 
 def _refuse_pickle(path: Path, start: bytes) -> None:
-    """Refuse a PyTorch checkpoint (a zip archive, or a file that starts with a pickle protocol opcode): loading one would run code from it.
-
-    Raises:
-        DataError: the file is a PyTorch checkpoint.
-    """
+    """Raise DataError for a PyTorch checkpoint (a zip archive, or the opcode of a pickle protocol): loading one would run code from it."""
     is_header = start[8:9] == b"{"  # the first 8 bytes are a length, which may look like the start of a pickle
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and not is_header):
         converted = path.with_suffix(".safetensors")

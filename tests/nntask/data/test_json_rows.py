@@ -134,7 +134,7 @@ def test_rows_are_cut_as_transformers_cuts_them(bert: str) -> None:
     for first in (0, 1, 4, 9, 30):
         for second in (None, 1, 5, 30):
             one, two = " ".join(["dog"] * first), None if second is None else " ".join(["cat"] * second)
-            ids, _ = encoder.pair(one, two, 12)
+            ids, *_ = encoder.row(one, two, 12)
             expected = theirs(one, two, truncation=True, max_length=12)["input_ids"]
             assert len(ids) == len(expected) <= 12
             if second != first:

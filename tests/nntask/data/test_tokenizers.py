@@ -67,9 +67,7 @@ def test_an_end_that_is_not_known_is_asked_for(tmp_path, monkeypatch):
     np.zeros(50, np.uint16).tofile(tmp_path / "train.bin")
     text = DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(path), vocab_size=300)
     for spec in (text, DataSpec("train.bin", str(tmp_path), tokenizer_path=str(path), vocab_size=300)):
-        with pytest.raises(
-            DataError, match=r'declares the token that ends a text; copy its model\'s .* \{"eos_token": "</s>"\}'
-        ):
+        with pytest.raises(DataError, match=r'declares the token that ends a text; copy its model\'s .* \{"eos_token": "</s>"\}'):
             open_dataset(spec)
     write(path, "tokenizer_config.json", eos_token="<|whatever|>")
     assert open_dataset(text).train.window(2, 1) == [256]
