@@ -22,6 +22,8 @@ from .row_keys import ROW_KEYS, is_nothing
 
 _WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
+IMPORTED: Final = ("nntask.data.chat_blocks", "jinja2.constants", "jinja2.debug", "textwrap", "encodings.unicode_escape")
+"""Modules that `ChatService` imports lazily."""
 ROW_ADVICE: Final = "correct or remove the line, or correct the template"
 """End of messages about rows that a template refuses or that take too much."""
 
@@ -164,3 +166,44 @@ class ChatTemplate:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
             raise DataError(f"{where} is not for the chat template of {self._name}: {what}; {advice}") from None
+
+
+class ChatService:
+    """A service that renders conversations with one compiled template.
+
+    Args:
+        content: arguments of `ChatTemplate`, by name.
+
+    Raises:
+        DataError: Jinja2 is missing, or the template has an error.
+    """
+
+    facts: Any = None
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._name = content["name"]
+        self._template = ChatTemplate(content["source"], self._name, content["words"], content["tools"])
+
+    def __call__(self, content: dict[str, Any]) -> Any:
+        """Return the text of a prompt, or the text, answers and counts of a row.
+
+        Raises:
+            DataError: the template refuses the conversation, or writes too much.
+        """
+        where, most = content["where"], content["most"]
+        if "row" not in content:
+            self._template.set_date(datetime.fromisoformat(content["now"]))
+            return self._checked(self._template.prompt(content["messages"], where), where, most, "change the messages")
+        counts = RowTally()
+        text, answers = self._template.rendered(Record(content["row"], where), counts)
+        return self._checked(text, where, most, ROW_ADVICE), answers, counts.numbers, counts.unknown
+
+    def _checked(self, text: str, where: str, most: int, advice: str) -> str:
+        if len(text) > most:
+            what = f"{where} is not for the chat template of {self._name}, which writes {len(text):,} characters of at most {most:,}"
+            raise DataError(f"{what}; {advice}")
+        return text
+
+
+SERVICE: Final = ChatService
+"""Service in the process of `ChatProcess`."""

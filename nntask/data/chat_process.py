@@ -71,7 +71,7 @@ class ChatProcess:
         content = {"source": source.source, "name": source.name, "words": dict(source.words), "tools": source.tools}
         limits = RequestLimits(cpu_seconds, _NBYTES, _JSON_A_CHARACTER * _LONGEST_ERROR)
         opening = ConfinedRequest(json.dumps(content), limits, f"the chat template of {source.name}", "name another with --chat-template FILE")
-        self._process = ConfinedProcess("nntask.data.chat_service", opening, name="the process that renders conversations", closed=_CLOSED)
+        self._process = ConfinedProcess("nntask.data.chat", opening, name="the process that renders conversations", closed=_CLOSED)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text of a conversation up to the beginning of the assistant's next answer.

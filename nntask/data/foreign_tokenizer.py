@@ -65,18 +65,10 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
     opened = open_gguf(path) if is_gguf(path) else None
-    if opened is not None and opened.untranslated:
-        raise DataError(f"the tokenizer in {path} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
-    inside = None if opened is None else opened.files.get(TOKENIZER_FILE)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     vocabulary = vocabulary_of(path) if path.is_dir() and not file.is_file() else ()
-    if not vocabulary and (not file.is_file() or (inside is None and opened is not None)):
-        if (path / SENTENCE_PIECE).is_file():
-            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}; write one with: {conversion(path)}")
-        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
-    if not have_tokenizers():
-        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
-    directory = path if vocabulary else file.parent if inside is None else file
+    _check_there(path, file, opened, has_vocabulary=bool(vocabulary))
+    directory = path if vocabulary else file.parent if opened is None else file
     companions = read_companions(directory, has_template=has_template)
     objects = companions.objects
     rule = rule_of(path, objects) if vocabulary else None
@@ -106,6 +98,18 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
         notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)
     terms = "" if rule is None else hashlib.sha256(inner.to_str().encode()).hexdigest()
     return OpenedTokenizer(inner, rules, directory, companions, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+
+
+def _check_there(path: Path, file: Path, opened: GgufModel | None, *, has_vocabulary: bool) -> None:
+    """Raise DataError if there is no tokenizer to read, or its package is not installed."""
+    if opened is not None and opened.untranslated:
+        raise DataError(f"the tokenizer in {path} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
+    if not has_vocabulary and (not file.is_file() or (opened is not None and TOKENIZER_FILE not in opened.files)):
+        if (path / SENTENCE_PIECE).is_file():
+            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}; write one with: {conversion(path)}")
+        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
+    if not have_tokenizers():
+        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
 
 
 def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] | None, str]:

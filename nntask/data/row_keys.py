@@ -52,23 +52,12 @@ _PROVENANCE: Final = {
 }
 _MEDIA: Final = _all("refused", "a text model reads no media", "image", "images", "video", "videos", "audio", "audios", "files")
 _WEIGHTS: Final = _all(
-    "refused",
-    "all rows count alike; write a row more than once",
-    "weight",
-    "sample_weight",
-    "loss_weight",
-    "loss_scale",
-    "importance",
-    usual=1,
+    "refused", "all rows count alike; write a row more than once", "weight", "sample_weight", "loss_weight", "loss_scale", "importance", usual=1
 )
 _PREFERENCES: Final = _all(
     "refused",
     "preferences are not learnt; keep the better answer as the conversation",
-    "chosen",
-    "rejected",
-    "rejected_response",
-    "kto_tag",
-    "margin",
+    *("chosen", "rejected", "rejected_response", "kto_tag", "margin"),
 )
 
 _IDS: Final = {

@@ -23,8 +23,9 @@ import numpy.typing as npt
 from ..errors import DataError
 from ..io.atomic_write import written_aside
 from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums, discard
-from ..io.regular_file import open_regular, read_text
+from ..io.regular_file import read_text
 from ..io.sealed_json import SEAL, sealed, unsealed
+from ..io.strided_ranges import OpenFile
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
@@ -68,7 +69,6 @@ class TokenFile:
     def __init__(
         self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES, flag: str = "--dataset-path", name: str = ""
     ) -> None:
-        self._fd = -1
         self.path, self.name = Path(path), name or str(path)
         self._where = f"{path} (cached tokens of {name})" if name else str(path)
         self.vocab_size = vocab_size
@@ -76,8 +76,8 @@ class TokenFile:
         given, digits = _sidecar_of(self.path)
         self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
-            self._fd = open_regular(self.path)
-            nbytes = os.fstat(self._fd).st_size
+            self._file = OpenFile(self.path)
+            nbytes = os.fstat(self._file.fd).st_size
         except OSError as error:
             raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
         if nbytes == 0:
@@ -127,12 +127,7 @@ class TokenFile:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.close()
+        self._file.close()
 
     def _compared(self, first: int, count: int) -> npt.NDArray[Any]:
         """Return the tokens [first, first + count), after verifying their checksums."""
@@ -144,7 +139,7 @@ class TokenFile:
         data = b""
         while len(data) < count * size:
             try:
-                piece = os.pread(self._fd, count * size - len(data), first * size + len(data))
+                piece = os.pread(self._file.fd, count * size - len(data), first * size + len(data))
             except OSError as error:
                 raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
             if not piece:
@@ -169,13 +164,13 @@ class TokenFile:
         if self._checksums is None:
             return
         try:
-            changed = self._checksums.first_changed(self._fd, begin, end)
+            changed = self._checksums.first_changed(self._file.fd, begin, end)
         except OSError as error:
             raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
         if changed is not None:
             first = changed // self.dtype.itemsize
             if self._is_cache:
-                discard(self.path, self._fd)
+                discard(self.path, self._file.fd)
             raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum; {self._of_changes()}")
 
     def _advice(self, owner: str) -> str:
@@ -190,7 +185,7 @@ class TokenFile:
 
     def _check_format(self, nbytes: int) -> None:
         """Check that a file of `nbytes` bytes has no header, and that its ids are not longer than its element type."""
-        head = os.pread(self._fd, _CHUNK_NBYTES, 0)
+        head = os.pread(self._file.fd, _CHUNK_NBYTES, 0)
         number = int.from_bytes(head[:4], "little")
         if number in _LLM_C and nbytes >= _LLM_C_NBYTES:
             also = "" if _LLM_C[number] == "uint16" else ' and write {"dtype": "uint32"} to new.bin.json'

@@ -17,6 +17,8 @@ from ..confined.process import Allowance, ConfinedProcess, ConfinedRequest, Requ
 from ..errors import DataError
 from .rule_bounds import sections_of, with_rules
 
+IMPORTED: Final = ("tokenizers",)
+"""Modules that `TokenService` imports lazily."""
 Ids = npt.NDArray[np.int32]
 Offsets = Sequence[tuple[int, int]]
 
@@ -111,7 +113,7 @@ class ConfinedRules:
         limits = _OPENING.limits(len(self.content.encode()))
         request = json.dumps({"content": self.content, "where": str(where), "ignores_special": bool(tokens.encode_special_tokens)})
         opening = ConfinedRequest(request, limits, f"the tokenizer in {where}", "name another with --tokenizer-path DIR")
-        self._process = ConfinedProcess("nntask.data.token_service", opening, name="the process that encodes texts", closed=_CLOSED)
+        self._process = ConfinedProcess(__name__, opening, name="the process that encodes texts", closed=_CLOSED)
         self._sections: Mapping[str, Any] = self._process.facts[2]
 
     @property
@@ -179,3 +181,51 @@ def _panics(where: object) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise DataError(f"the tokenizer in {where} fails at a text ({str(error)[:100]}); change the text, or name another tokenizer") from None
+
+
+class TokenService:
+    """A service that encodes and decodes with one tokenizer.
+
+    Args:
+        content: three values: the tokenizer.json as text under "content"; the location of its file, for messages, under "where"; and whether special
+            tokens in texts are encoded as ordinary text, under "ignores_special".
+
+    Attributes:
+        facts: three values: the number of ids that the template puts around a text, the number for a pair, and the sections of the rules.
+
+    Raises:
+        DataError: the tokenizer is broken.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        import tokenizers
+
+        try:
+            inner = tokenizers.Tokenizer.from_str(content["content"])
+        except Exception as error:  # the package raises bare Exception for any broken file
+            raise DataError(f"the tokenizer is broken: {error}") from None
+        inner.encode_special_tokens = content["ignores_special"]
+        self._rules = LocalRules(inner, content["where"])
+        self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True), self._rules.sections]
+
+    def __call__(self, content: tuple[str, list[Any]]) -> Any:
+        """Call a method of `LocalRules`, and return its result with arrays as lists.
+
+        Args:
+            content: name of the method, and its arguments.
+
+        Raises:
+            DataError: the rules fail for a text.
+        """
+        method, arguments = content
+        if method == "encode":
+            text, special = arguments
+            return self._rules.encode([text], special=special)[0].tolist()
+        if method not in ("row", "with_offsets", "around", "decode"):
+            raise ValueError(method)
+        found = getattr(self._rules, method)(*arguments)
+        return [each.tolist() if isinstance(each, np.ndarray) else each for each in found] if isinstance(found, tuple) else found
+
+
+SERVICE: Final = TokenService
+"""Service in the process of `ConfinedRules`."""

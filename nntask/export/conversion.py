@@ -25,7 +25,6 @@ from ..config.units import format_size
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DoesNotFit, UsageError
-from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
 from ..io.block_ranges import BlockRange, turned
@@ -271,14 +270,3 @@ def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[
     if kind in _LARGEST_SCALED and max(-values.min(), values.max()) > _LARGEST_SCALED[kind]:
         raise UsageError(f"{name} holds values too large for a scale of {kind}; let it stay: --keep {name}")
     return values
-
-
-def check_apart(path: Path, source: Path) -> None:
-    """Check that a target is not the source, nor in it or around it.
-
-    Raises:
-        UsageError: the target is one of these.
-    """
-    ours, theirs = path.resolve(), source.resolve()
-    if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
-        raise UsageError(f"{path} is, holds or lies in {source}, which is the source; name another place")

@@ -29,7 +29,8 @@ from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
 from ..models.registry import config_from_dict
 from ..models.same_model import differing_keys, is_same_model
-from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of, staying
+from .conversion import Conversion, Converted, Convertible, copy_weights, kinds_of, staying
+from .huggingface import check_apart
 
 _STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
 

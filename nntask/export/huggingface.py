@@ -24,6 +24,7 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
+from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, shapes_of
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, SINGLE
 from ..hf.shard_index import INDEX
@@ -76,15 +77,27 @@ def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
         UsageError: `path` exists and `force` is false, it holds files that are not of an exported model, it overlaps the checkpoint or the frozen
             base weights of its adapters, or it cannot be written.
     """
-    ours, target = source.path.resolve(), path.resolve()
-    if target == ours or target in ours.parents or ours in target.parents:
-        raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
+    check_apart(path, source.path, "the checkpoint that is exported")
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: a path that does not exist is protected as well
     if base is not None and base.path:
-        needed = Path(base.path).resolve()
-        if target == needed or target in needed.parents or needed in target.parents:
-            raise UsageError(f"{path} holds, or lies in, the frozen weights {base.path} of the adapters; name another directory")
+        check_apart(path, Path(base.path), "the frozen weights of the adapters")
     check_replaceable(path, force=force)
+
+
+def check_apart(path: Path, source: Path, what: str = "the source") -> None:
+    """Check that a target is not a file or directory that is read, nor in it or around it.
+
+    Args:
+        path: target.
+        source: file or directory that is read.
+        what: noun phrase for `source` in the error message.
+
+    Raises:
+        UsageError: the target is one of these.
+    """
+    ours, theirs = path.resolve(), source.resolve()
+    if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
+        raise UsageError(f"{path} is, holds or lies in {source}, which is {what}; name another place")
 
 
 def check_replaceable(path: Path, *, force: bool) -> None:

@@ -17,8 +17,8 @@ from ..hf.model_directory import CONFIG, SINGLE
 from ..io.block_ranges import QUANTISED
 from ..io.strided_ranges import FileRange, strides_of
 from ..io.translated_files import DecodedBlocks
-from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, is_turned, kinds_of, staying
-from .huggingface import check_replaceable, new_file, write_directory, write_json, write_tokenizer
+from .conversion import Conversion, Converted, Convertible, copy_weights, is_turned, kinds_of, staying
+from .huggingface import check_apart, check_replaceable, new_file, write_directory, write_json, write_tokenizer
 
 _TYPES: Final = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 _FP32: Final = np.dtype(np.float32)

@@ -213,11 +213,10 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._fd = -1
         try:
-            self._fd = open_regular(self.path)
-            nbytes = os.fstat(self._fd).st_size
-            start = os.pread(self._fd, 9, 0)
+            self._file = OpenFile(self.path)
+            nbytes = os.fstat(self._file.fd).st_size
+            start = os.pread(self._file.fd, 9, 0)
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}; give an existing safetensors file") from None
         _refuse_pickle(self.path, start)
@@ -225,7 +224,7 @@ class TensorFile:
         if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
             raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
         try:
-            header = decoded_header(os.pread(self._fd, length, 8))
+            header = decoded_header(os.pread(self._file.fd, length, 8))
             if len(header) > _MOST_TENSORS:
                 raise ValueError(f"it names {len(header)} tensors, and there may be {_MOST_TENSORS}")
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
@@ -239,17 +238,12 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()
 
     def check(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], *, exact: bool) -> None:
@@ -288,7 +282,7 @@ class TensorFile:
             raw = rows.reshape(-1).view(np.uint8).data
             done = 0
             while done < len(raw):
-                count = os.preadv(self._fd, [raw[done:]], offset + done)
+                count = os.preadv(self._file.fd, [raw[done:]], offset + done)
                 if count == 0:
                     raise self._corrupt("it became shorter while it was read")
                 done += count
@@ -300,15 +294,15 @@ class TensorFile:
 
     def fingerprint(self) -> str:
         """Return the fingerprint of this file; see `fingerprint_of`."""
-        checksum = zlib.crc32(os.pread(self._fd, self._data, 0))
+        checksum = zlib.crc32(os.pread(self._file.fd, self._data, 0))
         for entry in self.entries.values():
             for first in (entry.first, (entry.first + entry.last) // 2, max(entry.first, entry.last - _SAMPLE)):
-                checksum = zlib.crc32(os.pread(self._fd, min(_SAMPLE, entry.last - first), self._data + first), checksum)
-        return f"{os.fstat(self._fd).st_size}-{checksum:08x}"
+                checksum = zlib.crc32(os.pread(self._file.fd, min(_SAMPLE, entry.last - first), self._data + first), checksum)
+        return f"{os.fstat(self._file.fd).st_size}-{checksum:08x}"
 
     def ranges(self) -> dict[str, FileRange]:
         """Return name -> byte range of each tensor; the ranges can still be read after this object is closed."""
-        file = OpenFile(self.path, fd=os.dup(self._fd))
+        file = OpenFile(self.path, fd=os.dup(self._file.fd))
         return {name: FileRange(file, e.dtype, self._data + e.first, e.shape, strides_of(e.shape, e.dtype)) for name, e in self.entries.items()}
 
     def _entry(self, name: str, value: Mapping[str, Any], available: int) -> TensorEntry:

@@ -155,15 +155,15 @@ def test_a_disk_that_fails_ends_the_reading_in_a_sentence(tmp_path: Path) -> Non
     try:
         for is_written in (True, False):
             rows = RowFile(tmp_path / "rows", 2, "the rows", is_written=is_written)
-            for fd in rows._open.values():
-                os.dup2(folder, fd)
+            for file in rows._open.values():
+                os.dup2(folder, file.fd)
             with pytest.raises(DataError, match=r"cannot read .*\(cached rows of the rows\): Is a directory; remove"):
                 rows.row(3)
         path = tmp_path / "train.bin"
         path.write_bytes(bytes(2 * BLOCK_NBYTES))
         write_sidecar(path, path, np.dtype("<u2"))
         file = TokenFile(path, vocab_size=400, scan_nbytes=1, name="the texts")
-        os.dup2(folder, file._fd)
+        os.dup2(folder, file._file.fd)
         with pytest.raises(DataError, match="Is a directory; it is nntask's own cache"):
             file.window(BLOCK_NBYTES // 2, 5)
     finally:
