@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ..errors import DataError
 from ..io.regular_file import read_text
@@ -16,8 +16,6 @@ from .tokenizer import ByteTokenizer, Tokenizer
 
 _TOOL_USE: Final = "tool_use"
 _DIFFER: Final = "differ"
-
-AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ def templates_of(files: Mapping[str, str]) -> dict[str, str]:
     return {str(each.get("name")): each["template"] for each in entries if isinstance(each.get("template"), str)}
 
 
-def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
+def with_template(tokenizer: Tokenizer, file: str) -> Tokenizer:
     """Return a copy of a tokenizer that has the template in a file as its own, so that saving the tokenizer saves the template.
 
     Args:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ..errors import DataError
-from .directories import DataFiles, data_files, scored_files, walk
+from .directories import DataFiles, data_files, names_below, scored_files
 from .findings import Finding, no_validation
 from .objectives import Objective
 from .opening import inner_suffix
@@ -47,7 +47,7 @@ def stdlib_corpus(select: int = -1) -> Corpus:
     texts = [Text(_TOPICS + name, None, content.strip() + "\n") for name, content in sorted(topics.topics.items())]
     texts.append(Text(_TOPICS + "builtins", None, _builtin_docs()))
     root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [Text(str(path.relative_to(root).as_posix()), path) for path in walk(root, ".py", _SKIPPED)]
+    sources = [Text(name, root / name) for name in names_below(root, _SKIPPED) if name.endswith(".py")]
     texts += sorted((s for s in sources if not s.name.startswith(_MACHINE_ONLY)), key=lambda s: _hash(s.name))
     kept, nbytes = [], 0
     for text in texts:

@@ -55,15 +55,7 @@ def have_tokenizers() -> bool:
 
 
 def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer:
-    """Load a tokenizer.
-
-    Args:
-        path: a tokenizer.json, a directory, or a GGUF file.
-        has_template: whether another chat template replaces the tokenizer's own, which then need not be readable.
-
-    Raises:
-        DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
-    """
+    """Load the parts of a tokenizer; the arguments and errors are those of `tokenizer.load_tokenizer`."""
     opened = open_gguf(path) if is_gguf(path) else None
     file = path / TOKENIZER_FILE if path.is_dir() else path
     vocabulary = vocabulary_of(path) if path.is_dir() and not file.is_file() else ()

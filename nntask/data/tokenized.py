@@ -26,7 +26,7 @@ from ..io.regular_file import read_text
 from .encoding import RowEncoder
 from .findings import Finding, read_findings, write_findings
 from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers, stored_tokenizer
-from .known_ids import check_known, first_unknown, unknown
+from .known_ids import check_known
 from .spans import NUM_SENTINELS
 from .spec import DataSpec
 from .texts import Corpus, Replaced, Text
@@ -182,9 +182,8 @@ def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replac
     num_lines = 0
     for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
         if len(ids) and int(ids.max()) >= vocab_size:
-            wrong = first_unknown(ids, vocab_size)
-            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_offsets(chunk)[1][wrong]))
-            raise DataError(unknown(int(ids[wrong]), tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},"))
+            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_offsets(chunk)[1][np.argmax(ids >= vocab_size)]))
+            check_known(ids, tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},")
         num_lines += chunk.count("\n")
         yield ids
 

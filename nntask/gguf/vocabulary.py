@@ -47,15 +47,7 @@ class UntranslatedError(Exception):
 
 
 def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
-    """Return the tokenizer.json of a file; None if the file has no tokenizer.
-
-    Args:
-        metadata: metadata of the file.
-        vocab_size: V of the model.
-
-    Raises:
-        UntranslatedError: the tokenizer is broken or of another kind.
-    """
+    """Return the tokenizer.json of a file, None if the file has no tokenizer; arguments and errors are those of `files_from`."""
     kind = metadata.get(f"{PREFIX}model")
     tokens = words_of(metadata)
     whole = _whole(metadata, tokens, vocab_size)
