@@ -18,11 +18,6 @@ from nntask.data.tokenizer import ByteTokenizer
 from nntask.errors import DataError, UsageError
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 def tokens_in(path: Path, ids, dtype="<u2") -> Path:
     """Write ids to a headerless file."""
     path.write_bytes(np.asarray(ids, dtype).tobytes())

@@ -30,11 +30,6 @@ TALK = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def bert(tmp_path: Path) -> str:
     """A tokenizer with BERT's template."""

@@ -19,11 +19,6 @@ from nntask.data.sampler import in_order
 from nntask.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 def file_of(tmp_path: Path, ids: list[int]) -> TokenFile:
     """A file of ids."""
     (tmp_path / "t.bin").write_bytes(np.array(ids, "<u2").tobytes())

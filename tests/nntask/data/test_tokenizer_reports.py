@@ -18,12 +18,6 @@ from nntask.errors import DataError
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 def written(directory: Path, inner: Tokenizer, **config: Any) -> Path:
     """A directory with a tokenizer.json and its tokenizer_config.json."""
     directory.mkdir()
