@@ -20,6 +20,8 @@ from .json_lines import Record
 from .row_counts import RowTally
 from .row_keys import ROW_KEYS, is_nothing
 
+__all__ = ["MESSAGES", "ChatTemplate"]
+
 _WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
 IMPORTED: Final = ("nntask.data.chat_blocks", "jinja2.constants", "jinja2.debug", "textwrap", "encodings.unicode_escape")

@@ -22,8 +22,12 @@ def check_known(ids: npt.NDArray[np.integer], tokenizer: Tokenizer, vocab_size: 
         DataError: an id is not in the vocabulary.
     """
     if len(ids) and int(ids.max()) >= vocab_size:
-        token = int(ids[np.argmax(ids >= vocab_size)])
-        raise DataError(
-            f"{where} has the token {tokenizer.word(token)} with the id {token}, and the model's vocabulary has the ids 0 to {vocab_size - 1}; "
-            "leave it out of the text, or use the tokenizer that belongs to the model"
-        )
+        raise DataError(unknown(int(ids[np.argmax(ids >= vocab_size)]), tokenizer, vocab_size, where))
+
+
+def unknown(token: int, tokenizer: Tokenizer, vocab_size: int, where: str) -> str:
+    """Return the error message about an id outside the vocabulary; the other arguments are those of `check_known`."""
+    return (
+        f"{where} has the token {tokenizer.word(token)} with the id {token}, and the model's vocabulary has the ids 0 to {vocab_size - 1}; "
+        "leave it out of the text, or use the tokenizer that belongs to the model"
+    )

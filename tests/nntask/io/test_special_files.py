@@ -23,7 +23,7 @@ from nntask.data.token_file import TokenFile
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, NntaskError
 from nntask.gguf.model_file import is_gguf
-from nntask.io.json_file import read_object
+from nntask.io.json_file import read_json
 from nntask.io.regular_file import open_regular, read_bytes, read_text
 from nntask.io.safetensors_file import TensorFile, checksum_of
 from nntask.telemetry.metrics import read_metrics
@@ -32,7 +32,7 @@ from wrappers.cli.commands.serve import _key
 from wrappers.report.records import read_trace
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "JSON": ("config.json", lambda place: read_object(place, "the config")),
+    "JSON": ("config.json", lambda place: read_json(place, "the config")),
     "safetensors": ("model.safetensors", TensorFile),
     "checksum": ("model.safetensors", checksum_of),
     "metrics": ("metrics.jsonl", read_metrics),
