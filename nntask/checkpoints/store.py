@@ -108,12 +108,9 @@ class Checkpoint:
             load_tensors(self.path / OPTIMIZER, optimizer)
 
     def verify(self, *names: str) -> None:
-        """Verify the checksums of files; a file without a checksum in state.json passes.
+        """Verify the checksums of files, given by their names; a file without a checksum in state.json passes.
 
         Small files are verified by `find_checkpoint`.
-
-        Args:
-            names: file names in the checkpoint.
 
         Raises:
             DataError: a file is missing, cannot be read, or has changed since it was written.

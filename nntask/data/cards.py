@@ -48,11 +48,7 @@ def is_dataset_card(text: str) -> bool:
 
 
 def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
-    """Return the configs of a dataset card; none for any other text.
-
-    Args:
-        text: content of the README.md.
-        path: path of the README.md, for error messages.
+    """Return the configs of a README.md with the content `text` that is a dataset card; none for any other. `path` is for error messages.
 
     Raises:
         DataError: the card cannot be read, or PyYAML is missing.

@@ -83,11 +83,7 @@ class TemplateReads:
 
 
 def reads_of(jinja: jinja2.Environment, source: str) -> TemplateReads:
-    """Return the parts of a conversation that a template reads.
-
-    Args:
-        jinja: environment that parses the template.
-        source: source of the template.
+    """Return the parts of a conversation that the template with the given source reads.
 
     Raises:
         jinja2.TemplateError: the source has an error.

@@ -50,11 +50,7 @@ class Conversation:
 
 
 def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
-    """Return the conversation of a row.
-
-    Args:
-        line: the row.
-        reads: parts of a conversation that the template reads.
+    """Return the conversation of a row, for a template that reads the given parts.
 
     Raises:
         DataError: the row has no messages or none of the assistant, or a value of the wrong type.

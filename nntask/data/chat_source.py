@@ -68,11 +68,7 @@ class ChatSource:
 
 
 def templates_of(files: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> template for the templates in a tokenizer's files; the name of the default template is "default".
-
-    Args:
-        files: name -> content of the tokenizer's companion files.
-    """
+    """Return name -> template for the templates in a tokenizer's companion files; the name of the default template is "default"."""
     if CHAT_TEMPLATE in files:
         return {"default": files[CHAT_TEMPLATE]}
     found = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
@@ -83,11 +79,7 @@ def templates_of(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_template(tokenizer: Tokenizer, file: str) -> Tokenizer:
-    """Return a copy of a tokenizer that has the template in a file as its own, so that saving the tokenizer saves the template.
-
-    Args:
-        tokenizer: tokenizer to copy.
-        file: path of the template.
+    """Return a copy of a tokenizer that has the template in `file` as its own, so that saving the tokenizer saves the template.
 
     Raises:
         DataError: the file cannot be read.

@@ -122,13 +122,7 @@ def _part(texts: Collection[Text], held: frozenset[Text], split: Literal["train"
 
 
 def _texts(found: DataFiles, files: Sequence[Path], split: str) -> tuple[Texts, RowCounts]:
-    """Return the texts of files, and the counts of their rows; consecutive tables become one collection of rows.
-
-    Args:
-        found: the files of the path, which name the texts.
-        files: files to read, in order.
-        split: split that the counts name; "" for both splits.
-    """
+    """Return the texts of some of the files, and the counts of their rows for a split, "" for both; consecutive tables become one collection."""
     members: list[Collection[Text]] = []
     counts = RowCounts(Objective(), split)
     for tables, group in itertools.groupby(files, lambda file: is_table(file.name)):

@@ -127,13 +127,9 @@ def _listing(root: Path, where: str) -> Listing:
 
 
 def names_below(root: Path, skipped: frozenset[str]) -> Iterator[str]:
-    """Yield the paths of the files below a directory, relative to it and separated by "/", in order.
+    """Yield the paths of the files below a directory, relative to it and separated by "/", in order; folders named in `skipped` are left out.
 
     Hidden files and folders are left out. A link to a folder outside the directory is followed.
-
-    Args:
-        root: directory to search.
-        skipped: names of folders to leave out.
     """
     inside = os.path.realpath(root)
     followed = set[str]()

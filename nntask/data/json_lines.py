@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -75,9 +76,7 @@ class JsonLines:
         Raises:
             DataError: a file cannot be read, or a line is not a JSON object.
         """
-        for number, (line, where) in enumerate(self._lines()):
-            if number == self.select:
-                return
+        for number, (line, where) in enumerate(self._selected()):
             try:
                 values = decoded(line)
             except ValueError as error:
@@ -95,17 +94,17 @@ class JsonLines:
 
     def num_lines(self) -> int:
         """Return the number of lines."""
-        found = sum(1 for _ in self._lines())
-        return found if self.select < 0 else min(found, self.select)
+        return sum(1 for _ in self._selected())
 
     def digest(self) -> str:
         """Return a hash of the lines and their order."""
         digest = hashlib.sha256()
-        for number, (line, _) in enumerate(self._lines()):
-            if number == self.select:
-                break
+        for line, _ in self._selected():
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
+
+    def _selected(self) -> Iterator[tuple[str, str]]:
+        return itertools.islice(self._lines(), self.select if self.select >= 0 else None)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """Yield the lines of the split that are not blank, each with its position for messages."""

@@ -120,12 +120,7 @@ class SeparateMaskedWindows(MaskedWindows):
 
 
 def packed(lengths: Iterable[int], limit: int) -> Iterator[int]:
-    """Yield the numbers of the rows that begin a sequence, and finally the number of rows.
-
-    Args:
-        lengths: length of each row, at most `limit`.
-        limit: number of positions in a sequence, T.
-    """
+    """Yield the numbers of the rows, by their lengths, that begin a sequence of at most `limit` positions, and finally the number of rows."""
     used, number = limit, 0
     for length in lengths:
         if used + length > limit:

@@ -181,12 +181,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[str]:
-    """Return the keys of a row or message that have no rule.
-
-    Args:
-        values: row or message.
-        kind: kind of `values`.
-        where: position of the row, for error messages.
+    """Return the keys of a row or message that have no rule for its kind; `where` is its position, for error messages.
 
     Raises:
         DataError: a key is refused.

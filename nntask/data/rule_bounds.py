@@ -66,11 +66,7 @@ _SECTIONS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def unbounded_rule(content: Mapping[str, Any]) -> str:
-    """Return the first rule of a tokenizer.json that is not known to be bounded, as text; "" if there is none.
-
-    Args:
-        content: sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder.
-    """
+    """Return the first rule in the sections of a tokenizer.json that is not known to be bounded, as text; "" if there is none."""
     by_section = {section: steps(content.get(section)) for section in _SECTIONS}
     growth = 1.0
     for section, found in by_section.items():
@@ -91,11 +87,7 @@ def unbounded_rule(content: Mapping[str, Any]) -> str:
 
 
 def unbounded_model(inner: Any) -> str:
-    """Return the first property of a tokenizer's model that is not known to be bounded, as text; "" if there is none.
-
-    Args:
-        inner: a `tokenizers.Tokenizer`.
-    """
+    """Return the first property of the model of a `tokenizers.Tokenizer` that is not known to be bounded, as text; "" if there is none."""
     model, name = inner.model, type(inner.model).__name__
     for attribute in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
         if len(getattr(model, attribute, None) or "") > (_LONGEST_WORD if attribute == "unk_token" else _LONGEST_PREFIX):

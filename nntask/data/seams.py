@@ -63,10 +63,7 @@ class Seams:
         return cls(re.compile("|".join(_SEAMS[kind] for kind in kinds)), any(each["type"] == "Prepend" for each in normalizers), _near(inner))
 
     def cut(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Cut a text at seams.
-
-        Args:
-            pieces: text in pieces that may end anywhere.
+        """Cut a text at seams; it comes in pieces that may end anywhere.
 
         Yields:
             Chunks of the text to encode separately, about as long as the pieces.
@@ -139,13 +136,7 @@ def _replaces_space(step: Mapping[str, Any]) -> bool:
 
 
 def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[Mapping[str, Any]]) -> bool:
-    """Return whether a normalizer gives the same result for the two sides of a seam separately as for the whole text.
-
-    Args:
-        kind: kind of the seam.
-        step: the normalizer.
-        others: all normalizers of the tokenizer.
-    """
+    """Return whether a normalizer, one of `others`, gives the same result for the two sides of a seam separately as for the whole text."""
     name = step["type"]
     if name in _LOCAL or (name in _LOCAL_AT_SPACES and kind == "space"):
         return True
@@ -195,13 +186,7 @@ def _by_pattern(kind: Kind, pattern: str) -> bool | None:
 
 
 def _merges_apart(inner: Any, space: str, kind: Kind) -> bool:
-    """Return whether no token of a BPE extends across a seam, so that no merge does.
-
-    Args:
-        inner: a `tokenizers.Tokenizer`.
-        space: character that represents a space in tokens.
-        kind: kind of the seam.
-    """
+    """Return whether no token of a BPE extends across a seam, so that no merge does; `space` represents a space in its tokens."""
     model = inner.model
     if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.ignore_merges:
         return False

@@ -108,12 +108,7 @@ def read_companions(directory: Path, *, has_template: bool = False) -> Companion
 
 
 def special_of(inner: Any, companions: Companions) -> Special:
-    """Return the special ids of a tokenizer.
-
-    Args:
-        inner: a `tokenizers.Tokenizer`.
-        companions: companion files of the tokenizer.
-    """
+    """Return the special ids of a `tokenizers.Tokenizer` with its companion files."""
     files, objects = dict(companions.files), companions.objects
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)

@@ -151,11 +151,7 @@ def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
 
 
 def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
-    """Yield the rows of a table as JSON objects, without null values, since a table gives every row the keys of all rows.
-
-    Args:
-        file: path of the table.
-        nullable: column whose nulls are kept; "" for none.
+    """Yield the rows of a table as JSON objects, without null values except in the column `nullable`, as a table gives every row all keys.
 
     Raises:
         DataError: the file cannot be read, or pyarrow is missing.

@@ -209,10 +209,7 @@ class TokenService:
         self.facts = [self._rules.num_around(is_pair=False), self._rules.num_around(is_pair=True), self._rules.sections]
 
     def __call__(self, content: tuple[str, list[Any]]) -> Any:
-        """Call a method of `LocalRules`, and return its result with arrays as lists.
-
-        Args:
-            content: name of the method, and its arguments.
+        """Call a method of `LocalRules` by its name and arguments, and return its result with arrays as lists.
 
         Raises:
             DataError: the rules fail for a text.

@@ -51,11 +51,7 @@ def conversion(directory: Path) -> str:
 
 
 def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the rule of a directory's vocabulary.
-
-    Args:
-        directory: directory of the vocabulary.
-        objects: name -> content of the directory's JSON files.
+    """Return the rule of a directory's vocabulary, from name -> content of its JSON files.
 
     Raises:
         DataError: the rule of the tokenizer's class is not known.
@@ -121,13 +117,7 @@ def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:
 
 
 def put_around(inner: Any, rule: str, config: Mapping[str, Any]) -> None:
-    """Set the template of a tokenizer, which puts special tokens around a text; these must have been added before.
-
-    Args:
-        inner: `tokenizers.Tokenizer` to change.
-        rule: result of `rule_of`.
-        config: content of tokenizer_config.json, with the special tokens of special_tokens_map.json.
-    """
+    """Set the template of a tokenizer, whose special tokens must have been added before; the other arguments are those of `built`."""
     from tokenizers import processors
 
     def named(key: str) -> tuple[str, int]:

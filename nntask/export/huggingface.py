@@ -66,12 +66,7 @@ class Exported:
 
 
 def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
-    """Check that a model directory may be written to `path`, without creating it.
-
-    Args:
-        path: directory to write.
-        source: checkpoint to export.
-        force: whether an existing model directory may be replaced.
+    """Check that a checkpoint may be exported to a new model directory, with `force` to an existing one, without creating it.
 
     Raises:
         UsageError: `path` exists and `force` is false, it holds files that are not of an exported model, it overlaps the checkpoint or the frozen
@@ -282,13 +277,7 @@ def as_stored(
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int) -> None:
-    """Write the files of a tokenizer into a directory, unless the tokenizer is None.
-
-    Args:
-        directory: directory to write into.
-        tokenizer: tokenizer or None.
-        n_positions: context length of the model, in tokens.
-    """
+    """Write the files of a tokenizer, unless it is None, into the directory of a model with a context of `n_positions` tokens."""
     if tokenizer is not None:
         for name, text in tokenizer_files(tokenizer, n_positions).items():
             (directory / name).write_text(text, encoding="utf-8")

@@ -218,11 +218,7 @@ def _divisor(name: str, values: Values) -> int:
 
 
 def _kinds(keys: Keys, count: int, usual: int) -> list[str] | None:
-    """Return the kinds of blocks of a Gemma, from a period of full blocks or a list of blocks with windows; None for the default.
-
-    Args:
-        usual: default period in which one block is full.
-    """
+    """Return the kinds of a Gemma's blocks, from a list or the period of full blocks; None for the default, the period `usual`."""
     if (flags := keys.flags(_PATTERN)) is not None:
         if len(flags) != count:
             raise keys.refusal(_PATTERN, f"{len(flags)} of them", f"{count} switches, one for each block")

@@ -57,12 +57,7 @@ def ends_by_word(tokens: Sequence[str]) -> list[int]:
 
 
 def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the ids around texts in the form of configs; ends of turns and of messages are ends of texts too.
-
-    Args:
-        metadata: metadata of the file.
-        vocab_size: V of the model; larger ids cannot occur.
-    """
+    """Return the ids around texts, below `vocab_size`, in the form of configs; ends of turns and of messages are ends of texts too."""
     tokens, given = words_of(metadata), metadata.get(_ALL_ENDS)
     ends: list[int | None]
     if isinstance(given, np.ndarray) and given.dtype.kind in "iu":

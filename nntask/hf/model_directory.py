@@ -108,7 +108,7 @@ def _class_in(directory: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """An open model directory.
+    """An open model directory; methods take the shapes, or the tensors, of all weights of the model by our names.
 
     Args:
         path: path of the directory.
@@ -148,11 +148,7 @@ class ModelDirectory:
         return bool(self.config.objective == self.stored.objective)
 
     def new(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Return our name -> name in files, for the weights of a head that the files lack because their model has another one.
-
-        Args:
-            shapes: our name -> shape, for all weights of the model.
-        """
+        """Return our name -> name in files, for the weights of a head that the files lack because their model has another one."""
         if self.has_head:
             return {}
         present = {self.config.names.today(name) for name in self.ranges}
@@ -161,9 +157,6 @@ class ModelDirectory:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold exactly the weights of a model, except those that are `new`, and that a stored head equals the embedding if the
         config ties them. Spare names may have any values.
-
-        Args:
-            shapes: our name -> shape, for all weights of the model.
 
         Raises:
             DataError: a tensor is missing, present under two names, unknown to the model, or has a wrong shape or an integer type; or a tied head
@@ -197,13 +190,7 @@ class ModelDirectory:
                 )
 
     def _lacking(self, missing: Sequence[str], expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return the message for files that lack tensors: the whole head of a model that was saved without one, or other tensors.
-
-        Args:
-            missing: names in files.
-            expected: name in files -> shape.
-            shapes: our name -> shape, for all weights of the model.
-        """
+        """Return the message for files that lack the tensors `missing`: the whole head of a model that was saved without one, or others."""
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         if set(missing) != {name for ours, name in names_of(self.config, shapes).items() if is_of_head(ours) and name in expected}:
             return (
@@ -260,9 +247,6 @@ class ModelDirectory:
     def blocks(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Blocks]:
         """Return our name of each matrix that is quantised in the files -> its storage, for `LanguageModel.hold_blocks`.
 
-        Args:
-            shapes: our name -> shape, for all weights of the model.
-
         Raises:
             DataError: the files do not hold the weights of this model.
         """
@@ -273,9 +257,6 @@ class ModelDirectory:
 
     def attach(self, tensors: Mapping[str, TileTensor]) -> None:
         """Attach the tensors of a model to their byte ranges in the files; no value is read now, except to compare a stored tied head.
-
-        Args:
-            tensors: our name -> tensor, for all weights of the model.
 
         Raises:
             DataError: the files do not hold the weights of this model.

@@ -61,12 +61,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path, name: str = "") -> None:
-    """Remove the hidden directories of killed writers.
-
-    Args:
-        parent: the directory of the targets.
-        name: name of the target; "" for all targets.
-    """
+    """Remove the hidden directories of killed writers of the target `name` in a directory; "" for all targets."""
     with contextlib.suppress(OSError), _locked(parent):  # else a directory would be moved back between the two renames of a writer
         _remove_stale(parent, name)
 

@@ -204,13 +204,7 @@ class GgufFile:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """Read the next metadata value.
-
-    Args:
-        cursor: position of the value.
-        kind: type number of the value.
-        key: key of the value, for error messages.
-    """
+    """Read the next metadata value, which has the type number `kind`; `key` is its key, for error messages."""
     if kind == _STRING:
         return cursor.text(f"the value of {key[:80]!r}")
     if kind in _SCALARS:

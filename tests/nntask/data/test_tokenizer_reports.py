@@ -107,7 +107,7 @@ def test_ids_wrapped_to_two_bytes_are_suspected(tmp_path: Path) -> None:
     ids.tofile(where / "train.bin")
     (found,) = open_dataset(DataSpec("train.bin", str(where), vocab_size=119_547)).findings
     assert found.key == "ids_of_two_bytes"
-    assert "train.bin holds ids of two bytes, and its tokenizer has 119,547 ids, of which those from 65,536 cannot be in it" in found.sentence
+    assert "train.bin holds ids of two bytes, and its tokenizer has 119,547 ids, of which those from 65,536 do not fit" in found.sentence
     (where / "train.bin.json").write_text('{"dtype": "uint16"}')
     assert open_dataset(DataSpec("train.bin", str(where), vocab_size=119_547)).findings == ()
 
