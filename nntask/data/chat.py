@@ -138,11 +138,7 @@ class ChatTemplate:
                 )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-        """Return the text of a conversation up to the beginning of the assistant's next answer.
-
-        Args:
-            messages: messages of the conversation.
-            where: origin of the conversation, for error messages.
+        """Return the text of a conversation up to the assistant's next answer; `where` is its origin, for error messages.
 
         Raises:
             DataError: the template refuses the conversation.

@@ -91,11 +91,6 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
 
     Parts of text are joined into a string unless the template reads parts itself.
 
-    Args:
-        message: message of the row.
-        reads: parts of a conversation that the template reads.
-        where: position of the row in its file, for error messages.
-
     Raises:
         DataError: the content is neither a string nor a list of text parts.
     """

@@ -74,11 +74,7 @@ class ChatProcess:
         self._process = ConfinedProcess("nntask.data.chat", opening, name="the process that renders conversations", closed=_CLOSED)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
-        """Return the text of a conversation up to the beginning of the assistant's next answer.
-
-        Args:
-            messages: messages of the conversation.
-            where: origin of the conversation, for error messages.
+        """Return the text of a conversation up to the assistant's next answer; `where` is its origin, for error messages.
 
         Raises:
             DataError: the template refuses the conversation, fails, writes too much, or takes too much time or memory.
@@ -91,11 +87,7 @@ class ChatProcess:
         return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, what, "change the messages")))
 
     def rows(self, lines: Iterable[Record], counts: RowCounts) -> Iterator[tuple[Record, str, list[tuple[int, int]]]]:
-        """Render rows, a few ahead of the caller.
-
-        Args:
-            lines: rows with messages.
-            counts: counter of unknown keys and of answers that the template changes.
+        """Render rows, a few ahead of the caller, and count unknown keys and answers that the template changes in `counts`.
 
         Yields:
             The row, its text, and the first and last (excluded) character of each answer.

@@ -95,12 +95,7 @@ def with_template(tokenizer: Tokenizer, file: str) -> Tokenizer:
 
 
 def template_notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
-    """Return notes about a tokenizer's own chat templates that are ignored or contradict each other, a sentence each.
-
-    Args:
-        tokenizer: the tokenizer.
-        file: path of a template that replaces the tokenizer's own; "" to use its own.
-    """
+    """Return sentences about a tokenizer's templates that are ignored or contradict each other; `file` replaces them unless it is ""."""
     flaws = _flaws(tokenizer)
     if not file:
         return tuple(f"{flaw}; the former is used" for flaw in flaws if flaw.endswith(_DIFFER))

@@ -53,12 +53,7 @@ class RowEncoder:
         return ids, np.array([start for start, _ in offsets], np.int64), offsets
 
     def answers(self, text: str, answers: Iterable[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of a conversation, and whether each is learnt, both (n,).
-
-        Args:
-            text: conversation as rendered by its chat template.
-            answers: first and last (excluded) character of each answer.
-        """
+        """Return the ids of a rendered conversation, and whether each is learnt, both (n,); `answers` are ranges of characters, ends excluded."""
         ids, starts, offsets = self.with_offsets(clean(text))
         is_answer = np.zeros(len(ids), np.bool_)
         for begin, end in answers:

@@ -220,14 +220,9 @@ def with_factor(batch: Batch) -> Batch:
 
 
 def in_order(examples: Examples, batch: int, num_batches: int) -> list[Batch]:
-    """Return the first `num_batches` batches without shuffling, for evaluation; fewer if the data are short. They have no `factor`.
+    """Return the first `num_batches` batches of B sequences of validation data, fewer if the data are short. They have no `factor`.
 
     A last batch with too few sequences is padded with zeros, and with targets of -1, which the loss ignores.
-
-    Args:
-        examples: validation data.
-        batch: number of sequences per batch, B.
-        num_batches: largest number of batches.
     """
     total = examples.num_sequences
     batches = []

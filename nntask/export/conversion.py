@@ -28,7 +28,7 @@ from ..errors import DoesNotFit, UsageError
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
 from ..io.block_ranges import BlockRange, turned
-from ..io.strided_ranges import FileRange, Rows
+from ..io.strided_ranges import FileRange, Rows, windows
 from ..models.registry import build
 from ..tiling.model_tiling import ModelTiling
 from .huggingface import as_stored
@@ -257,11 +257,7 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
     if most < row and budget is not None:
         least = format_size(row * _COPIES)
         raise DoesNotFit(f"--ram {format_size(budget)} is too little for a row of {name}, which needs {least}; the least that will do is {least}")
-    step = max(1, most // row)
-    for first in range(0, shape[axis], step):
-        window = [slice(0, extent) for extent in shape]
-        window[axis] = slice(first, min(first + step, shape[axis]))
-        yield tuple(window)
+    yield from windows(shape, max(itemsize, target.dtype.itemsize), most, axis)
 
 
 def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

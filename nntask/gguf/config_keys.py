@@ -145,12 +145,7 @@ def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool = False) -> dict[str, Any]:
-    """Return the values of all architectures except GPT-2.
-
-    Args:
-        eps: key of the term added in norms.
-        is_partial: whether only a part of a head may turn.
-    """
+    """Return the values of all architectures except GPT-2, with `eps` as the key of the term in norms; if `is_partial`, a part of a head may turn."""
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
     keys.equal("attention.value_length", size, "the size of a head")

@@ -64,12 +64,7 @@ def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
 
 
 def files_from(metadata: Mapping[str, Any], longest: int, vocab_size: int) -> dict[str, str]:
-    """Return file name -> content of tokenizer.json and tokenizer_config.json; nothing if the file has no tokenizer.
-
-    Args:
-        metadata: metadata of the file.
-        longest: context length of the model, in tokens.
-        vocab_size: V of the model.
+    """Return name -> content of tokenizer.json and tokenizer_config.json, if the file has a tokenizer; `longest` is the context length in tokens.
 
     Raises:
         UntranslatedError: the tokenizer is broken or of another kind.

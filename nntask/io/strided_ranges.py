@@ -74,10 +74,7 @@ class OpenFile:
         Raises:
             StorageError: the file cannot be read.
         """
-        try:
-            return os.preadv(self.fd, [out], offset)
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
+        return self.scatter_at([out], offset)
 
     def scatter_at(self, outs: Sequence[memoryview | bytearray], offset: int) -> int:
         """Read bytes at `offset` into several buffers in turn; return the number of bytes read.
@@ -153,17 +150,20 @@ def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20) -> Iterator[tuple[slice, ...]]:
+def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20, axis: int = 0) -> Iterator[tuple[slice, ...]]:
     """Yield windows that cover an array in order, each of whole rows and at most `nbytes` bytes.
 
     Args:
         shape: shape of the array; no extent is zero.
         itemsize: size of an element in bytes.
         nbytes: largest size of a window in bytes; exceeded only by a window of one row.
+        axis: axis along which rows are counted.
     """
-    rows = max(1, nbytes // (prod(shape[1:]) * itemsize))
-    for first in range(0, shape[0], rows):
-        yield slice(first, min(first + rows, shape[0])), *(slice(0, extent) for extent in shape[1:])
+    rows = max(1, nbytes // (prod(shape) // shape[axis] * itemsize))
+    for first in range(0, shape[axis], rows):
+        window = [slice(0, extent) for extent in shape]
+        window[axis] = slice(first, min(first + rows, shape[axis]))
+        yield tuple(window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +220,9 @@ class FileRange:
                 self[slice(done, None), slice(None)]._transfer(self.file.read_at, out[done:])
             self.file.check()
             return
-        for box, window in self._passes():
-            shape = tuple(box.shape[axis] for axis in self.order)
-            raw = np.ndarray(shape, self.dtype, buffer=scratch)
-            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.read_at, raw)
+        for window, stored in self._passes():
+            raw = np.ndarray(stored.shape, self.dtype, buffer=scratch)
+            stored._transfer(self.file.read_at, raw)
             out[window] = raw.transpose(np.argsort(self.order))
         self.file.check()
 
@@ -233,10 +232,8 @@ class FileRange:
         Raises:
             OSError: the disk is full or failed.
         """
-        for box, window in self._passes():
-            shape = tuple(box.shape[axis] for axis in self.order)
-            raw = np.ascontiguousarray(values[window].transpose(self.order), self.dtype)
-            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.write_at, raw)
+        for window, stored in self._passes():
+            stored._transfer(self.file.write_at, np.ascontiguousarray(values[window].transpose(self.order), self.dtype))
 
     def _read_rows(self, out: Array) -> int:
         """Fill rows that have short gaps between them, many per system call; return the number of rows filled.
@@ -264,13 +261,13 @@ class FileRange:
         row = prod(self.shape) // self.shape[axis] * self.dtype.itemsize
         return max(1, min(self.shape[axis], PASS_NBYTES // row))
 
-    def _passes(self) -> Iterator[tuple[FileRange, tuple[slice, ...]]]:
-        """Yield pieces as (range, window of this range), each of at most `PASS_NBYTES` bytes or one row, along the axis of the largest stride."""
-        axis, rows = self.order[0], self._rows_at_once()
-        for first in range(0, self.shape[axis], rows):
-            window = [slice(0, extent) for extent in self.shape]
-            window[axis] = slice(first, min(first + rows, self.shape[axis]))
-            yield self[window], tuple(window)
+    def _passes(self) -> Iterator[tuple[tuple[slice, ...], FileRange]]:
+        """Yield windows of at most `PASS_NBYTES` bytes or one row, and their ranges with the axes in the order of the file."""
+        order = self.order
+        for window in windows(self.shape, self.dtype.itemsize, PASS_NBYTES, order[0]):
+            box = self[window]
+            shape, strides = tuple(box.shape[axis] for axis in order), tuple(self.strides[axis] for axis in order)
+            yield window, FileRange(self.file, self.dtype, box.offset, shape, strides)
 
     def _transfer(self, call: Callable[[memoryview, int], int], array: Array) -> None:
         """Transfer all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after another."""
