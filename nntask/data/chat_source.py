@@ -59,7 +59,7 @@ class ChatSource:
             )
         if not named:
             raise DataError(
-                "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
+                "conversations need a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
                 "or the tokenizer of a model for conversations with --tokenizer-path DIR"
             )
         source, tools = named["default"], named.get(_TOOL_USE, "")

@@ -285,7 +285,7 @@ class _Cursor:
         """Read the next string as a name, which must be printable and have no line breaks."""
         found = self.text(what, _LARGEST_NAME)
         if not found.isprintable():
-            raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names are of letters that print")
+            raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names must be printable")
         return found
 
     def _available(self) -> int:

@@ -34,11 +34,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def open_text(path: str | os.PathLike[str], errors: str = "strict") -> TextIO:
-    """Open a regular file of UTF-8 text for reading; other bytes are handled by `errors`, as in `open`.
-
-    Raises:
-        OSError: see `open_regular`.
-    """
+    """Open a regular file of UTF-8 text for reading, with errors handled as in `open`; raises the errors of `open_regular`."""
     return os.fdopen(open_regular(path), encoding="utf-8", errors=errors)
 
 
