@@ -74,7 +74,10 @@ class OpenFile:
         Raises:
             StorageError: the file cannot be read.
         """
-        return self.scatter_at([out], offset)
+        try:
+            return os.preadv(self.fd, [out], offset)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path}: {error.strerror}; copy it to another disk and start anew") from None
 
     def scatter_at(self, outs: Sequence[memoryview | bytearray], offset: int) -> int:
         """Read bytes at `offset` into several buffers in turn; return the number of bytes read.
@@ -271,11 +274,12 @@ class FileRange:
 
     def _transfer(self, call: Callable[[memoryview, int], int], array: Array) -> None:
         """Transfer all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after another."""
-        raw = array.reshape(-1).view(np.uint8).data
-        done = 0
+        raw, end = array.reshape(-1).view(np.uint8).data, 0
         for offset, nbytes in self._runs():
-            _transfer_all(call, raw[done : done + nbytes], offset, self.file.path)
-            done += nbytes
+            begin, end = end, end + nbytes
+            count = call(raw[begin:end], offset)
+            if count < nbytes:
+                _transfer_all(call, raw[begin + count : end], offset + count, self.file.path)
 
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Yield (offset, size) in bytes of each contiguous run, in the order of the axes."""
