@@ -72,19 +72,18 @@ def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
 
 def _config(entry: Any, path: str) -> CardConfig:
     """Return the config of an entry of ``configs``; raise DataError for an entry that `datasets` would refuse, or that names files elsewhere."""
-    wrong = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path, got {str(entry)[:120]}"
-    if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
-        raise DataError(f"{wrong}; fix it, or name the files")
-    files = entry.get("data_files")
-    listed = [files] if isinstance(files, str) else files if isinstance(files, list) else [] if files is None else None
-    if listed is None:
-        raise DataError(f"{wrong}; fix it, or name the files")
+    rule = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path"
+    wrong = DataError(f"{rule}, got {str(entry)[:120]}; fix it, or name the files")
+    files = entry.get("data_files") if isinstance(entry, dict) else None
+    listed = [files] if isinstance(files, str) else [] if files is None else files
+    if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str) or not isinstance(listed, list):
+        raise wrong
     patterns: dict[str, tuple[str, ...]] = {}
     for each in listed:
         split, paths = (each.get("split"), each.get("path")) if isinstance(each, dict) else ("train", each)
         paths = [paths] if isinstance(paths, str) else paths
         if not isinstance(split, str) or not isinstance(paths, list) or not all(isinstance(name, str) for name in paths):
-            raise DataError(f"{wrong}; fix it, or name the files")
+            raise wrong
         patterns[split] = (*patterns.get(split, ()), *paths)
     if far := [name for names in patterns.values() for name in names if "://" in name]:
         raise DataError(f"the card {path} names {far[0]}, which is on another machine; fetch it, and name the file")

@@ -212,18 +212,15 @@ def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None
     root = Path(path)
     if root.is_dir():
         files, labels = _folders(root, objective, flag)
-        return lambda held: ImageFolder(root, *_chosen_of(files, labels, held))
+        return lambda held: ImageFolder(root, [files[at] for at in _chosen(len(files), held)], labels[_chosen(len(files), held)])
     images, numbers = _arrays(root, objective, flag)
-    return lambda held: ImageArray(root, images, numbers, np.flatnonzero(_belongs(len(numbers), held)))
+    return lambda held: ImageArray(root, images, numbers, _chosen(len(numbers), held))
 
 
-def _belongs(count: int, held: bool | None) -> npt.NDArray[np.bool_]:
-    return np.ones(count, np.bool_) if held is None else (np.arange(count) % VALIDATION_SHARE == VALIDATION_SHARE - 1) == held
-
-
-def _chosen_of(files: list[Path], labels: npt.NDArray[np.int32], held: bool | None) -> tuple[list[Path], npt.NDArray[np.int32]]:
-    chosen = np.flatnonzero(_belongs(len(files), held))
-    return [files[at] for at in chosen], labels[chosen]
+def _chosen(count: int, held: bool | None) -> npt.NDArray[np.int64]:
+    """Return the numbers of the images that are held out if `held`, of the others if not, and of all if it is None."""
+    numbers = np.arange(count)
+    return numbers if held is None else np.flatnonzero((numbers % VALIDATION_SHARE == VALIDATION_SHARE - 1) == held)
 
 
 def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], npt.NDArray[np.int32]]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .masking import MaskedWindows, Masking
 from .objectives import IGNORED
-from .sampler import Examples, Windows
+from .sampler import Derived, Examples, Windows
 from .token_file import TokenFile
 
 
@@ -42,25 +42,12 @@ def positions_in(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return found
 
 
-class PlacedTexts:
-    """Examples with the position of each token in its text, for models that have a table of positions.
-
-    Args:
-        examples: examples with several texts in a sequence.
-    """
+class PlacedTexts(Derived):
+    """Examples with several texts in a sequence, and the position of each token in its text, for models that have a table of positions."""
 
     def __init__(self, examples: Examples) -> None:
-        self._examples, self.name, self.length = examples, examples.name, examples.length
-        self.names: Sequence[str] = (*(name for name in examples.names if name not in ("positions", "factor")), "positions", "factor")
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences."""
-        return self._examples.num_sequences
-
-    def too_few(self, batch: int) -> str:
-        """Return the error message for fewer sequences than `batch`."""
-        return self._examples.too_few(batch)
+        super().__init__(examples)
+        self.names = (*(name for name in examples.names if name not in ("positions", "factor")), "positions", "factor")
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of the examples, and positions (n, T) int32."""

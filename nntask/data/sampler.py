@@ -129,11 +129,11 @@ def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, k
     return (left << half) | right
 
 
-class Shuffled:
-    """Examples in a fixed shuffled order. Files are often sorted by label, so their first rows would all have the same label.
+class Derived:
+    """Base of examples that are derived from others, sequence by sequence.
 
     Args:
-        examples: examples to shuffle.
+        examples: the others.
     """
 
     def __init__(self, examples: Examples) -> None:
@@ -147,6 +147,10 @@ class Shuffled:
     def too_few(self, batch: int) -> str:
         """Return the error message for fewer sequences than `batch`."""
         return self._examples.too_few(batch)
+
+
+class Shuffled(Derived):
+    """Examples in a fixed shuffled order. Files are often sorted by label, so their first rows would all have the same label."""
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of sequences; `numbers` are positions in the shuffled order."""
