@@ -167,10 +167,7 @@ class ChatTemplate:
 
 
 class ChatService:
-    """A service that renders conversations with one compiled template.
-
-    Args:
-        content: arguments of `ChatTemplate`, by name.
+    """A service that renders conversations with one template; `content` has the arguments of `ChatTemplate` by name.
 
     Raises:
         DataError: Jinja2 is missing, or the template has an error.

@@ -14,12 +14,9 @@ from .tokenizer import BpeTokenizer, Tokenizer
 
 
 class RowEncoder:
-    """Encoder of the texts of rows.
+    """Encoder of the texts of rows with a tokenizer.
 
     If the tokenizer's template adds no ids to a text, or the tokenizer is plain bytes, the end-of-text id is appended to each text.
-
-    Args:
-        tokenizer: tokenizer that encodes the texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

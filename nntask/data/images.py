@@ -101,12 +101,7 @@ ImageSource = ImageFolder | ImageArray
 
 
 class ImageRows:
-    """Images as sequences of patches, with their labels as targets.
-
-    Args:
-        source: the images.
-        objective: training objective, whose `image` is the shape of the images.
-    """
+    """Images as sequences of patches, with their labels as targets; the objective has the shape of the images."""
 
     names: Sequence[str] = ("images", "targets")
 

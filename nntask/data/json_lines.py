@@ -205,11 +205,7 @@ def first_keys(path: str) -> frozenset[str]:
 
 
 class RowTexts(Collection[Text]):
-    """All strings of some lines, including those of messages, as texts on which a tokenizer is trained.
-
-    Args:
-        lines: lines whose strings are used.
-    """
+    """All strings of some lines, including those of messages, as texts on which a tokenizer is trained."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines

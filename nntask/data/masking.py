@@ -85,13 +85,7 @@ def special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
 
 
 class MaskedWindows(Windows):
-    """Sequences of a token file with masked tokens; sequence i is tokens [iT, (i+1)T).
-
-    Args:
-        file: file of the tokens.
-        length: number of tokens in a sequence, T.
-        masking: masking to apply.
-    """
+    """Sequences of a token file with a masking applied; sequence i is tokens [iT, (i+1)T)."""
 
     names: Sequence[str] = ("tokens", "targets", "factor")
     _num_ahead = 0

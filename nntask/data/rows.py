@@ -26,12 +26,7 @@ NUM_FIELDS: Final[dict[Form, int]] = {"pairs": 2, "labels": 3, "chat": 2}
 
 
 class Rows:
-    """Sequences of a row file.
-
-    Args:
-        file: file of encoded rows.
-        objective: training objective.
-    """
+    """Sequences of a row file for an objective."""
 
     def __init__(self, file: RowFile, objective: Objective) -> None:
         self.file, self.name, self.length = file, file.name, objective.length

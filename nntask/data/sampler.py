@@ -130,11 +130,7 @@ def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, k
 
 
 class Derived:
-    """Base of examples that are derived from others, sequence by sequence.
-
-    Args:
-        examples: the others.
-    """
+    """Base of examples that are derived from others, sequence by sequence."""
 
     def __init__(self, examples: Examples) -> None:
         self._examples, self.name, self.names, self.length = examples, examples.name, examples.names, examples.length

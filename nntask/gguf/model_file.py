@@ -54,9 +54,6 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 class GgufModel:
     """An open GGUF file.
 
-    Args:
-        path: path of the file.
-
     Attributes:
         values: config in transformers' JSON.
         tensors: transformers' name -> tensor.

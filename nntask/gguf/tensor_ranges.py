@@ -36,11 +36,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Numbers of heads.
-
-    Args:
-        queries, keys: H and G.
-    """
+    """Numbers of heads of queries, H, and of keys and values, G."""
 
     queries: int
     keys: int

@@ -104,9 +104,6 @@ class GgufTensor:
 class GgufFile:
     """An open GGUF file whose header has been read and checked.
 
-    Args:
-        path: the file.
-
     Attributes:
         header_nbytes: bytes before the first tensor.
         metadata: key -> number, bool, string, list of strings, or array of numbers or bools.
@@ -227,12 +224,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 class _Cursor:
-    """Sequential reader of a header.
-
-    Args:
-        file: the open file.
-        nbytes: size of the file in bytes.
-    """
+    """Sequential reader of the header of an open file of `nbytes` bytes."""
 
     def __init__(self, file: OpenFile, nbytes: int) -> None:
         self._file, self._nbytes = file, nbytes

@@ -204,9 +204,6 @@ def _tile_rows(tensor: TileTensor) -> Iterator[tuple[int, list[tuple[int, ...]]]
 class TensorFile:
     """An open safetensors file whose header was checked against its size; a context manager that closes the file.
 
-    Args:
-        path: the file.
-
     Raises:
         DataError: the file is missing, is a torch pickle, or is corrupt.
     """
