@@ -111,13 +111,13 @@ def _held_out(found: DataFiles, files: Sequence[Path], select: int, texts: Texts
         split = _split(corpus.name, whole[:select] if select > 0 else whole)
         return replace(corpus, train=split.train, validation=split.validation)
     held = frozenset(_split(corpus.name, [*in_files(texts)]).validation)
-    train, validation = (Texts([_part(each, held, split) for each in texts.innermost()]) for split in _SPLITS)
+    train, validation = (Texts([_in_split(each, held, split) for each in texts.innermost()]) for split in _SPLITS)
     if not len(train):
         train, validation = texts, Texts(())
     return replace(corpus, train=_first(train, select), validation=validation if len(validation) else ())
 
 
-def _part(texts: Collection[Text], held: frozenset[Text], split: Literal["train", "validation"]) -> Collection[Text]:
+def _in_split(texts: Collection[Text], held: frozenset[Text], split: Literal["train", "validation"]) -> Collection[Text]:
     return texts.of(split) if isinstance(texts, TableTexts) else tuple(text for text in texts if (text in held) == (split == "validation"))
 
 

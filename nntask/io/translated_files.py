@@ -26,7 +26,7 @@ _ITEM: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _FileView:
     """Base of the views.
 
     Args:
@@ -48,7 +48,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedRows(_View):
+class PairedRows(_FileView):
     """View of a matrix whose file has the rows of each head in ggml's order for rotary positions: 0, D/2, 1, D/2 + 1, ...
 
     The view has them in the order of transformers: 0, 1, 2, ... Offsets count from the beginning of the matrix.
@@ -81,7 +81,7 @@ class PairedRows(_View):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedBlocks(_View):
+class DecodedBlocks(_FileView):
     """View of quantised blocks as fp32 values, in the order of the blocks. Offsets count from the first value, in bytes of fp32.
 
     Args:
@@ -125,7 +125,7 @@ class DecodedBlocks(_View):
 
 
 @dataclass(frozen=True, slots=True)
-class ShiftedValues(_View):
+class ShiftedValues(_FileView):
     """View of fp32 values that the file stores with a constant added. Offsets count from the first value and are multiples of 4 bytes.
 
     Args:
