@@ -108,12 +108,9 @@ class Checkpoint:
             load_tensors(self.path / OPTIMIZER, optimizer)
 
     def verify(self, *names: str) -> None:
-        """Verify the checksums of files; a file without a checksum in state.json passes.
+        """Verify the checksums of files, given by their names; a file without a checksum in state.json passes.
 
         Small files are verified by `find_checkpoint`.
-
-        Args:
-            names: file names in the checkpoint.
 
         Raises:
             DataError: a file is missing, cannot be read, or has changed since it was written.
@@ -165,13 +162,7 @@ def save_checkpoint(
             remove_stale(base)  # left by killed saves of any step
             with written_aside(final) as new:
                 new.mkdir()
-                checksums = {name: save_tensors(new / name, tensors, finite=True) for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer))}
-                if tokenizer is not None:
-                    tokenizer.save(new)
-                if config is not None:
-                    _write_text(new / CONFIG, json.dumps(config, indent=2) + "\n")
-                checksums |= {file.name: checksum_of(file) for file in sorted(new.iterdir()) if file.is_file() and file.name not in checksums}
-                _write_text(new / STATE, sealed({"format": FORMAT, **state, "checksums": checksums}))
+                _write_files(new, state, {MODEL: model, OPTIMIZER: optimizer}, tokenizer, config)
         except Diverged as error:
             raise Diverged(f"after step {state['step']}, {error}, and nothing of it was saved; {AGAINST_DIVERGENCE}") from None
         except (OSError, StorageError, DataError) as error:  # DataError: a file just written cannot be read
@@ -184,6 +175,22 @@ def save_checkpoint(
     except OSError as error:
         raise _cannot_save(run, state["step"], error) from error
     return final
+
+
+def _write_files(
+    directory: Path,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, TileTensor]],
+    tokenizer: Tokenizer | None,
+    config: Mapping[str, Any] | None,
+) -> None:
+    checksums = {name: save_tensors(directory / name, some, finite=True) for name, some in tensors.items()}
+    if tokenizer is not None:
+        tokenizer.save(directory)
+    if config is not None:
+        _write_text(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+    checksums |= {file.name: checksum_of(file) for file in sorted(directory.iterdir()) if file.is_file() and file.name not in checksums}
+    _write_text(directory / STATE, sealed({"format": FORMAT, **state, "checksums": checksums}))
 
 
 def step_directories(run: Path) -> list[Path]:
@@ -319,11 +326,7 @@ def _point_latest(run: Path, final: Path) -> None:
 
 
 def _check_is_own(run: Path, final: Path, step: int) -> None:
-    """Check that an existing directory of a step to save holds the checkpoint of that step.
-
-    Raises:
-        StorageError: the directory holds something else.
-    """
+    """Raise StorageError unless an existing directory of a step to save holds the checkpoint of that step."""
     try:
         find_checkpoint(final)
     except DataError as error:

@@ -88,44 +88,20 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """Words for the error message about a request that exceeds its limits.
-
-    Args:
-        what: subject of the message; a predicate such as "takes more than 5 s of a processor" follows.
-        advice: remedy at the end of the message.
-    """
-
-    what: str
-    advice: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """Words for error messages about a process.
-
-    Args:
-        name: noun phrase for the process, such as "the process that writes conversations down".
-        closed: error message for requests after the process has been closed.
-    """
-
-    name: str
-    closed: str
-
-
-@dataclass(frozen=True, slots=True)
 class ConfinedRequest:
     """A request to a service.
 
     Args:
         content: JSON text for the service.
         limits: limits of the request.
-        subject: words for error messages about the request.
+        subject: subject of error messages; a predicate such as "takes more than 5 s of a processor" follows.
+        advice: remedy at the end of error messages.
     """
 
     content: str
     limits: RequestLimits
-    subject: Subject
+    subject: str
+    advice: str
 
 
 class ConfinedProcess:
@@ -134,7 +110,8 @@ class ConfinedProcess:
     Args:
         service: name of the service's module.
         opening: first request, with the arguments of the service.
-        wording: words for error messages about the process.
+        name: noun phrase for the process in error messages, such as "the process that encodes texts".
+        closed: error message for requests after the process has been closed.
 
     Attributes:
         facts: JSON value with which the service answered the opening request.
@@ -144,8 +121,8 @@ class ConfinedProcess:
         ProcessUnavailable: the process does not start.
     """
 
-    def __init__(self, service: str, opening: ConfinedRequest, wording: Wording) -> None:
-        self._service, self._opening, self._wording = service, opening, wording
+    def __init__(self, service: str, opening: ConfinedRequest, *, name: str, closed: str) -> None:
+        self._service, self._opening, self._name, self._closed = service, opening, name, closed
         self._lock, self._is_closed = threading.Lock(), False
         self._is_held = False  # whether the consumer of `answers` has an answer and has not requested the next one
         self._process: subprocess.Popen[bytes] | None = None
@@ -209,21 +186,17 @@ class ConfinedProcess:
         return facts
 
     def _start_again(self) -> None:
-        """Replace a process that has ended. If that fails, the reason goes to the log only, since clients may be remote.
-
-        Raises:
-            ProcessUnavailable: the process does not start, or has been closed.
-        """
+        """Replace a process that has ended, or raise ProcessUnavailable. The reason goes to the log only, since clients may be remote."""
         self._end()
         if self._is_closed:
-            raise ProcessUnavailable(self._wording.closed)
+            raise ProcessUnavailable(self._closed)
         try:
             self._start()
         except ProcessUnavailable:
             raise
         except (DataError, OSError) as error:
-            print(f"nntask: {self._wording.name} does not start again: {error}", file=sys.stderr)
-            raise ProcessUnavailable(f"{self._wording.name} does not start again, and the log says why; try again later") from None
+            print(f"nntask: {self._name} does not start again: {error}", file=sys.stderr)
+            raise ProcessUnavailable(f"{self._name} does not start again, and the log says why; try again later") from None
 
     def _end(self) -> int | None:
         """End the process; return its exit code, None if there is no process or it has not ended yet."""
@@ -252,7 +225,7 @@ class ConfinedProcess:
                 if not waiting:
                     break
                 kind, value = self._read(pipes, waiting[0])
-                answer = _answer_of(kind, value, waiting.popleft().subject)
+                answer = _answer_of(kind, value, waiting.popleft())
                 self._is_held = True
                 yield answer
                 self._is_held = False
@@ -269,22 +242,22 @@ class ConfinedProcess:
         try:
             line = b"" if self._is_closed else pipes.line(limits.answer_nbytes, time.monotonic() + limits.wall_seconds)
         except TimeoutError:
-            raise ProcessUnavailable(f"{self._wording.name} did not answer within {limits.wall_seconds} s, and is ended; try again later") from None
+            raise ProcessUnavailable(f"{self._name} did not answer within {limits.wall_seconds} s, and is ended; try again later") from None
         if line.endswith(b"\n"):
             kind, value = json.loads(line)
             return kind, value
-        what, advice = request.subject.what, request.subject.advice
+        what, advice = request.subject, request.advice
         if len(line) > limits.answer_nbytes:
             raise DataError(f"{what} writes more than {limits.answer_nbytes:,} bytes; {advice}")
         code = self._end()
         if self._is_closed:
-            raise ProcessUnavailable(self._wording.closed)
+            raise ProcessUnavailable(self._closed)
         if code == -signal.SIGXCPU:
             raise DataError(f"{what} takes more than {limits.seconds} s of a processor; {advice}")
         if code == -signal.SIGABRT:  # native code aborts when it gets no memory
             raise DataError(f"{what} takes more memory than it may have; {advice}")
         if code is None or -code in _OF_OTHERS:  # the kernel's out-of-memory killer looks the same
-            raise ProcessUnavailable(f"{self._wording.name} was ended by others, or as memory is short; try again later")
+            raise ProcessUnavailable(f"{self._name} was ended by others, or as memory is short; try again later")
         raise DataError(f"{what} takes more than its process has, which has ended with code {code}; {advice}")
 
 
@@ -374,16 +347,12 @@ class _Pipes:
                 self._unsent[0] = line[count:]
 
 
-def _answer_of(kind: str, value: Any, subject: Subject) -> Any:
-    """Return the value of an answer.
-
-    Raises:
-        DataError: the service has refused the request or failed at it.
-    """
+def _answer_of(kind: str, value: Any, request: ConfinedRequest) -> Any:
+    """Return the value of an answer; raise DataError if the service has refused the request or failed at it."""
     if kind == "answer":
         return value
     if kind == "refused":
         raise DataError(value)
     if kind == "memory":
-        raise DataError(f"{subject.what} takes more memory than it may have; {subject.advice}")
-    raise DataError(f"{subject.what} fails: {value}; {subject.advice}")
+        raise DataError(f"{request.subject} takes more memory than it may have; {request.advice}")
+    raise DataError(f"{request.subject} fails: {value}; {request.advice}")

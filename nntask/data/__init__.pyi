@@ -1,29 +1,24 @@
 from .batch import Batch, Cursor
-from .chat import ChatSource, ChatTemplate
 from .chat_process import ChatProcess
-from .chat_source import template_notes
-from .dataset import DATASETS, Dataset, check_spec, open_dataset
+from .chat_source import ChatSource, template_notes
+from .dataset import Dataset, open_dataset
 from .foreign_tokenizer import TOKENIZER_FILE
 from .hub import WIKITEXT
-from .objectives import KINDS, Objective, random_batch
+from .objectives import Objective, random_batch
 from .prepare import TokenizedDataset, tokenize_dataset
-from .sampler import BatchStream, Windows, in_order
+from .sampler import BatchStream
 from .spec import DataSpec
 from .special_tokens import Special
 from .token_file import TokenFile
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "DATASETS",
-    "KINDS",
     "TOKENIZER_FILE",
     "WIKITEXT",
     "Batch",
     "BatchStream",
-    "ByteTokenizer",
     "ChatProcess",
     "ChatSource",
-    "ChatTemplate",
     "Cursor",
     "DataSpec",
     "Dataset",
@@ -32,9 +27,6 @@ __all__ = [
     "TokenFile",
     "TokenizedDataset",
     "Tokenizer",
-    "Windows",
-    "check_spec",
-    "in_order",
     "load_tokenizer",
     "open_dataset",
     "random_batch",

@@ -37,20 +37,23 @@ def add_tokens(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str,
     config = {**(defaults or {}), **objects.get(_CONFIG, {})}
     written: dict[int, Any] = {}
     if "added_tokens_decoder" in config:
-        written = {_id(index, _CONFIG, where): _token(entry, _CONFIG, where) for index, entry in _entries(config["added_tokens_decoder"], where)}
+        given = config["added_tokens_decoder"]
+        if not isinstance(given, Mapping):
+            raise DataError(f"added_tokens_decoder in {_CONFIG} of {where} must be an object of ids and tokens, got {str(given)[:40]}; copy it again")
+        written = {_id(index, _CONFIG, where): _token(entry, _CONFIG, where) for index, entry in given.items()}
     else:
         config |= objects.get(_MAP, {})
         special = {_content(each) for each in _special(config)}
         for word, index in objects.get(ADDED_TOKENS, {}).items():
             entry = {"content": word, "special": word in special, "normalized": word not in special}
             written[_id(index, ADDED_TOKENS, where)] = _token(entry, ADDED_TOKENS, where)
-    known = {_as_text(token) for token in inner.get_added_tokens_decoder().values()}
+    known = {repr(token) for token in inner.get_added_tokens_decoder().values()}  # the text has all flags
     changed = []
     for index, token in sorted(written.items()):
-        if _as_text(token) not in known:
+        if repr(token) not in known:
             old = inner.token_to_id(token.content)
             inner.add_tokens([token])
-            changed.append(_as_text(token))
+            changed.append(repr(token))
             if old is None and inner.token_to_id(token.content) != index:
                 raise DataError(
                     f"the files in {where} give the added token {token.content!r} the id {index}, and after the tokens of tokenizer.json it would be "
@@ -61,15 +64,9 @@ def add_tokens(inner: Any, objects: Mapping[str, Mapping[str, Any]], where: str,
         if _content(entry) not in names:
             token = _token(entry, _CONFIG, where, special=True)
             inner.add_tokens([token])
-            changed.append(_as_text(token))
+            changed.append(repr(token))
             names.add(token.content)
     return changed
-
-
-def _entries(value: Any, where: str) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(value, Mapping):
-        raise DataError(f"added_tokens_decoder in {_CONFIG} of {where} must be an object of ids and tokens, got {str(value)[:40]}; copy it again")
-    yield from value.items()
 
 
 def _special(config: Mapping[str, Any]) -> Iterator[Any]:
@@ -108,8 +105,3 @@ def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
     if not isinstance(content, str) or not content or not all(type(flag) is bool for flag in flags.values()):
         raise DataError(f"{file} of {where} has an added token that is none: {str(entry)[:60]}; copy it again")
     return AddedToken(content, **{**flags, **({"special": True} if special else {})})
-
-
-def _as_text(token: Any) -> str:
-    """Return a token as text, with all of its flags."""
-    return repr(token)

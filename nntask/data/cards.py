@@ -48,11 +48,7 @@ def is_dataset_card(text: str) -> bool:
 
 
 def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
-    """Return the configs of a dataset card; none for any other text.
-
-    Args:
-        text: content of the README.md.
-        path: path of the README.md, for error messages.
+    """Return the configs of a README.md with the content `text` that is a dataset card; none for any other. `path` is for error messages.
 
     Raises:
         DataError: the card cannot be read, or PyYAML is missing.
@@ -67,36 +63,27 @@ def card_configs(text: str, path: str) -> tuple[CardConfig, ...]:
     try:
         found = yaml.safe_load(head.group(1))
     except yaml.YAMLError as error:
-        raise DataError(f"the card {path} does not begin with valid YAML: {_one_line(error)}; mend it, or name the files") from None
+        raise DataError(f"the card {path} does not begin with valid YAML: {' '.join(str(error).split())}; fix it, or name the files") from None
     configs = found.get("configs") if isinstance(found, dict) else None
     if not isinstance(configs, list):
-        raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}; mend it, or name the files")
+        raise DataError(f"configs of the card {path} must be a list, got {type(configs).__name__}; fix it, or name the files")
     return tuple(_config(each, path) for each in configs)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _config(entry: Any, path: str) -> CardConfig:
-    """Return the config of one entry of ``configs``.
-
-    Raises:
-        DataError: the `datasets` package would not accept the entry, or it names files on other machines.
-    """
-    wrong = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path, got {str(entry)[:120]}"
-    if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str):
-        raise DataError(f"{wrong}; mend it, or name the files")
-    files = entry.get("data_files")
-    listed = [files] if isinstance(files, str) else files if isinstance(files, list) else [] if files is None else None
-    if listed is None:
-        raise DataError(f"{wrong}; mend it, or name the files")
+    """Return the config of an entry of ``configs``; raise DataError for an entry that `datasets` would refuse, or that names files elsewhere."""
+    rule = f"each config of the card {path} must have a config_name, and data_files of paths or of a split with its path"
+    wrong = DataError(f"{rule}, got {str(entry)[:120]}; fix it, or name the files")
+    files = entry.get("data_files") if isinstance(entry, dict) else None
+    listed = [files] if isinstance(files, str) else [] if files is None else files
+    if not isinstance(entry, dict) or not isinstance(entry.get("config_name"), str) or not isinstance(listed, list):
+        raise wrong
     patterns: dict[str, tuple[str, ...]] = {}
     for each in listed:
         split, paths = (each.get("split"), each.get("path")) if isinstance(each, dict) else ("train", each)
         paths = [paths] if isinstance(paths, str) else paths
         if not isinstance(split, str) or not isinstance(paths, list) or not all(isinstance(name, str) for name in paths):
-            raise DataError(f"{wrong}; mend it, or name the files")
+            raise wrong
         patterns[split] = (*patterns.get(split, ()), *paths)
     if far := [name for names in patterns.values() for name in names if "://" in name]:
         raise DataError(f"the card {path} names {far[0]}, which is on another machine; fetch it, and name the file")

@@ -16,15 +16,16 @@ from typing import Any, Final
 from ..errors import DataError
 from .chat_answers import Answers, Untold
 from .chat_messages import ASSISTANT, MESSAGES, Conversation, conversation_of, names_of, plain_message, text_of
-from .chat_source import ChatSource
 from .json_lines import Record
 from .row_counts import RowTally
 from .row_keys import ROW_KEYS, is_nothing
 
-__all__ = ["MESSAGES", "ChatSource", "ChatTemplate"]
+__all__ = ["MESSAGES", "ChatTemplate"]
 
 _WRITTEN: Final = frozenset(key for key, rule in ROW_KEYS["message"].items() if rule.use == "written")
 
+IMPORTED: Final = ("nntask.data.chat_blocks", "jinja2.constants", "jinja2.debug", "textwrap", "encodings.unicode_escape")
+"""Modules that `ChatService` imports lazily."""
 ROW_ADVICE: Final = "correct or remove the line, or correct the template"
 """End of messages about rows that a template refuses or that take too much."""
 
@@ -47,15 +48,15 @@ class ChatTemplate:
             raise DataError(f"the chat template of {name} needs the jinja2 package; pip install -e '.[text]'")
         import jinja2
 
-        from .chat_blocks import environment, reads_of
+        from .chat_blocks import ChatEnvironment, reads_of
 
         self._name, self._words = name, words
-        self._marks = environment()
+        self._marks = ChatEnvironment()
         try:
             self._template, self._reads = self._marks.jinja.from_string(source), reads_of(self._marks.jinja, source)
         except jinja2.TemplateError as error:
             line = f" in line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise DataError(f"the chat template of {name} has a mistake{line}: {error}; correct it, or give another --chat-template FILE") from None
+            raise DataError(f"the chat template of {name} has an error{line}: {error}; correct it, or give another --chat-template FILE") from None
         self._of_tools = ChatTemplate(tools, name, words) if tools else None
 
     def set_date(self, now: datetime) -> None:
@@ -91,16 +92,12 @@ class ChatTemplate:
             return text, answers.spans(found.learnt, blocks)
         except Untold:
             raise DataError(
-                f"{line.where} has a conversation whose beginning the chat template of {self._name} writes otherwise when more follows, so "
-                "that its answers cannot be told; use a template with {% generation %} blocks, or one answer a line"
+                f"{line.where} has a conversation that the chat template of {self._name} writes differently once more messages follow, so "
+                "its answers cannot be located; use a template with {% generation %} blocks, or write one answer per line"
             ) from None
 
     def _check_written(self, found: Conversation, text: str, answers: Answers, counts: RowTally | None) -> None:
-        """Check that the text contains the whole conversation, and count the answers that the template changes.
-
-        Raises:
-            DataError: the template leaves out a message, tools or documents, or a key of a message that must be written.
-        """
+        """Count the answers that the template changes; raise DataError if the text lacks a message, tools, documents or a required key."""
         for name in ("tools", "documents"):
             if found.given[name] is not None and self._render(found.messages, found.where, given={**found.given, name: None})[0] == text:
                 raise DataError(
@@ -128,11 +125,7 @@ class ChatTemplate:
                 counts.add("answers_changed", changed)
 
     def _check_keys(self, found: Conversation, at: int, text: str) -> None:
-        """Check that the template writes all keys of message `at` that must be written.
-
-        Raises:
-            DataError: the template ignores a key.
-        """
+        """Check that the template writes all keys of message `at` that must be written; raise DataError if the template ignores a key."""
         for key in _WRITTEN & found.said[at].keys():
             names = names_of(key)
             if is_nothing(found.said[at][key]) or names & self._reads.names:
@@ -145,11 +138,7 @@ class ChatTemplate:
                 )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
-        """Return the text of a conversation up to the beginning of the assistant's next answer.
-
-        Args:
-            messages: messages of the conversation.
-            where: origin of the conversation, for error messages.
+        """Return the text of a conversation up to the assistant's next answer; `where` is its origin, for error messages.
 
         Raises:
             DataError: the template refuses the conversation.
@@ -175,3 +164,41 @@ class ChatTemplate:
             what = " ".join(str(error).split())
             what = f'"{what}"' if what.endswith(".") else what
             raise DataError(f"{where} is not for the chat template of {self._name}: {what}; {advice}") from None
+
+
+class ChatService:
+    """A service that renders conversations with one template; `content` has the arguments of `ChatTemplate` by name.
+
+    Raises:
+        DataError: Jinja2 is missing, or the template has an error.
+    """
+
+    facts: Any = None
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._name = content["name"]
+        self._template = ChatTemplate(content["source"], self._name, content["words"], content["tools"])
+
+    def __call__(self, content: dict[str, Any]) -> Any:
+        """Return the text of a prompt, or the text, answers and counts of a row.
+
+        Raises:
+            DataError: the template refuses the conversation, or writes too much.
+        """
+        where, most = content["where"], content["most"]
+        if "row" not in content:
+            self._template.set_date(datetime.fromisoformat(content["now"]))
+            return self._checked(self._template.prompt(content["messages"], where), where, most, "change the messages")
+        counts = RowTally()
+        text, answers = self._template.rendered(Record(content["row"], where), counts)
+        return self._checked(text, where, most, ROW_ADVICE), answers, counts.numbers, counts.unknown
+
+    def _checked(self, text: str, where: str, most: int, advice: str) -> str:
+        if len(text) > most:
+            what = f"{where} is not for the chat template of {self._name}, which writes {len(text):,} characters of at most {most:,}"
+            raise DataError(f"{what}; {advice}")
+        return text
+
+
+SERVICE: Final = ChatService
+"""Service in the process of `ChatProcess`."""

@@ -83,11 +83,7 @@ class TemplateReads:
 
 
 def reads_of(jinja: jinja2.Environment, source: str) -> TemplateReads:
-    """Return the parts of a conversation that a template reads.
-
-    Args:
-        jinja: environment that parses the template.
-        source: source of the template.
+    """Return the parts of a conversation that the template with the given source reads.
 
     Raises:
         jinja2.TemplateError: the source has an error.
@@ -117,11 +113,6 @@ def _is_arguments(node: jinja2.nodes.Node) -> bool:
     if isinstance(node, jinja2.nodes.Getitem):
         return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "arguments"
     return isinstance(node, jinja2.nodes.Name) and node.name == "arguments"
-
-
-def environment() -> ChatEnvironment:
-    """Return a new environment."""
-    return ChatEnvironment()
 
 
 def _to_json(

@@ -50,11 +50,7 @@ class Conversation:
 
 
 def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
-    """Return the conversation of a row.
-
-    Args:
-        line: the row.
-        reads: parts of a conversation that the template reads.
+    """Return the conversation of a row, for a template that reads the given parts.
 
     Raises:
         DataError: the row has no messages or none of the assistant, or a value of the wrong type.
@@ -69,7 +65,7 @@ def conversation_of(line: Record, reads: TemplateReads) -> Conversation:
         try:
             given["tools"], tools_have_nulls = _without_nulls(given["tools"])
         except RecursionError:
-            raise DataError(f'{line.where} has "tools" that are nested too deeply; mend or remove the line') from None
+            raise DataError(f'{line.where} has "tools" that are nested too deeply; fix or remove the line') from None
         has_nulls |= tools_have_nulls
     return Conversation(found, messages, learnt, given, line.where, has_nulls)
 
@@ -84,9 +80,9 @@ def messages_of(line: Record) -> list[Mapping[str, Any]]:
     is_list = isinstance(found, list) and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in found)
     if not is_list or not found:
         shape = '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; mend or remove the line')
+        raise DataError(f'{line.where} must have "{MESSAGES}", such as {shape}; fix or remove the line')
     if all(each["role"] != ASSISTANT for each in found):
-        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, and its answers are what is learnt; mend or remove the line")
+        raise DataError(f"{line.where} has no message of the role {ASSISTANT}, whose answers are learnt; fix or remove the line")
     return list(found)
 
 
@@ -94,11 +90,6 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     """Return a message as a template receives it: without nulls and the weight, with reasoning under all names that templates read.
 
     Parts of text are joined into a string unless the template reads parts itself.
-
-    Args:
-        message: message of the row.
-        reads: parts of a conversation that the template reads.
-        where: position of the row in its file, for error messages.
 
     Raises:
         DataError: the content is neither a string nor a list of text parts.
@@ -113,11 +104,11 @@ def plain_message(message: Mapping[str, Any], reads: TemplateReads, where: str) 
     if isinstance(content, list):
         if not all(map(_is_text, content)):
             shape = '{"type": "text", "text": "..."}'
-            raise DataError(f"{where} has content that is no text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
+            raise DataError(f"{where} has content that is not text: {json.dumps(content)[:60]}; give a string or parts such as {shape}")
         if "text" not in reads.names:  # the template would print the list in Python's syntax
             found["content"] = "".join(each["text"] for each in content)
     elif content is not None and not isinstance(content, str):
-        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; mend or remove the line')
+        raise DataError(f'{where} must have a string under "content", got {json.dumps(content)[:60]}; fix or remove the line')
     if reads.takes_objects and isinstance(found.get("tool_calls"), list):
         found["tool_calls"] = [_with_object(each) for each in found["tool_calls"]]
     return found
@@ -149,11 +140,7 @@ def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
 
 
 def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
-    """Return the list of objects under a key, decoded if it is a JSON string; None for an empty value.
-
-    Raises:
-        DataError: the value is not a list of objects.
-    """
+    """Return the list of objects under a key, decoded from a JSON string if necessary; None if it is empty; raise DataError for any other value."""
     value = line.values.get(name)
     if isinstance(value, str) and value.strip():
         with contextlib.suppress(ValueError, RecursionError):
@@ -161,7 +148,7 @@ def _list_under(line: Record, name: str) -> list[Mapping[str, Any]] | None:
     if is_nothing(value):
         return None
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; mend the line')
+        raise DataError(f'{line.where} must have a list of objects under "{name}", got {json.dumps(value)[:60]}; fix the line')
     return value
 
 
@@ -191,16 +178,12 @@ def _has_null_arguments(message: Mapping[str, Any]) -> bool:
 
 
 def _variables(line: Record) -> dict[str, Any]:
-    """Return the template variables that ``chat_template_kwargs`` sets.
-
-    Raises:
-        DataError: the value is not an object, or sets one of `_VARIABLES`.
-    """
+    """Return the variables that ``chat_template_kwargs`` sets; raise DataError unless it is an object that sets none of `_VARIABLES`."""
     value = line.values.get("chat_template_kwargs")
     if is_nothing(value):
         return {}
     if not isinstance(value, Mapping):
-        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}; mend the line')
+        raise DataError(f'{line.where} must have an object under "chat_template_kwargs", got {json.dumps(value)[:60]}; fix the line')
     if wrong := sorted(_VARIABLES & set(value)):
         raise DataError(f'{line.where} sets {wrong[0]} under "chat_template_kwargs", which is for other variables of the template; remove it')
     return dict(value)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ..confined.process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from ..confined.process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits
 from ..errors import DataError
 from .chat import ROW_ADVICE
 from .chat_source import ChatSource
@@ -41,10 +41,7 @@ _ROW: Final = Allowance(
     answer_per_size=_JSON_A_CHARACTER * _WRITTEN_A_CHARACTER,
 )
 """Limits for a row, by the characters of its JSON."""
-_WORDING: Final = Wording(
-    "the process that writes conversations down",
-    "conversations are not written down any more, as the server is shutting down; ask another one, or this one later",
-)
+_CLOSED: Final = "conversations are no longer rendered, as the server is shutting down; ask another one, or this one later"
 
 
 class ChatProcess:
@@ -72,17 +69,12 @@ class ChatProcess:
         self._prompt = RequestLimits(cpu_seconds, _NBYTES + self._most * _NBYTES_A_CHARACTER, _JSON_A_CHARACTER * (self._most + _LONGEST_ERROR))
         self._row = replace(_ROW, least=replace(_ROW.least, seconds=cpu_seconds))
         content = {"source": source.source, "name": source.name, "words": dict(source.words), "tools": source.tools}
-        subject = Subject(f"the chat template of {source.name}", "name another with --chat-template FILE")
         limits = RequestLimits(cpu_seconds, _NBYTES, _JSON_A_CHARACTER * _LONGEST_ERROR)
-        opening = ConfinedRequest(json.dumps(content), limits, subject)
-        self._process = ConfinedProcess("nntask.data.chat_service", opening, _WORDING)
+        opening = ConfinedRequest(json.dumps(content), limits, f"the chat template of {source.name}", "name another with --chat-template FILE")
+        self._process = ConfinedProcess("nntask.data.chat", opening, name="the process that renders conversations", closed=_CLOSED)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
-        """Return the text of a conversation up to the beginning of the assistant's next answer.
-
-        Args:
-            messages: messages of the conversation.
-            where: origin of the conversation, for error messages.
+        """Return the text of a conversation up to the assistant's next answer; `where` is its origin, for error messages.
 
         Raises:
             DataError: the template refuses the conversation, fails, writes too much, or takes too much time or memory.
@@ -92,14 +84,10 @@ class ChatProcess:
         if (count := sum(len(word) for message in messages for pair in message.items() for word in pair)) > self._most:
             raise DataError(f"{what} gets at most {self._most:,} characters, got {count:,}; change the messages")
         content = {"messages": list(messages), "where": where, "now": self._now().isoformat(), "most": self._most}
-        return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, Subject(what, "change the messages"))))
+        return str(self._process.ask(ConfinedRequest(json.dumps(content), self._prompt, what, "change the messages")))
 
     def rows(self, lines: Iterable[Record], counts: RowCounts) -> Iterator[tuple[Record, str, list[tuple[int, int]]]]:
-        """Render rows, a few ahead of the caller.
-
-        Args:
-            lines: rows with messages.
-            counts: counter of unknown keys and of answers that the template changes.
+        """Render rows, a few ahead of the caller, and count unknown keys and answers that the template changes in `counts`.
 
         Yields:
             The row, its text, and the first and last (excluded) character of each answer.
@@ -128,5 +116,5 @@ class ChatProcess:
         row = json.dumps(line.values)
         most = _WRITTEN + _WRITTEN_A_CHARACTER * len(row)
         content = f'{{"row": {row}, "where": {json.dumps(line.where)}, "most": {most}}}'
-        subject = Subject(f"{line.where} is not for the chat template of {self._name}, which", ROW_ADVICE)
-        return ConfinedRequest(content, self._row.limits(len(row)), subject)
+        subject = f"{line.where} is not for the chat template of {self._name}, which"
+        return ConfinedRequest(content, self._row.limits(len(row)), subject, ROW_ADVICE)

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ..errors import DataError
 from ..io.regular_file import read_text
@@ -16,8 +16,6 @@ from .tokenizer import ByteTokenizer, Tokenizer
 
 _TOOL_USE: Final = "tool_use"
 _DIFFER: Final = "differ"
-
-AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class ChatSource:
             )
         if not named:
             raise DataError(
-                "conversations are written down by a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
+                "conversations need a chat template, and the tokenizer of the data has none; name one with --chat-template FILE, "
                 "or the tokenizer of a model for conversations with --tokenizer-path DIR"
             )
         source, tools = named["default"], named.get(_TOOL_USE, "")
@@ -70,11 +68,7 @@ class ChatSource:
 
 
 def templates_of(files: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> template for the templates in a tokenizer's files; the name of the default template is "default".
-
-    Args:
-        files: name -> content of the tokenizer's companion files.
-    """
+    """Return name -> template for the templates in a tokenizer's companion files; the name of the default template is "default"."""
     if CHAT_TEMPLATE in files:
         return {"default": files[CHAT_TEMPLATE]}
     found = json.loads(files.get(TOKENIZER_CONFIG, "{}")).get("chat_template")
@@ -84,12 +78,8 @@ def templates_of(files: Mapping[str, str]) -> dict[str, str]:
     return {str(each.get("name")): each["template"] for each in entries if isinstance(each.get("template"), str)}
 
 
-def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
-    """Return a copy of a tokenizer that has the template in a file as its own, so that saving the tokenizer saves the template.
-
-    Args:
-        tokenizer: tokenizer to copy.
-        file: path of the template.
+def with_template(tokenizer: Tokenizer, file: str) -> Tokenizer:
+    """Return a copy of a tokenizer that has the template in `file` as its own, so that saving the tokenizer saves the template.
 
     Raises:
         DataError: the file cannot be read.
@@ -105,12 +95,7 @@ def with_template(tokenizer: AnyTokenizer, file: str) -> AnyTokenizer:
 
 
 def template_notes(tokenizer: Tokenizer, file: str) -> tuple[str, ...]:
-    """Return notes about a tokenizer's own chat templates that are ignored or contradict each other, a sentence each.
-
-    Args:
-        tokenizer: the tokenizer.
-        file: path of a template that replaces the tokenizer's own; "" to use its own.
-    """
+    """Return sentences about a tokenizer's templates that are ignored or contradict each other; `file` replaces them unless it is ""."""
     flaws = _flaws(tokenizer)
     if not file:
         return tuple(f"{flaw}; the former is used" for flaw in flaws if flaw.endswith(_DIFFER))

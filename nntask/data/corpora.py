@@ -14,10 +14,10 @@ import sysconfig
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ..errors import DataError
-from .directories import DataFiles, data_files, scored_files, walk
+from .directories import DataFiles, data_files, names_below, scored_files
 from .findings import Finding, no_validation
 from .objectives import Objective
 from .opening import inner_suffix
@@ -33,6 +33,7 @@ _MACHINE_ONLY: Final = ("config-", "pydoc_data/")
 """Folders to skip: their sources depend on this machine's build, or are already included as topics."""
 _LINES: Final = (".jsonl", ".ndjson")
 _TOPICS: Final = "pydoc/"
+_SPLITS: Final[tuple[Literal["train", "validation"], ...]] = ("train", "validation")
 
 
 def stdlib_corpus(select: int = -1) -> Corpus:
@@ -46,7 +47,7 @@ def stdlib_corpus(select: int = -1) -> Corpus:
     texts = [Text(_TOPICS + name, None, content.strip() + "\n") for name, content in sorted(topics.topics.items())]
     texts.append(Text(_TOPICS + "builtins", None, _builtin_docs()))
     root = Path(sysconfig.get_paths()["stdlib"])
-    sources = [Text(str(path.relative_to(root).as_posix()), path) for path in walk(root, ".py", _SKIPPED)]
+    sources = [Text(name, root / name) for name in names_below(root, _SKIPPED) if name.endswith(".py")]
     texts += sorted((s for s in sources if not s.name.startswith(_MACHINE_ONLY)), key=lambda s: _hash(s.name))
     kept, nbytes = [], 0
     for text in texts:
@@ -110,28 +111,18 @@ def _held_out(found: DataFiles, files: Sequence[Path], select: int, texts: Texts
         split = _split(corpus.name, whole[:select] if select > 0 else whole)
         return replace(corpus, train=split.train, validation=split.validation)
     held = frozenset(_split(corpus.name, [*in_files(texts)]).validation)
-    train, validation = Texts([_kept(each, held) for each in texts.innermost()]), Texts([_held(each, held) for each in texts.innermost()])
+    train, validation = (Texts([_in_split(each, held, split) for each in texts.innermost()]) for split in _SPLITS)
     if not len(train):
         train, validation = texts, Texts(())
     return replace(corpus, train=_first(train, select), validation=validation if len(validation) else ())
 
 
-def _kept(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
-    return texts.of("train") if isinstance(texts, TableTexts) else tuple(text for text in texts if text not in held)
-
-
-def _held(texts: Collection[Text], held: frozenset[Text]) -> Collection[Text]:
-    return texts.of("validation") if isinstance(texts, TableTexts) else tuple(text for text in texts if text in held)
+def _in_split(texts: Collection[Text], held: frozenset[Text], split: Literal["train", "validation"]) -> Collection[Text]:
+    return texts.of(split) if isinstance(texts, TableTexts) else tuple(text for text in texts if (text in held) == (split == "validation"))
 
 
 def _texts(found: DataFiles, files: Sequence[Path], split: str) -> tuple[Texts, RowCounts]:
-    """Return the texts of files, and the counts of their rows; consecutive tables become one collection of rows.
-
-    Args:
-        found: the files of the path, which name the texts.
-        files: files to read, in order.
-        split: split that the counts name; "" for both splits.
-    """
+    """Return the texts of some of the files, and the counts of their rows for a split, "" for both; consecutive tables become one collection."""
     members: list[Collection[Text]] = []
     counts = RowCounts(Objective(), split)
     for tables, group in itertools.groupby(files, lambda file: is_table(file.name)):
@@ -145,22 +136,14 @@ def _first(texts: Texts, select: int) -> Collection[Text]:
 
 
 def _check_rows(texts: Texts, rows: RowCounts, where: str) -> None:
-    """Check that there is at least one text.
-
-    Raises:
-        DataError: the files are tables without rows, or with empty rows only.
-    """
+    """Check that there is at least one text; raise DataError if the files are tables without rows, or with empty rows only."""
     if not len(texts):
         what = f"all of its {rows.num_rows:,} rows are empty" if rows.num_rows else "its tables have no rows"
         raise DataError(f"{where} holds no text: {what}; give rows with a text")
 
 
 def _filled(files: Sequence[Path], where: str) -> tuple[list[Path], tuple[Finding, ...]]:
-    """Return the files that are not empty, and a finding about the empty ones.
-
-    Raises:
-        DataError: all files are empty, or pyarrow is needed and missing.
-    """
+    """Return the files that are not empty, and a finding about the others; raise DataError if all are empty, or pyarrow is needed and missing."""
     filled = [file for file in files if file.stat().st_size > 0]
     if not filled:
         raise DataError(f"{where} holds no text; give a text file or a directory of text files that are not empty")

@@ -31,8 +31,8 @@ from .sampler import Examples, Shuffled
 from .spec import SPLITS, DataSpec
 from .texts import Corpus, check_texts
 from .token_file import TokenFile
-from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, made_again, named_tokenizer, reads_bytes, tokenizer_key
-from .tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from .tokenized import cache_errors, cached_tokenizer, encoded_texts, findings_of, named_tokenizer, reads_bytes, rebuilt, tokenizer_key
+from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 DATASETS: Final = ("stdlib", "text", WIKITEXT, "train.bin", JSONL, IMAGES)
 _OWN_TOKENIZERS: Final = ("auto", "bpe", "bytes")
@@ -138,17 +138,12 @@ def _check_beside(spec: DataSpec) -> None:
         named = Path(spec.tokenizer_path)
     else:
         return
-    if named.exists() and beside.is_file() and not _is_same(load_tokenizer(named), load_tokenizer(beside)):
+    if named.exists() and beside.is_file() and load_tokenizer(named).inner.get_vocab() != load_tokenizer(beside).inner.get_vocab():
         raise UsageError(
             f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; train from weights that know the former, "
-            f"make {_train_bin(spec.path).name} again with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
+            f"rewrite {_train_bin(spec.path).name} with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
             f"or remove {beside} if it did not make the ids"
         )
-
-
-def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
-    """Return whether two tokenizers have the same words with the same ids."""
-    return isinstance(one, BpeTokenizer) and isinstance(other, BpeTokenizer) and one.inner.get_vocab() == other.inner.get_vocab()
 
 
 def _advice(spec: DataSpec) -> str:
@@ -266,17 +261,11 @@ def _narrow(tokenizer: Tokenizer | None, file: TokenFile) -> tuple[Finding, ...]
     """Return the finding about a token file without a sidecar whose element type cannot hold all ids of its tokenizer, if it applies."""
     if tokenizer is None or file.is_declared or tokenizer.vocab_size <= 1 << 16:
         return ()
-    number = tokenizer.vocab_size - (1 << 16)
-    return (
-        Finding(
-            "ids_of_two_bytes",
-            number,
-            tokenizer.vocab_size,
-            f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 cannot be in it; if "
-            "a script wrote them so, they are others now; write them as uint32, or, if none was among them, "
-            f'{{"dtype": "uint16"}} to {file.path.name}.json',
-        ),
+    sentence = (
+        f"{file.path} holds ids of two bytes, and its tokenizer has {tokenizer.vocab_size:,} ids, of which those from 65,536 do not fit; if a script "
+        f'wrote such ids, they are wrong now: write them as uint32; otherwise write {{"dtype": "uint16"}} to {file.path.name}.json'
     )
+    return (Finding("ids_of_two_bytes", tokenizer.vocab_size - (1 << 16), tokenizer.vocab_size, sentence),)
 
 
 def _train_bin(path: str) -> Path:
@@ -334,16 +323,12 @@ def _kept_rows(path: Path, objective: Objective, name: str, report: Callable[[st
     try:
         return RowFile(path, NUM_FIELDS[objective.form], name)
     except DataError as error:
-        report(made_again(error))
+        report(rebuilt(error))
         return None
 
 
 def _template_key(spec: DataSpec) -> str:
-    """Return the cache key of the chat template in use, which comes from a file or from the tokenizer; "" for other data.
-
-    Raises:
-        DataError: there is no template.
-    """
+    """Return the cache key of the chat template in use, "" for data without one; raise DataError if conversations have no template."""
     if spec.objective.form != "chat":
         return ""
     tokenizer = named_tokenizer(spec) if spec.tokenizer_path else ByteTokenizer()  # a tokenizer trained here has no template either

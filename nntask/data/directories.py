@@ -96,14 +96,10 @@ def scored_files(path: str, flag: str, is_data: Callable[[str], bool], has_rows:
 
 
 def _present(root: Path, names: Iterable[str], where: str) -> tuple[Path, ...]:
-    """Return the paths of files, after checking that they exist.
-
-    Raises:
-        DataError: a file is a dangling link.
-    """
+    """Return the paths of files, after checking that they exist; raise DataError if a file is a dangling link."""
     files = tuple(root / name for name in names)
     if lost := [file for file in files if not file.exists()]:
-        raise DataError(f"{lost[0]} in {where} is a link to nothing; mend or remove it")
+        raise DataError(f"{lost[0]} in {where} is a dangling link; fix or remove it")
     return files
 
 
@@ -121,7 +117,7 @@ def _files_of_pattern(path: str) -> tuple[Path, ...]:
 
 def _listing(root: Path, where: str) -> Listing:
     """Return the files of a directory, with the contents of those that describe it."""
-    files = tuple(_names(root, _SKIPPED))
+    files = tuple(names_below(root, _SKIPPED))
     documents = {}
     for name in files:
         if is_document(name):
@@ -130,21 +126,11 @@ def _listing(root: Path, where: str) -> Listing:
     return Listing(where, str(root), files, documents)
 
 
-def walk(root: Path, suffix: str, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield the files below a directory whose names end with `suffix`, sorted by path.
+def names_below(root: Path, skipped: frozenset[str]) -> Iterator[str]:
+    """Yield the paths of the files below a directory, relative to it and separated by "/", in order; folders named in `skipped` are left out.
 
     Hidden files and folders are left out. A link to a folder outside the directory is followed.
-
-    Args:
-        root: directory to search.
-        suffix: end of the file names; "" for any.
-        skipped: names of folders to leave out.
     """
-    return (root / name for name in _names(root, skipped) if name.endswith(suffix))
-
-
-def _names(root: Path, skipped: frozenset[str]) -> Iterator[str]:
-    """Yield the paths of `walk` relative to the directory, separated by "/"."""
     inside = os.path.realpath(root)
     followed = set[str]()
 

@@ -14,12 +14,9 @@ from .tokenizer import BpeTokenizer, Tokenizer
 
 
 class RowEncoder:
-    """Encoder of the texts of rows.
+    """Encoder of the texts of rows with a tokenizer.
 
     If the tokenizer's template adds no ids to a text, or the tokenizer is plain bytes, the end-of-text id is appended to each text.
-
-    Args:
-        tokenizer: tokenizer that encodes the texts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -30,17 +27,13 @@ class RowEncoder:
 
     def text(self, text: str, limit: int) -> Ids:
         """Return the (n,) ids of a text, with n at most `limit`."""
-        return self.pair(text, None, limit)[0]
+        return self.row(text, None, limit)[0]
 
-    def pair(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids]:
-        """Return the (n,) ids of a text or pair, with n at most `limit`, and the type of each: 0 in the first text, 1 in the second.
+    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
+        """Return the (n,) ids of a text or pair, with n at most `limit`; the type of each, 0 or 1 for the second text; and whether a text was cut.
 
         The longer text is cut first.
         """
-        return self.row(first, second, limit)[:2]
-
-    def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
-        """Return the ids and types of `pair`, and whether a text was cut."""
         if self._rules is None or self._end:
             return self._plain(first, second, limit)
         return self._rules.row(first, second, limit)
@@ -57,12 +50,7 @@ class RowEncoder:
         return ids, np.array([start for start, _ in offsets], np.int64), offsets
 
     def answers(self, text: str, answers: Iterable[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return the ids of a conversation, and whether each is learnt, both (n,).
-
-        Args:
-            text: conversation as rendered by its chat template.
-            answers: first and last (excluded) character of each answer.
-        """
+        """Return the ids of a rendered conversation, and whether each is learnt, both (n,); `answers` are ranges of characters, ends excluded."""
         ids, starts, offsets = self.with_offsets(clean(text))
         is_answer = np.zeros(len(ids), np.bool_)
         for begin, end in answers:

@@ -19,10 +19,10 @@ from ..gguf.model_file import GgufModel, is_gguf, open_gguf
 from ..io.regular_file import read_bytes
 from .added_tokens import add_tokens
 from .rule_bounds import has_long_value, normalizer_of, sections_of, unbounded_model, unbounded_rule, without_rules
-from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, companions
+from .special_tokens import SPECIAL_TOKENS, TOKENIZER_CONFIG, Companions, read_companions
 from .token_rules import ConfinedRules, LocalRules, TokenRules
 from .tokenizer_keys import check_keys
-from .vocabulary_files import SENTENCE_PIECE, built, conversion, default_special, put_around, rule_of, vocabulary_of
+from .vocabulary_files import SENTENCE_PIECE, SPECIAL, built, conversion, put_around, rule_of, vocabulary_of
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 _POINTER: Final = b"version https://git-lfs"
@@ -36,7 +36,7 @@ class OpenedTokenizer:
         inner: `tokenizers.Tokenizer`, without its rules if they run in a sandboxed process.
         rules: rules of the tokenizer, which encode and decode.
         directory: directory of the tokenizer's files, or the GGUF file.
-        beside: companion files of the tokenizer.
+        companions: companion files of the tokenizer.
         notes: notes about settings in the files that are ignored, a sentence each.
         terms: cache key of all that determines the tokens besides the bytes of the tokenizer's file; "" if nothing does.
     """
@@ -44,7 +44,7 @@ class OpenedTokenizer:
     inner: Any
     rules: TokenRules
     directory: Path
-    beside: Companions
+    companions: Companions
     notes: tuple[str, ...]
     terms: str
 
@@ -55,30 +55,14 @@ def have_tokenizers() -> bool:
 
 
 def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer:
-    """Load a tokenizer.
-
-    Args:
-        path: a tokenizer.json, a directory, or a GGUF file.
-        has_template: whether another chat template replaces the tokenizer's own, which then need not be readable.
-
-    Raises:
-        DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
-    """
+    """Load the parts of a tokenizer; the arguments and errors are those of `tokenizer.load_tokenizer`."""
     opened = open_gguf(path) if is_gguf(path) else None
-    if opened is not None and opened.untranslated:
-        raise DataError(f"the tokenizer in {path} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
-    inside = None if opened is None else opened.files.get(TOKENIZER_FILE)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     vocabulary = vocabulary_of(path) if path.is_dir() and not file.is_file() else ()
-    if not vocabulary and (not file.is_file() or (inside is None and opened is not None)):
-        if (path / SENTENCE_PIECE).is_file():
-            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}; write one with: {conversion(path)}")
-        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
-    if not have_tokenizers():
-        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
-    directory = path if vocabulary else file.parent if inside is None else file
-    beside = companions(directory, has_template=has_template)
-    objects = beside.objects
+    _check_there(path, file, opened, has_vocabulary=bool(vocabulary))
+    directory = path if vocabulary else file.parent if opened is None else file
+    companions = read_companions(directory, has_template=has_template)
+    objects = companions.objects
     rule = rule_of(path, objects) if vocabulary else None
     if rule is not None:
         config = {**objects.get(SPECIAL_TOKENS, {}), **objects.get(TOKENIZER_CONFIG, {})}
@@ -90,7 +74,7 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
         inner.model.dropout = None
     inner.no_truncation()
     inner.no_padding()
-    added = add_tokens(inner, objects, str(directory), {} if rule is None else default_special(rule))
+    added = add_tokens(inner, objects, str(directory), {} if rule is None else SPECIAL[rule])
     if rule is not None:
         put_around(inner, rule, config)
     is_split = objects.get(TOKENIZER_CONFIG, {}).get("split_special_tokens") is True
@@ -105,7 +89,19 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
     if dropout:
         notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)
     terms = "" if rule is None else hashlib.sha256(inner.to_str().encode()).hexdigest()
-    return OpenedTokenizer(inner, rules, directory, beside, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+    return OpenedTokenizer(inner, rules, directory, companions, notes, terms + (json.dumps([added, is_split]) if added or is_split else ""))
+
+
+def _check_there(path: Path, file: Path, opened: GgufModel | None, *, has_vocabulary: bool) -> None:
+    """Raise DataError if there is no tokenizer to read, or its package is not installed."""
+    if opened is not None and opened.untranslated:
+        raise DataError(f"the tokenizer in {path} {opened.untranslated}; name its tokenizer.json with --tokenizer-path DIR, or use another file")
+    if not has_vocabulary and (not file.is_file() or (opened is not None and TOKENIZER_FILE not in opened.files)):
+        if (path / SENTENCE_PIECE).is_file():
+            raise DataError(f"{path} has {SENTENCE_PIECE} and no {TOKENIZER_FILE}; write one with: {conversion(path)}")
+        raise DataError(f"no {TOKENIZER_FILE} at {file}; give its directory with --tokenizer-path, or drop the flag to train a tokenizer on the data")
+    if not have_tokenizers():
+        raise DataError(f"reading {file} needs the tokenizers package; pip install -e '.[text]', or use --tokenizer bytes")
 
 
 def _read(file: Path, opened: GgufModel | None) -> tuple[Any, Mapping[str, Any] | None, str]:

@@ -77,17 +77,12 @@ def wikitext_corpus(path: str, select: int, advice: str) -> Corpus:
 
 
 def check_wikitext(path: str, advice: str) -> None:
-    """Check that WikiText is on this machine or can be fetched, without fetching it.
-
-    Args:
-        path: directory of WikiText; "" for the cache.
-        advice: remedy that ends the error message.
+    """Check that WikiText is on this machine or can be fetched, without fetching it; the arguments are those of `wikitext_corpus`.
 
     Raises:
         DataError: WikiText is not on this machine and cannot be fetched.
     """
-    files = wikitext_files(path)
-    if files:
+    if files := wikitext_files(path):
         check_tables(files["train"])
         return
     what = f"--dataset {WIKITEXT}: {wikitext_directory(path)} has no files of it"
@@ -122,8 +117,7 @@ def check_hub(what: str, advice: str) -> None:
     host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
         raise DataError(f"{what}, and HF_HUB_OFFLINE forbids asking {host}; {advice}")
-    reason = _probe(host)
-    if reason:
+    if reason := _probe(host):
         raise DataError(f"{what}, and {host} cannot be reached ({reason}); {advice}")
 
 
@@ -183,12 +177,7 @@ def check_tokenizer(name: str, path: str, advice: str) -> None:
 
 
 def fetched_tokenizer(name: str, path: str, advice: str) -> Path:
-    """Return the file or directory of the tokenizer `name`, fetched with its companion files if it is not on this machine.
-
-    Args:
-        name: the tokenizer's name on the Hub.
-        path: directory in which it is looked for; "" for the cache.
-        advice: remedy that ends the error message.
+    """Return the file or directory of a tokenizer, fetched with its companion files if necessary; the arguments are those of `check_tokenizer`.
 
     Raises:
         DataError: the tokenizer cannot be fetched.

@@ -30,40 +30,7 @@ _BESIDES: Final = 48 << 20
 Floats = npt.NDArray[np.float32]
 
 
-class ImageSource:
-    """Interface of the images of one split.
-
-    Attributes:
-        path: file or directory of the images.
-        labels: (n,) int32, classes of the images.
-    """
-
-    path: Path
-    labels: npt.NDArray[np.int32]
-
-    @property
-    def name(self) -> str:
-        """Name of the images in messages."""
-        return str(self.path)
-
-    def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """Return the pixels of an image, (size, size, channels) in [-1, 1].
-
-        Args:
-            number: number of the image.
-            shape: shape of images that the model takes.
-
-        Raises:
-            DataError: the image cannot be read, or has invalid values.
-        """
-        raise NotImplementedError
-
-    def digest(self) -> str:
-        """Return a hash that identifies the images and their labels."""
-        raise NotImplementedError
-
-
-class ImageFolder(ImageSource):
+class ImageFolder:
     """Image files in a directory; images of another size are resized.
 
     Args:
@@ -73,10 +40,14 @@ class ImageFolder(ImageSource):
     """
 
     def __init__(self, path: Path, files: Sequence[Path], labels: npt.NDArray[np.int32]) -> None:
-        self.path, self._files, self.labels = path, files, labels
+        self.path, self.name, self._files, self.labels = path, str(path), files, labels
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """(size, size, channels) in [-1, 1]."""
+        """Return the pixels of image `number`, (size, size, channels) in [-1, 1].
+
+        Raises:
+            DataError: the image cannot be read.
+        """
         values = read_image(self._files[number], shape.size, shape.channels)
         return (values / np.float32(127.5) - np.float32(1)).astype(np.float32)
 
@@ -88,7 +59,7 @@ class ImageFolder(ImageSource):
         return hashlib.sha256("\n".join(said).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-class ImageArray(ImageSource):
+class ImageArray:
     """Images in a NumPy array, which may be a memory map.
 
     Args:
@@ -99,10 +70,14 @@ class ImageArray(ImageSource):
     """
 
     def __init__(self, path: Path, images: npt.NDArray[Any], labels: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> None:
-        self.path, self._images, self.labels, self._chosen = path, images, labels[chosen], chosen
+        self.path, self.name, self._images, self.labels, self._chosen = path, str(path), images, labels[chosen], chosen
 
     def pixels(self, number: int, shape: ImageShape) -> Floats:
-        """(size, size, channels) in [-1, 1]."""
+        """Return the pixels of image `number`, (size, size, channels) in [-1, 1].
+
+        Raises:
+            DataError: the image has integers outside [0, 255].
+        """
         values = np.asarray(self._images[self._chosen[number]])
         if np.issubdtype(values.dtype, np.integer):
             if values.min() < 0 or values.max() > 255:
@@ -121,13 +96,12 @@ class ImageArray(ImageSource):
         return digest.hexdigest()
 
 
-class ImageRows:
-    """Images as sequences of patches, with their labels as targets.
+ImageSource = ImageFolder | ImageArray
+"""The images of one split."""
 
-    Args:
-        source: the images.
-        objective: training objective, whose `image` is the shape of the images.
-    """
+
+class ImageRows:
+    """Images as sequences of patches, with their labels as targets; the objective has the shape of the images."""
 
     names: Sequence[str] = ("images", "targets")
 
@@ -233,18 +207,15 @@ def _opened(path: str, objective: Objective, flag: str) -> Callable[[bool | None
     root = Path(path)
     if root.is_dir():
         files, labels = _folders(root, objective, flag)
-        return lambda held: ImageFolder(root, *_chosen_of(files, labels, held))
+        return lambda held: ImageFolder(root, [files[at] for at in _chosen(len(files), held)], labels[_chosen(len(files), held)])
     images, numbers = _arrays(root, objective, flag)
-    return lambda held: ImageArray(root, images, numbers, np.flatnonzero(_belongs(len(numbers), held)))
+    return lambda held: ImageArray(root, images, numbers, _chosen(len(numbers), held))
 
 
-def _belongs(count: int, held: bool | None) -> npt.NDArray[np.bool_]:
-    return np.ones(count, np.bool_) if held is None else (np.arange(count) % VALIDATION_SHARE == VALIDATION_SHARE - 1) == held
-
-
-def _chosen_of(files: list[Path], labels: npt.NDArray[np.int32], held: bool | None) -> tuple[list[Path], npt.NDArray[np.int32]]:
-    chosen = np.flatnonzero(_belongs(len(files), held))
-    return [files[at] for at in chosen], labels[chosen]
+def _chosen(count: int, held: bool | None) -> npt.NDArray[np.int64]:
+    """Return the numbers of the images that are held out if `held`, of the others if not, and of all if it is None."""
+    numbers = np.arange(count)
+    return numbers if held is None else np.flatnonzero((numbers % VALIDATION_SHARE == VALIDATION_SHARE - 1) == held)
 
 
 def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], npt.NDArray[np.int32]]:
@@ -271,7 +242,7 @@ def _folders(root: Path, objective: Objective, flag: str) -> tuple[list[Path], n
         files += found
         labels += [objective.labels.index(folder.name) if by_name else number] * len(found)
     if not files:
-        raise DataError(f"{flag} {root} has no image; give a directory with a folder of images a class")
+        raise DataError(f"{flag} {root} has no image; give a directory with a folder of images for each class")
     return files, np.array(labels, np.int32)
 
 
@@ -293,8 +264,8 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
                 images, labels = found["images"], found["labels"]
     except Exception as error:  # errors have many types: NumPy evaluates a header as Python, and decoders meet malformed data
         raise DataError(
-            f"{flag} {path} is no file of images: {error}; give an .npz with images and labels, an .npy with {beside.name} beside it, or a directory "
-            "with a folder a class"
+            f"{flag} {path} is not a file of images: {error}; give an .npz with images and labels, an .npy together with {beside.name}, or a "
+            "directory with a folder for each class"
         ) from None
     if images.dtype.kind not in "biuf":
         raise DataError(f"{flag} {path} must have images of integers from 0 to 255 or floats from -1 to 1, got {images.dtype}; convert them")
@@ -311,7 +282,7 @@ def _arrays(path: Path, objective: Objective, flag: str) -> tuple[npt.NDArray[An
     if not is_whole or len(wrong):
         got = f"{labels[wrong[0]]} for image {wrong[0]}" if is_whole else f"{labels.dtype}"
         raise DataError(
-            f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; mend them, or set num_labels in the config"
+            f"{flag} {path} must have whole labels from 0 to {objective.num_labels - 1}, got {got}; fix them, or set num_labels in the config"
         )
     return images, labels.astype(np.int32)
 
@@ -328,15 +299,11 @@ def _check_head(path: Path) -> None:
     with os.fdopen(open_regular(path), "rb") as file:
         start, size = file.read(12), os.fstat(file.fileno()).st_size
     if start.startswith(b"\x93NUMPY") and start[6:7] != b"\x01" and int.from_bytes(start[8:12], "little") > size:
-        raise ValueError(f"its head claims {int.from_bytes(start[8:12], 'little')} bytes, and the file has {size}")
+        raise ValueError(f"its header claims {int.from_bytes(start[8:12], 'little')} bytes, and the file has {size}")
 
 
 def _check_unpacked(path: Path) -> None:
-    """Check that an archive does not unpack to far more than its size, since all of it is held in memory.
-
-    Raises:
-        ValueError: it unpacks to far more.
-    """
+    """Raise ValueError if an archive, all of which is held in memory, unpacks to far more than its size."""
     with zipfile.ZipFile(path) as archive:
         nbytes = sum(member.file_size for member in archive.infolist())
     if nbytes > _PER_BYTE * path.stat().st_size + _BESIDES:

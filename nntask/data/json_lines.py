@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ class Record:
             what = f"{type(value).__name__} there" if key in self.values else f"the keys {', '.join(self.values) or 'none'}"
             if hint := format_hint(self.values):
                 raise DataError(f'{self.where} must have a string under "{key}", got {hint}')
-            raise DataError(f'{self.where} must have a string under "{key}", got {what}; mend or remove the line')
+            raise DataError(f'{self.where} must have a string under "{key}", got {what}; fix or remove the line')
         return clean(value)
 
 
@@ -75,17 +76,15 @@ class JsonLines:
         Raises:
             DataError: a file cannot be read, or a line is not a JSON object.
         """
-        for number, (line, where) in enumerate(self._lines()):
-            if number == self.select:
-                return
+        for number, (line, where) in enumerate(self._selected()):
             try:
                 values = decoded(line)
             except ValueError as error:
                 _check_begin(line, where, number)
-                raise DataError(f"{where} is not JSON: {error}; mend or remove the line") from None
+                raise DataError(f"{where} is not JSON: {error}; fix or remove the line") from None
             if not isinstance(values, dict):
                 _check_begin(line, where, number)
-                raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; mend or remove the line')
+                raise DataError(f'{where} must be an object such as {{"text": "..."}}, got {line.strip()[:40]}; fix or remove the line')
             yield Record(values, where)
 
     @property
@@ -95,17 +94,17 @@ class JsonLines:
 
     def num_lines(self) -> int:
         """Return the number of lines."""
-        found = sum(1 for _ in self._lines())
-        return found if self.select < 0 else min(found, self.select)
+        return sum(1 for _ in self._selected())
 
     def digest(self) -> str:
         """Return a hash of the lines and their order."""
         digest = hashlib.sha256()
-        for number, (line, _) in enumerate(self._lines()):
-            if number == self.select:
-                break
+        for line, _ in self._selected():
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
+
+    def _selected(self) -> Iterator[tuple[str, str]]:
+        return itertools.islice(self._lines(), self.select if self.select >= 0 else None)
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """Yield the lines of the split that are not blank, each with its position for messages."""
@@ -142,19 +141,15 @@ def _check_begin(line: str, where: str, number: int) -> None:
     if (not number or where.endswith(" line 1")) and (is_array or line.strip() == "{"):
         file = where.rpartition(" line ")[0]
         what, program = ("one array", ".[]") if is_array else ("objects over several lines", ".")
-        raise DataError(f"{file} holds {what} and not an object a line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
+        raise DataError(f"{file} holds {what} instead of an object per line; convert it, for example with jq -c '{program}' {file} > lines.jsonl")
 
 
 def _decoded(line: bytes, where: str, encoding: str) -> str:
-    """Return the text of a line.
-
-    Raises:
-        DataError: the line is not UTF-8.
-    """
+    """Return the text of a line; raise DataError if the line is not UTF-8."""
     try:
         return line.decode(encoding)
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; mend or remove the line") from None
+        raise DataError(f"{where} is not text in UTF-8: {error.reason} at its byte {error.start}; fix or remove the line") from None
 
 
 def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLines | None]:
@@ -171,7 +166,7 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         DataError: there is no such file, or the files have no lines.
     """
     files = line_files(path)
-    scored = scored_lines(val_path).train if val_path else files.validation
+    scored = line_files(val_path, "--val-path").train if val_path else files.validation
     if scored:
         train, validation = JsonLines(files.train, select=select), JsonLines(scored)
     else:
@@ -179,31 +174,19 @@ def json_lines(path: str, val_path: str, select: int) -> tuple[JsonLines, JsonLi
         if train.is_empty:
             train = replace(train, split="all")
     if train.is_empty:
-        raise DataError(f"--dataset-path {path} has no line; give a file with an object a line")
+        raise DataError(f"--dataset-path {path} has no line; give a file with an object per line")
     if val_path and validation.is_empty:
-        raise DataError(f"--val-path {val_path} has no line; give a file with an object a line")
+        raise DataError(f"--val-path {val_path} has no line; give a file with an object per line")
     return train, validation if scored or (train.split != "all" and not validation.is_empty) else None
 
 
-def line_files(path: str) -> DataFiles:
-    """Return the files of JSON lines that --dataset-path names, by split.
+def line_files(path: str, flag: Literal["--dataset-path", "--val-path"] = "--dataset-path") -> DataFiles:
+    """Return the files of JSON lines that a flag names: by split for --dataset-path, those for validation for --val-path.
 
     Raises:
-        DataError: there is no such file, or the layout of the directory does not determine the training files.
+        DataError: there is no such file, or the layout of the directory does not determine the files.
     """
-    return _with_some(data_files(path, "--dataset-path", _has_lines, _has_lines), path, "--dataset-path")
-
-
-def scored_lines(path: str) -> DataFiles:
-    """Return the files of JSON lines that --val-path names.
-
-    Raises:
-        DataError: see `line_files`.
-    """
-    return _with_some(scored_files(path, "--val-path", _has_lines, _has_lines), path, "--val-path")
-
-
-def _with_some(found: DataFiles, path: str, flag: str) -> DataFiles:
+    found = (scored_files if flag == "--val-path" else data_files)(path, flag, _has_lines, _has_lines)
     if not found.train:
         raise DataError(f"{flag} {path} has no file that ends in {', '.join((*_SUFFIXES, *TABLES))}; name the file")
     return found
@@ -222,11 +205,7 @@ def first_keys(path: str) -> frozenset[str]:
 
 
 class RowTexts(Collection[Text]):
-    """All strings of some lines, including those of messages, as texts on which a tokenizer is trained.
-
-    Args:
-        lines: lines whose strings are used.
-    """
+    """All strings of some lines, including those of messages, as texts on which a tokenizer is trained."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
@@ -274,11 +253,7 @@ class LineTexts(RowTexts):
 
 
 def _text_of(record: Record) -> str:
-    """Return the text of a line, unchanged; "" for null.
-
-    Raises:
-        DataError: the line has no text.
-    """
+    """Return the text of a line, unchanged; "" for null; raise DataError if the line has no text."""
     value = record.values.get(_TEXT, 0)
     return "" if value is None else value if isinstance(value, str) else record.text(_TEXT)
 
@@ -319,5 +294,5 @@ def _check_filled(texts: LineTexts, where: str) -> None:
 
 def told_lines(path: str, val_path: str) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
     """Return a report of the files used for each split, a sentence for each path, and findings about files left out."""
-    files = [line_files(path), *([scored_lines(val_path)] if val_path else ())]
+    files = [line_files(path), *([line_files(val_path, "--val-path")] if val_path else ())]
     return tuple(each.sentence for each in files if each.sentence), tuple(finding for each in files for finding in each.findings)

@@ -22,12 +22,7 @@ def check_known(ids: npt.NDArray[np.integer], tokenizer: Tokenizer, vocab_size: 
         DataError: an id is not in the vocabulary.
     """
     if len(ids) and int(ids.max()) >= vocab_size:
-        raise DataError(unknown(int(ids[first_unknown(ids, vocab_size)]), tokenizer, vocab_size, where))
-
-
-def first_unknown(ids: npt.NDArray[np.integer], vocab_size: int) -> int:
-    """Return the position of the first id outside the model's vocabulary."""
-    return int(np.argmax(ids >= vocab_size))
+        raise DataError(unknown(int(ids[np.argmax(ids >= vocab_size)]), tokenizer, vocab_size, where))
 
 
 def unknown(token: int, tokenizer: Tokenizer, vocab_size: int, where: str) -> str:

@@ -77,11 +77,7 @@ def _is_metadata(name: str, listing: Listing) -> bool:
 
 
 def _snapshot(listing: Listing) -> str:
-    """Return the folder of the current snapshot if the directory is a repository in the Hub's cache; "" for any other directory.
-
-    Raises:
-        DataError: there are several snapshots, and no reference to one of them.
-    """
+    """Return the folder of the current snapshot in the Hub's cache, "" in any other directory; raise DataError if several may be current."""
     folders = list(dict.fromkeys("/".join(name.split("/")[:2]) for name in listing.files if re.match(r"snapshots/[^/]+/", name)))
     if not folders or not any(name.startswith("blobs/") for name in listing.files):
         return ""
@@ -94,11 +90,7 @@ def _snapshot(listing: Listing) -> str:
 
 
 def _card_config(listing: Listing) -> CardConfig | None:
-    """Return the config of the dataset card to use; None if the card names no files.
-
-    Raises:
-        DataError: the card has several configs and no single default.
-    """
+    """Return the config of the dataset card to use, None if the card names no files; raise DataError if none of several is the default."""
     configs = [each for each in card_configs(listing.documents.get(CARD, ""), f"{listing.root}/{CARD}") if each.patterns or each.folder]
     defaults = configs if len(configs) == 1 else [each for each in configs if each.is_default]
     if configs and len(defaults) != 1:
@@ -111,11 +103,7 @@ def _card_config(listing: Listing) -> CardConfig | None:
 
 
 def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> Splits | None:
-    """Return the splits that a config of the card declares.
-
-    Raises:
-        DataError: no file matches the config.
-    """
+    """Return the splits that a config of the card declares; raise DataError if no file matches the config."""
     layout = f"card, config {config.name}"
     if not config.patterns:
         inside = listing.below(config.folder)
@@ -136,11 +124,7 @@ def _of_config(listing: Listing, config: CardConfig, files: tuple[str, ...]) -> 
 
 
 def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
-    """Return the splits of files ``data/NAME-00000-of-00001.EXTENSION``; None if there is no such file.
-
-    Raises:
-        DataError: a shard is missing.
-    """
+    """Return the splits of files ``data/NAME-00000-of-00001.EXTENSION``; None if there is no such file; raise DataError if a shard is missing."""
     by_split: dict[str, list[str]] = {}
     numbers: dict[tuple[str, int], set[int]] = {}
     for name in files:
@@ -161,11 +145,7 @@ def _by_shards(listing: Listing, files: tuple[str, ...]) -> Splits | None:
 
 
 def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
-    """Return the splits by keywords in the names of folders, or else of files; None for a plain tree.
-
-    Raises:
-        DataError: a file belongs to several splits, or most files belong to none.
-    """
+    """Return the splits by keywords in folders or files, None for a plain tree; raise DataError for a file of several splits or many of none."""
     marked = {name: found for name in files if (found := splits_in_folders(name))}
     layout = "names of folders"
     if not any("train" in found for found in marked.values()):
@@ -198,11 +178,7 @@ def _advice(listing: Listing, name: str) -> str:
 
 
 def _check_configs(listing: Listing, train: Sequence[str]) -> None:
-    """Check that the training files belong to one config of dataset_infos.json, the older description of a repository.
-
-    Raises:
-        DataError: they belong to several configs.
-    """
+    """Raise DataError if the training files belong to several configs of dataset_infos.json, the older description of a repository."""
     configs = object_in(listing, INFOS) if INFOS in listing.documents else {}
     folders = list(dict.fromkeys(folder for name in train for folder in name.split("/")[:-1] if folder in configs))
     if len(folders) > 1:

@@ -17,7 +17,7 @@ from ..errors import DataError
 from .draws import uniforms
 from .known_ids import check_known
 from .objectives import IGNORED
-from .sampler import too_few_tokens, windows_of
+from .sampler import Windows
 from .token_file import TokenFile
 from .tokenizer import BpeTokenizer, Tokenizer
 
@@ -69,8 +69,8 @@ def masking_of(tokenizer: Tokenizer | None, vocab_size: int, probability: float,
     mask = None if tokenizer is None else tokenizer.special.mask
     if tokenizer is None or mask is None:
         raise DataError(
-            "a masked language model learns what is behind the mask token, and the tokenizer of the data has none or is not known; "
-            "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json beside its tokenizer.json"
+            "a masked language model needs a mask token, and the tokenizer of the data has none or is not known; "
+            "name the model's own with --tokenizer-path DIR, or copy its tokenizer_config.json to the directory of its tokenizer.json"
         )
     check_known(np.array([mask]), tokenizer, vocab_size, "every batch of hidden tokens")
     return Masking(mask, special_ids(tokenizer), min(tokenizer.vocab_size, vocab_size), probability, seed)
@@ -84,34 +84,20 @@ def special_ids(tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
     return np.array(sorted(each for each in found if each is not None), np.int32)
 
 
-class MaskedWindows:
-    """Sequences of a token file with masked tokens; sequence i is tokens [iT, (i+1)T).
-
-    Args:
-        file: file of the tokens.
-        length: number of tokens in a sequence, T.
-        masking: masking to apply.
-    """
+class MaskedWindows(Windows):
+    """Sequences of a token file with a masking applied; sequence i is tokens [iT, (i+1)T)."""
 
     names: Sequence[str] = ("tokens", "targets", "factor")
+    _num_ahead = 0
 
     def __init__(self, file: TokenFile, length: int, masking: Masking) -> None:
-        self.file, self.name, self.length, self._masking = file, file.name, length, masking
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences."""
-        return self.file.num_tokens // self.length
-
-    def too_few(self, batch: int) -> str:
-        """Return the error message for fewer sequences than `batch`."""
-        return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length)
+        super().__init__(file, length)
+        self._masking = masking
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return tokens and targets, (n, T) int32 each."""
-        rows = windows_of(self.file, numbers, self.length, self.length)
-        found = [self._masking.hidden(ids, epoch, int(number)) for ids, number in zip(rows, numbers, strict=True)]
-        tokens, targets = np.empty_like(rows), np.empty_like(rows)
-        for at, (shown, target) in enumerate(found):
-            tokens[at], targets[at] = shown, target
+        tokens = self._windows(numbers)
+        targets = np.empty_like(tokens)
+        for row, number in enumerate(numbers):
+            tokens[row], targets[row] = self._masking.hidden(tokens[row], epoch, int(number))
         return {"tokens": tokens, "targets": targets}

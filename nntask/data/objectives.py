@@ -1,21 +1,4 @@
-"""Training objectives, and the arrays of a batch for each of them.
-
-=========  =========  ==============================================================================================================
-objective  form       arrays of a batch
-=========  =========  ==============================================================================================================
-causal     stream     tokens (B, T), targets (B, T); if texts are kept apart also documents (B, T) and factor (1,)
-causal     chat       tokens, targets (-1 outside answers), documents (0 padding, else number of the conversation), factor
-masked     stream     tokens, targets (-1 at tokens not chosen), factor; if texts are kept apart also documents
-seq2seq    stream     tokens (B, S), documents (B, S) (1 text, 0 padding), decoder_tokens (B, T), targets (B, T), factor: corrupted spans
-seq2seq    pairs      the same: an input and its output
-classify   labels     tokens (B, T), documents (B, T) (1 text, 0 padding), token_types (B, T) of pairs (see below), targets (B, 1)
-classify   images     images (B, N, P) fp32: N patches of P values, targets (B, 1)
-=========  =========  ==============================================================================================================
-
-Images and factor are fp32, all other arrays int32. `factor` is 1 / (number of targets in the whole batch that are not -1), or 0 if there are no such
-targets: the loss is the mean over them. Without `factor` the loss is the mean over all positions. A model with one token type (RoBERTa) takes no
-token_types.
-"""
+"""Training objectives, and the arrays of a batch for each of them (table in `Objective`)."""
 
 from __future__ import annotations
 
@@ -30,7 +13,6 @@ from .batch import OF_BATCH, Batch
 
 Kind = Literal["causal", "masked", "seq2seq", "classify"]
 Form = Literal["stream", "chat", "pairs", "labels", "images"]
-KINDS: Final[tuple[Kind, ...]] = ("causal", "masked", "seq2seq", "classify")
 IGNORED: Final = -1
 """Target of a position that the loss ignores."""
 
@@ -57,6 +39,22 @@ class ImageShape:
 @dataclass(frozen=True, slots=True)
 class Objective:
     """A training objective, with the form of its data and the sizes of sequences.
+
+    =========  =========  ==============================================================================================================
+    objective  form       arrays of a batch
+    =========  =========  ==============================================================================================================
+    causal     stream     tokens (B, T), targets (B, T); if texts are kept apart also documents (B, T) and factor (1,)
+    causal     chat       tokens, targets (-1 outside answers), documents (0 padding, else number of the conversation), factor
+    masked     stream     tokens, targets (-1 at tokens not chosen), factor; if texts are kept apart also documents
+    seq2seq    stream     tokens (B, S), documents (B, S) (1 text, 0 padding), decoder_tokens (B, T), targets (B, T), factor: corrupted spans
+    seq2seq    pairs      the same: an input and its output
+    classify   labels     tokens (B, T), documents (B, T) (1 text, 0 padding), token_types (B, T) of pairs (see below), targets (B, 1)
+    classify   images     images (B, N, P) fp32: N patches of P values, targets (B, 1)
+    =========  =========  ==============================================================================================================
+
+    Images and factor are fp32, all other arrays int32. `factor` is 1 / (number of targets in the whole batch that are not -1), or 0 if there are no
+    such targets: the loss is the mean over them. Without `factor` the loss is the mean over all positions. A model with one token type (RoBERTa) has
+    no token_types.
 
     Args:
         kind: value of --objective.

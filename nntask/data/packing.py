@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .masking import MaskedWindows, Masking
 from .objectives import IGNORED
-from .sampler import Examples, too_few_tokens, windows_of
+from .sampler import Derived, Examples, Windows
 from .token_file import TokenFile
 
 
@@ -42,25 +42,12 @@ def positions_in(documents: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return found
 
 
-class PlacedTexts:
-    """Examples with the position of each token in its text, for models that have a table of positions.
-
-    Args:
-        examples: examples with several texts in a sequence.
-    """
+class PlacedTexts(Derived):
+    """Examples with several texts in a sequence, and the position of each token in its text, for models that have a table of positions."""
 
     def __init__(self, examples: Examples) -> None:
-        self._examples, self.name, self.length = examples, examples.name, examples.length
-        self.names: Sequence[str] = (*(name for name in examples.names if name not in ("positions", "factor")), "positions", "factor")
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences."""
-        return self._examples.num_sequences
-
-    def too_few(self, batch: int) -> str:
-        """Return the error message for fewer sequences than `batch`."""
-        return self._examples.too_few(batch)
+        super().__init__(examples)
+        self.names = (*(name for name in examples.names if name not in ("positions", "factor")), "positions", "factor")
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of the examples, and positions (n, T) int32."""
@@ -68,7 +55,7 @@ class PlacedTexts:
         return {**found, "positions": positions_in(found["documents"])}
 
 
-class SeparateWindows:
+class SeparateWindows(Windows):
     """Sequences of a token file for a model that predicts the next token, with the texts in a sequence kept apart.
 
     The token after the end of a text is not a target. If `begin` equals `end`, the one id between two texts is both the last target of the first text
@@ -84,24 +71,15 @@ class SeparateWindows:
     names: Sequence[str] = ("tokens", "targets", "documents", "factor")
 
     def __init__(self, file: TokenFile, length: int, begin: int, end: int) -> None:
-        self.file, self.name, self.length, self._begin, self._end = file, file.name, length, begin, end
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences."""
-        return self.file.num_sequences(self.length)
-
-    def too_few(self, batch: int) -> str:
-        """Return the error message for fewer sequences than `batch`."""
-        return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length + 1)
+        super().__init__(file, length)
+        self._begin, self._end = begin, end
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return tokens, targets and documents, (n, T) int32 each."""
-        rows = windows_of(self.file, numbers, self.length, self.length + 1)
-        tokens, targets = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        found = super().arrays(numbers, epoch)
         if self._begin != self._end:
-            targets[tokens == self._end] = IGNORED
-        return {"tokens": tokens, "targets": targets, "documents": documents_of(tokens, self._begin, self._end)}
+            found["targets"][found["tokens"] == self._end] = IGNORED
+        return {**found, "documents": documents_of(found["tokens"], self._begin, self._end)}
 
 
 class SeparateMaskedWindows(MaskedWindows):
@@ -129,12 +107,7 @@ class SeparateMaskedWindows(MaskedWindows):
 
 
 def packed(lengths: Iterable[int], limit: int) -> Iterator[int]:
-    """Yield the numbers of the rows that begin a sequence, and finally the number of rows.
-
-    Args:
-        lengths: length of each row, at most `limit`.
-        limit: number of positions in a sequence, T.
-    """
+    """Yield the numbers of the rows, by their lengths, that begin a sequence of at most `limit` positions, and finally the number of rows."""
     used, number = limit, 0
     for length in lengths:
         if used + length > limit:

@@ -48,9 +48,9 @@ def tokenize_dataset(spec: DataSpec, output: Path, report: Callable[[str], None]
         StorageError: the disk is full or failed.
     """
     if spec.dataset == "train.bin":
-        raise UsageError("--dataset train.bin is prepared already; use it with nntask train --dataset train.bin")
+        raise UsageError("--dataset train.bin is already prepared; use it with nntask train --dataset train.bin")
     if spec.dataset == IMAGES:
-        raise UsageError("--dataset images is read where it lies; use it with nntask train --dataset images")
+        raise UsageError("--dataset images is read in place; use it with nntask train --dataset images")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"--output {output} exists; give a new directory")
     check_writable(output, "--output")

@@ -94,11 +94,11 @@ _SENTENCES: Final = {
     "inputs_cut": "{number} of {total} {split}inputs are longer than --seq-len {length} and are cut; raise --seq-len",
     "outputs_cut": "{number} of {total} {split}outputs are longer than --target-len {target_length} and are cut; raise --target-len",
     "nulls_in_tools": (
-        "{number} of {total} {split}conversations have null values in tools or in the arguments of calls, which tables of columns add for what a "
-        "tool does not have: those of tools are left out, and those of arguments are learnt; write such rows without them"
+        "{number} of {total} {split}conversations have null values in tools or in the arguments of calls, which columnar tables add for "
+        "missing keys: those in tools are left out, and those in arguments are learnt; write such rows without them"
     ),
     "answers_changed": (
-        "{number} of {total} {split}answers are not learnt as they are in the file: the chat template leaves a part of them out, as templates do "
-        "with what is between <think> and </think>, or writes it otherwise"
+        "{number} of {total} {split}answers are not learnt as they are in the file: the chat template leaves out a part of them, often the text "
+        "between <think> and </think>, or writes it differently"
     ),
 }

@@ -23,8 +23,8 @@ from ..errors import DataError
 from ..io.atomic_write import written_aside
 from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums, discard
 from ..io.json_file import read_object
-from ..io.regular_file import open_regular
 from ..io.sealed_json import sealed, unsealed
+from ..io.strided_ranges import OpenFile
 from .findings import FINDINGS, Finding, write_findings
 from .packing import packed
 
@@ -51,13 +51,11 @@ class RowFile:
     def __init__(self, path: Path, num_fields: int, name: str = "", *, is_written: bool = True) -> None:
         self.path, self.name, self._num_fields = path, name or str(path), num_fields
         self._of = f" (cached rows of {name})" if name else ""
-        self._open: dict[str, int] = {}
         self._checksums: dict[str, BlockChecksums] = {}
         try:
-            for file in (_VALUES, _ENDS, _BEGINS):
-                if file != _BEGINS or (path / file).exists():
-                    self._open[file] = open_regular(path / file)
-            size = os.fstat(self._open[_ENDS]).st_size // _END.itemsize - 1
+            names = (name for name in (_VALUES, _ENDS, _BEGINS) if name != _BEGINS or (path / name).exists())
+            self._open = {name: OpenFile(path / name) for name in names}
+            size = os.fstat(self._open[_ENDS].fd).st_size // _END.itemsize - 1
             self.num_rows = size // num_fields
             if size % num_fields or size < 0:
                 raise DataError(f"{path / _ENDS}{self._of} is cut short; {self._advice}")
@@ -68,12 +66,12 @@ class RowFile:
 
     @property
     def _advice(self) -> str:
-        return f"remove {self.path} to have it made again"
+        return f"remove {self.path}, and the next run rebuilds it"
 
     @property
     def num_sequences(self) -> int:
         """Number of packed sequences; number of rows if the rows are not packed."""
-        return os.fstat(self._open[_BEGINS]).st_size // _END.itemsize - 1 if _BEGINS in self._open else self.num_rows
+        return os.fstat(self._open[_BEGINS].fd).st_size // _END.itemsize - 1 if _BEGINS in self._open else self.num_rows
 
     def sequence(self, number: int) -> list[Row]:
         """Return the rows of a sequence."""
@@ -95,7 +93,7 @@ class RowFile:
     def _check_heads(self) -> None:
         """Read the checksums, and verify the heads of the files."""
         values = read_object(self.path / _CHECKSUMS, "the checksums")
-        sizes = {name: os.fstat(fd).st_size for name, fd in self._open.items()}
+        sizes = {name: os.fstat(file.fd).st_size for name, file in self._open.items()}
         try:
             digits = unsealed(values)
             if digits.keys() != sizes.keys():
@@ -107,26 +105,21 @@ class RowFile:
             self._compare(name, 0, min(size, HEAD_NBYTES))
 
     def _compare(self, name: str, begin: int, end: int) -> None:
-        """Verify the checksums of the bytes [begin, end) of a file.
-
-        Raises:
-            OSError: the file cannot be read.
-            DataError: the bytes have changed since they were written.
-        """
+        """Verify the checksums of the bytes [begin, end) of a file; raise DataError if they have changed since they were written."""
         if name not in self._checksums:
             return
-        changed = self._checksums[name].first_changed(self._open[name], begin, end)
+        changed = self._checksums[name].first_changed(self._open[name].fd, begin, end)
         if changed is not None:
-            discard(self.path / name, self._open[name])
+            discard(self.path / name, self._open[name].fd)
             raise DataError(
                 f"{self.path / name} changed since it was written: the bytes from {changed} have another checksum; "
-                "it is nntask's own cache, which the next run makes again"
+                "it is nntask's own cache, which the next run rebuilds"
             )
 
     def _read(self, name: str, dtype: np.dtype[Any], first: int, count: int) -> npt.NDArray[np.int64]:
         try:
             self._compare(name, first * dtype.itemsize, (first + count) * dtype.itemsize)
-            data = os.pread(self._open[name], count * dtype.itemsize, first * dtype.itemsize)
+            data = os.pread(self._open[name].fd, count * dtype.itemsize, first * dtype.itemsize)
         except OSError as error:
             raise DataError(f"cannot read {self.path / name}{self._of}: {error.strerror}; {self._advice}") from error
         if len(data) != count * dtype.itemsize:
@@ -135,11 +128,8 @@ class RowFile:
 
     def close(self) -> None:
         """Close the files; closing twice is fine."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
+        for file in self._open.values():
+            file.close()
 
 
 def write_rows(path: Path, rows: Iterable[Row], pack: int | None = None, findings: Callable[[], Iterable[Finding]] = tuple) -> None:

@@ -42,8 +42,8 @@ def _all(use: Use, reason: str, *keys: str, usual: object = False) -> dict[str, 
 
 _PROVENANCE: Final = {
     **_all("ignored", "names the row", "id", "_id", "idx", "index", "row_id", "uuid", "hash", "key"),
-    **_all("ignored", "names what the row is from", "conversation_id", "conv_id", "session_id", "question_id", "prompt_id", "source", "dataset"),
-    **_all("ignored", "names what the row is from", "origin", "url", "license", "author", "model", "generator", "subset", "split", "config"),
+    **_all("ignored", "names the origin of the row", "conversation_id", "conv_id", "session_id", "question_id", "prompt_id", "source", "dataset"),
+    **_all("ignored", "names the origin of the row", "origin", "url", "license", "author", "model", "generator", "subset", "split", "config"),
     **_all(
         "ignored", "describes the row", "metadata", "meta", "tags", "category", "topic", "full_topic", "task", "domain", "language", "lang", "type"
     ),
@@ -52,27 +52,16 @@ _PROVENANCE: Final = {
 }
 _MEDIA: Final = _all("refused", "a text model reads no media", "image", "images", "video", "videos", "audio", "audios", "files")
 _WEIGHTS: Final = _all(
-    "refused",
-    "all rows count alike; write a row more than once",
-    "weight",
-    "sample_weight",
-    "loss_weight",
-    "loss_scale",
-    "importance",
-    usual=1,
+    "refused", "all rows count alike; write a row more than once", "weight", "sample_weight", "loss_weight", "loss_scale", "importance", usual=1
 )
 _PREFERENCES: Final = _all(
     "refused",
     "preferences are not learnt; keep the better answer as the conversation",
-    "chosen",
-    "rejected",
-    "rejected_response",
-    "kto_tag",
-    "margin",
+    *("chosen", "rejected", "rejected_response", "kto_tag", "margin"),
 )
 
 _IDS: Final = {
-    **_all("refused", "ids that another program made; write them as a train.bin", "input_ids", "token_ids"),
+    **_all("refused", "ids of another program; write them as a train.bin", "input_ids", "token_ids"),
     **_all(
         "refused",
         'which tokens are learnt follows from --objective and, of messages, from their "weight"; use these',
@@ -80,16 +69,16 @@ _IDS: Final = {
     ),
     **_all(
         "ignored",
-        "goes with ids that another program made",
+        "belongs to ids of another program",
         *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "position_ids", "overflow_to_sample_mapping"),
     ),
 }
 _TABLE_INDEX: Final = _all("ignored", "names the row", "__index_level_0__", "Unnamed: 0")
 """Index columns that pandas writes to tables, and to CSV files."""
 _CORPORA: Final = {
-    **_all("ignored", "names what the text is from", "title", "doc_id", "docid", "digest", "blob_id", "hexsha", "warc_record_id", "warcinfo"),
-    **_all("ignored", "names what the text is from", "dump", "segment", "cc_segment", "bucket", "file_path", "filename", "path", "repo_name", "ext"),
-    **_all("ignored", "names what the text is from", "domain_name", "source_domain", "pile_set_name", "red_pajama_subset", "short_book_title"),
+    **_all("ignored", "names the origin of the text", "title", "doc_id", "docid", "digest", "blob_id", "hexsha", "warc_record_id", "warcinfo"),
+    **_all("ignored", "names the origin of the text", "dump", "segment", "cc_segment", "bucket", "file_path", "filename", "path", "repo_name", "ext"),
+    **_all("ignored", "names the origin of the text", "domain_name", "source_domain", "pile_set_name", "red_pajama_subset", "short_book_title"),
     **_all("ignored", "describes the text", "description", "attributes", "format", "audience", "seed_data", "content_type", "keywords", "top_langs"),
     **_all("ignored", "describes the text", "language_script", "language_score", "language_id_whole_page_fasttext", "warc_headers", "meta_data"),
     **_all("ignored", "says when the text was written or added", "added", "date_download", "publication_date", "last_modified", "year"),
@@ -121,9 +110,9 @@ ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
         **_WEIGHTS,
         **_PREFERENCES,
         **_IDS,
-        **_all("refused", 'what is learnt of a pair is its "target"; write it there', "labels"),
-        **_all("used", "what the model reads", "input"),
-        **_all("used", "what the model learns to write", "target"),
+        **_all("refused", 'a pair is learnt by its "target"; write the text there', "labels"),
+        **_all("used", "the text that the model reads", "input"),
+        **_all("used", "the text that the model learns to write", "target"),
         **_all("refused", 'text that belongs to the input; put it into "input"', "instruction", "system", "prefix", "context", "history"),
     },
     "labels": {
@@ -159,17 +148,17 @@ ROW_KEYS: Final[Mapping[RowKind, Mapping[str, KeyRule]]] = {
     },
     "message": {
         **_MEDIA,
-        **_all("used", "who says it", "role"),
-        **_all("used", "what is said", "content"),
+        **_all("used", "the role of the speaker", "role"),
+        **_all("used", "the text of the message", "content"),
         **_all("used", "1 or 0: whether an answer is learnt", "weight"),
         **_all("written", "functions that the assistant calls", "tool_calls", "function_call"),
-        **_all("written", "what the assistant thinks before it answers", "reasoning_content", "reasoning", "thinking"),
-        **_all("written", "what the assistant says instead of an answer", "refusal"),
+        **_all("written", "the reasoning of the assistant before its answer", "reasoning_content", "reasoning", "thinking"),
+        **_all("written", "the words of the assistant instead of an answer", "refusal"),
         **_all("ignored", "names the message", "id", "uuid", "timestamp", "created", "model", "index"),
         **_all("ignored", "written by templates that know it", "name", "tool_call_id", "annotations"),
         **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train", "training", "loss", usual=True),
         **_all("refused", 'an answer with "weight": 0 is not learnt; use that', "train_detail", "loss_scale", "mask"),
-        **_all("refused", "a message is a whole one; join it with what it begins", "prefix", "partial"),
+        **_all("refused", "messages are whole; join it with the message that it begins", "prefix", "partial"),
     },
 }
 """Kind of row -> key -> rule."""
@@ -192,12 +181,7 @@ def is_nothing(value: Any) -> bool:
 
 
 def unknown_keys(values: Mapping[str, Any], kind: RowKind, where: str) -> list[str]:
-    """Return the keys of a row or message that have no rule.
-
-    Args:
-        values: row or message.
-        kind: kind of `values`.
-        where: position of the row, for error messages.
+    """Return the keys of a row or message that have no rule for its kind; `where` is its position, for error messages.
 
     Raises:
         DataError: a key is refused.

@@ -26,12 +26,7 @@ NUM_FIELDS: Final[dict[Form, int]] = {"pairs": 2, "labels": 3, "chat": 2}
 
 
 class Rows:
-    """Sequences of a row file.
-
-    Args:
-        file: file of encoded rows.
-        objective: training objective.
-    """
+    """Sequences of a row file for an objective."""
 
     def __init__(self, file: RowFile, objective: Objective) -> None:
         self.file, self.name, self.length = file, file.name, objective.length
@@ -155,5 +150,5 @@ def label_of(line: Record, objective: Objective) -> int:
     names = f" or one of {', '.join(objective.labels)}" if objective.labels else ""
     raise DataError(
         f'{line.where} must have a "label", a whole number from 0 to {objective.num_labels - 1}{names}, got {value!r}; '
-        "mend the line, or set num_labels in the config"
+        "fix the line, or set num_labels in the config"
     )

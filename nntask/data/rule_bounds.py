@@ -12,7 +12,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ..gguf.pre_tokenizers import RULES
@@ -66,14 +66,10 @@ _SECTIONS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def unbounded_rule(content: Mapping[str, Any]) -> str:
-    """Return the first rule of a tokenizer.json that is not known to be bounded, as text; "" if there is none.
-
-    Args:
-        content: sections of a tokenizer.json: normalizer, pre_tokenizer, post_processor, decoder.
-    """
-    steps = {section: list(_flat(content.get(section))) for section in _SECTIONS}
+    """Return the first rule in the sections of a tokenizer.json that is not known to be bounded, as text; "" if there is none."""
+    by_section = {section: steps(content.get(section)) for section in _SECTIONS}
     growth = 1.0
-    for section, found in steps.items():
+    for section, found in by_section.items():
         if len(found) > _MOST_STEPS:
             return f"{len(found)} steps of {section}"
         growth = growth if section == "pre_tokenizer" else 1.0  # it works on the output of the normalizer
@@ -85,17 +81,13 @@ def unbounded_rule(content: Mapping[str, Any]) -> str:
             if growth > _MOST_GROWTH:
                 return _as_text(step)
     for kind, first, last in _ONCE:
-        if sum(step.get("type") == kind for section in _SECTIONS[first:last] for step in steps[section]) > 1:
+        if sum(step.get("type") == kind for section in _SECTIONS[first:last] for step in by_section[section]) > 1:
             return f"more than one {kind}"
     return ""
 
 
 def unbounded_model(inner: Any) -> str:
-    """Return the first property of a tokenizer's model that is not known to be bounded, as text; "" if there is none.
-
-    Args:
-        inner: a `tokenizers.Tokenizer`.
-    """
+    """Return the first property of the model of a `tokenizers.Tokenizer` that is not known to be bounded, as text; "" if there is none."""
     model, name = inner.model, type(inner.model).__name__
     for attribute in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
         if len(getattr(model, attribute, None) or "") > (_LONGEST_WORD if attribute == "unk_token" else _LONGEST_PREFIX):
@@ -122,7 +114,7 @@ def has_long_value(text: bytes) -> bool:
     if not without:
         return False
     try:
-        tables = [str(step.get("precompiled_charsmap")).encode() for step in _flat(normalizer_of(text))]
+        tables = [str(step.get("precompiled_charsmap")).encode() for step in steps(normalizer_of(text))]
     except (ValueError, RecursionError):  # not a tokenizer
         return True
     spans = [(begin, begin + len(table)) for table in tables if table and (begin := text.find(table)) >= 0]
@@ -191,16 +183,17 @@ def _before_model(text: str) -> tuple[dict[str, Any], int] | None:
         return None
 
 
-def _flat(component: Any) -> Iterable[Mapping[str, Any]]:
-    """Yield the steps of a component, with sequences flattened."""
-    waiting = [] if component is None else [component]
+def steps(component: Any) -> list[Mapping[str, Any]]:
+    """Return the steps of a section of a tokenizer.json, with sequences flattened."""
+    waiting, found = [] if component is None else [component], list[Mapping[str, Any]]()
     while waiting:
         step = waiting.pop()
         inside = next((step[key] for key in _LISTS if key in step), None) if isinstance(step, Mapping) and step.get("type") == "Sequence" else None
         if isinstance(inside, list):
             waiting.extend(reversed(inside))
         else:
-            yield step if isinstance(step, Mapping) else {"type": str(step)}
+            found.append(step if isinstance(step, Mapping) else {"type": str(step)})
+    return found
 
 
 def _is_bounded(step: Mapping[str, Any]) -> bool:

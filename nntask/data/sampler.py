@@ -64,39 +64,36 @@ class Windows:
     """
 
     names: Sequence[str] = ("tokens", "targets")
+    _num_ahead: int = 1
+    """Number of tokens after a sequence that its targets need."""
 
     def __init__(self, file: TokenFile, length: int) -> None:
-        self.file, self.name, self.length = file, file.name, length
+        self.file, self.name, self.length, self._stride = file, file.name, length, length
 
     @property
     def num_sequences(self) -> int:
         """Number of sequences."""
-        return self.file.num_sequences(self.length)
+        return max(self.file.num_tokens - self._num_ahead, 0) // self._stride
 
     def too_few(self, batch: int) -> str:
         """Return the error message for fewer sequences than `batch`."""
-        return too_few_tokens(self.file, self.length, self.num_sequences, batch, batch * self.length + 1)
+        found = self.num_sequences
+        return (
+            f"{self.name} is too short: {self.file.num_tokens} tokens give {found} sequences of {self._stride}, and --batch is {batch}; "
+            f"use at least {batch * self._stride + self._num_ahead} tokens" + (f", or --batch {found}" if found else "")
+        )
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return tokens and targets, (n, T) int32 each."""
-        rows = windows_of(self.file, numbers, self.length, self.length + 1)  # (n, T + 1)
+        rows = self._windows(numbers)  # (n, T + 1)
         return {"tokens": np.ascontiguousarray(rows[:, :-1]), "targets": np.ascontiguousarray(rows[:, 1:])}
 
-
-def windows_of(file: TokenFile, numbers: npt.NDArray[np.int64], stride: int, count: int) -> npt.NDArray[np.int32]:
-    """Return (n, count) int32: for each number, the `count` tokens from position ``number * stride`` on."""
-    rows = np.empty((len(numbers), count), np.int32)
-    for row, number in zip(rows, numbers, strict=True):
-        row[:] = file.window(int(number) * stride, count)
-    return rows
-
-
-def too_few_tokens(file: TokenFile, length: int, found: int, batch: int, need: int) -> str:
-    """Return the error message for a file that has `found` sequences of `length` tokens and needs `need` tokens for a batch."""
-    return (
-        f"{file.name} is too short: {file.num_tokens} tokens give {found} sequences of {length}, and --batch is {batch}; "
-        f"use at least {need} tokens" + (f", or --batch {found}" if found else "")
-    )
+    def _windows(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Return (n, T) int32, the tokens of sequences, each with the tokens after it that its targets need."""
+        rows = np.empty((len(numbers), self._stride + self._num_ahead), np.int32)
+        for row, number in zip(rows, numbers, strict=True):
+            row[:] = self.file.window(int(number) * self._stride, rows.shape[1])
+        return rows
 
 
 def permuted(positions: npt.NDArray[np.int64], count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -132,12 +129,8 @@ def _feistel(values: npt.NDArray[np.uint64], half: np.uint64, mask: np.uint64, k
     return (left << half) | right
 
 
-class Shuffled:
-    """Examples in a fixed shuffled order. Files are often sorted by label, so their first rows would all have the same label.
-
-    Args:
-        examples: examples to shuffle.
-    """
+class Derived:
+    """Base of examples that are derived from others, sequence by sequence."""
 
     def __init__(self, examples: Examples) -> None:
         self._examples, self.name, self.names, self.length = examples, examples.name, examples.names, examples.length
@@ -150,6 +143,10 @@ class Shuffled:
     def too_few(self, batch: int) -> str:
         """Return the error message for fewer sequences than `batch`."""
         return self._examples.too_few(batch)
+
+
+class Shuffled(Derived):
+    """Examples in a fixed shuffled order. Files are often sorted by label, so their first rows would all have the same label."""
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of sequences; `numbers` are positions in the shuffled order."""
@@ -223,14 +220,9 @@ def with_factor(batch: Batch) -> Batch:
 
 
 def in_order(examples: Examples, batch: int, num_batches: int) -> list[Batch]:
-    """Return the first `num_batches` batches without shuffling, for evaluation; fewer if the data are short. They have no `factor`.
+    """Return the first `num_batches` batches of B sequences of validation data, fewer if the data are short. They have no `factor`.
 
     A last batch with too few sequences is padded with zeros, and with targets of -1, which the loss ignores.
-
-    Args:
-        examples: validation data.
-        batch: number of sequences per batch, B.
-        num_batches: largest number of batches.
     """
     total = examples.num_sequences
     batches = []

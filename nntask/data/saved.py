@@ -45,11 +45,7 @@ def saved_splits(listing: Listing, is_data: Callable[[str], bool]) -> Splits | N
 
 
 def _tables(listing: Listing, folder: str) -> tuple[str, ...]:
-    """Return the tables that the state.json of a saved dataset lists; none if the file is not of a saved dataset.
-
-    Raises:
-        DataError: a table is missing, or the rows are reordered by a table of indices.
-    """
+    """Return the tables that a state.json lists, none if it is not of a saved dataset; raise DataError if one is missing or rows are reordered."""
     prefix = f"{folder}/" if folder else ""
     if f"{prefix}{STATE}" not in listing.documents:
         return ()
@@ -86,11 +82,7 @@ def object_in(listing: Listing, name: str) -> Mapping[str, Any]:
 
 
 def _rest(listing: Listing, found: Splits, is_data: Callable[[str], bool]) -> Splits:
-    """Return the splits of saved tables, with all other files as metadata.
-
-    Raises:
-        DataError: the wanted form of data cannot be read from tables.
-    """
+    """Return the splits of saved tables, with all other files as metadata; raise DataError if the wanted form of data cannot be read from tables."""
     if not all(is_data(name) for name in found.train):
         raise DataError(f"{listing.where} holds tables of save_to_disk, which this dataset does not read; use --dataset text or --dataset jsonl")
     taken = {*found.train, *found.validation, *found.test, *found.others}

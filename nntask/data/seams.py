@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from .rule_bounds import sections_of
+from .rule_bounds import sections_of, steps
 from .split_rules import GPT_2, splits
-from .tokenizer_keys import steps
 
 Kind = Literal["space", "line"]
 _LETTER: Final = (
@@ -57,17 +56,14 @@ class Seams:
     def of(cls, inner: Any) -> Seams:
         """Return the finder of seams for a `tokenizers.Tokenizer`."""
         sections = sections_of(inner)
-        normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
+        normalizers, splitters = steps(sections["normalizer"]), steps(sections["pre_tokenizer"])
         kinds = [kind for kind in _SEAMS if _is_seam(kind, normalizers, splitters, inner)]
         if not kinds:
             return cls(None, False)
         return cls(re.compile("|".join(_SEAMS[kind] for kind in kinds)), any(each["type"] == "Prepend" for each in normalizers), _near(inner))
 
     def cut(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Cut a text at seams.
-
-        Args:
-            pieces: text in pieces that may end anywhere.
+        """Cut a text at seams; it comes in pieces that may end anywhere.
 
         Yields:
             Chunks of the text to encode separately, about as long as the pieces.
@@ -120,7 +116,7 @@ def _near(inner: Any) -> tuple[tuple[re.Pattern[str], Any, int], ...]:
     return tuple(found)
 
 
-def _is_seam(kind: Kind, normalizers: list[dict[str, Any]], splitters: list[dict[str, Any]], inner: Any) -> bool:
+def _is_seam(kind: Kind, normalizers: list[Mapping[str, Any]], splitters: list[Mapping[str, Any]], inner: Any) -> bool:
     """Return whether candidates of a kind are seams."""
     if not all(_normalizes_apart(kind, step, normalizers) for step in normalizers):
         return False
@@ -139,14 +135,8 @@ def _replaces_space(step: Mapping[str, Any]) -> bool:
     return bool(step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _METASPACE)
 
 
-def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[dict[str, Any]]) -> bool:
-    """Return whether a normalizer gives the same result for the two sides of a seam separately as for the whole text.
-
-    Args:
-        kind: kind of the seam.
-        step: the normalizer.
-        others: all normalizers of the tokenizer.
-    """
+def _normalizes_apart(kind: Kind, step: Mapping[str, Any], others: list[Mapping[str, Any]]) -> bool:
+    """Return whether a normalizer, one of `others`, gives the same result for the two sides of a seam separately as for the whole text."""
     name = step["type"]
     if name in _LOCAL or (name in _LOCAL_AT_SPACES and kind == "space"):
         return True
@@ -196,13 +186,7 @@ def _by_pattern(kind: Kind, pattern: str) -> bool | None:
 
 
 def _merges_apart(inner: Any, space: str, kind: Kind) -> bool:
-    """Return whether no token of a BPE extends across a seam, so that no merge does.
-
-    Args:
-        inner: a `tokenizers.Tokenizer`.
-        space: character that represents a space in tokens.
-        kind: kind of the seam.
-    """
+    """Return whether no token of a BPE extends across a seam, so that no merge does; `space` represents a space in its tokens."""
     model = inner.model
     if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix or model.ignore_merges:
         return False

@@ -19,7 +19,7 @@ from ..errors import DataError
 from .draws import uniforms
 from .known_ids import check_known
 from .objectives import IGNORED, Objective
-from .sampler import too_few_tokens, windows_of
+from .sampler import Windows
 from .token_file import TokenFile
 from .tokenizer import BpeTokenizer, Tokenizer
 
@@ -104,7 +104,7 @@ def first_sentinel(tokenizer: Tokenizer | None, vocab_size: int, count: int) -> 
     return vocab_size - 1
 
 
-class CorruptedSpans:
+class CorruptedSpans(Windows):
     """Sequences of a token file with hidden spans; sequence i is tokens [iL, (i+1)L).
 
     Args:
@@ -119,29 +119,22 @@ class CorruptedSpans:
     """
 
     names: Sequence[str] = ("tokens", "documents", "decoder_tokens", "targets", "factor")
+    _num_ahead = 0
 
     def __init__(self, file: TokenFile, objective: Objective, tokenizer: Tokenizer | None, vocab_size: int, seed: int) -> None:
         sizes = longest(objective.length, objective.target_length, objective.mask_probability)
         assert sizes is not None  # `config.objective` has checked it
         assert objective.target_length is not None  # `config.objective` has set it
-        self.file, self.name, self.length = file, file.name, objective.length
+        super().__init__(file, sizes.text)
+        self.length = objective.length
         self._sizes, self._objective, self._seed = sizes, objective, seed
         self._first = first_sentinel(tokenizer, vocab_size, sizes.spans)
         self._end = [] if tokenizer is None else [tokenizer.end_of_text]
 
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences."""
-        return self.file.num_tokens // self._sizes.text
-
-    def too_few(self, batch: int) -> str:
-        """Return the error message for fewer sequences than `batch`."""
-        return too_few_tokens(self.file, self._sizes.text, self.num_sequences, batch, batch * self._sizes.text)
-
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
         """Return tokens and documents (n, S), decoder_tokens and targets (n, T), int32 each."""
-        rows = windows_of(self.file, numbers, self._sizes.text, self._sizes.text)
-        return rows_of_pairs([self.corrupted(ids, epoch, int(number)) for ids, number in zip(rows, numbers, strict=True)], self._objective)
+        rows = zip(self._windows(numbers), numbers, strict=True)
+        return rows_of_pairs([self.corrupted(ids, epoch, int(number)) for ids, number in rows], self._objective)
 
     def corrupted(self, ids: npt.NDArray[np.int32], epoch: int, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return the input (S,) and the output (T,) for a text of L tokens."""

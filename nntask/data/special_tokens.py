@@ -76,7 +76,7 @@ class Companions:
     flaws: tuple[str, ...] = ()
 
 
-def companions(directory: Path, *, has_template: bool = False) -> Companions:
+def read_companions(directory: Path, *, has_template: bool = False) -> Companions:
     """Read the companion files of a tokenizer.json.
 
     Args:
@@ -89,12 +89,12 @@ def companions(directory: Path, *, has_template: bool = False) -> Companions:
     if is_gguf(directory):
         files = {name: text for name, text in open_gguf(directory).files.items() if name in _KEPT}
         return Companions(files, {name: json.loads(text) for name, text in files.items() if name.endswith(".json")})
-    objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if _is_json(directory / name)}
+    objects = {name: read_object(directory / name, "the file") for name in SPECIAL_FILES if name.endswith(".json") and (directory / name).is_file()}
     for name, content in objects.items():
         try:
             json.dumps(content, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise DataError(f"{directory / name} has a text with half of a pair of UTF-16, which is no character; copy the file again") from None
+            raise DataError(f"{directory / name} has a text with an unpaired surrogate, which is not a character; copy the file again") from None
     files = {name: _text(directory / name) for name in _KEPT if name != CHAT_TEMPLATE and (directory / name).is_file()}
     flaws = []
     try:
@@ -107,14 +107,9 @@ def companions(directory: Path, *, has_template: bool = False) -> Companions:
     return Companions({name: text for name, text in {**files, **templates}.items() if text}, objects, tuple(flaws))
 
 
-def special_of(inner: Any, beside: Companions) -> Special:
-    """Return the special ids of a tokenizer.
-
-    Args:
-        inner: a `tokenizers.Tokenizer`.
-        beside: companion files of the tokenizer.
-    """
-    files, objects = dict(beside.files), beside.objects
+def special_of(inner: Any, companions: Companions) -> Special:
+    """Return the special ids of a `tokenizers.Tokenizer` with its companion files."""
+    files, objects = dict(companions.files), companions.objects
     special = {index for index, token in inner.get_added_tokens_decoder().items() if token.special}
     bos, eos = _by_id(objects, "bos_token_id", special, inner), _by_id(objects, "eos_token_id", special, inner)
     if (bos or eos) and _CONFIG in objects:  # config.json is not saved, so its ids move to generation_config.json
@@ -128,7 +123,7 @@ def special_of(inner: Any, beside: Companions) -> Special:
                 bos, eos = bos or begin, end
                 break
     mask = _by_word(objects, "mask_token", inner) or tuple(each for each in map(inner.token_to_id, _MASKS) if each in special)
-    return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None, beside.flaws)
+    return Special(bos[0] if bos else None, eos, files, mask[0] if mask else None, companions.flaws)
 
 
 def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -144,10 +139,6 @@ def _named_templates(directory: Path, files: Mapping[str, str], objects: Mapping
     entries = [{"name": name, "template": template} for name, template in named.items()]
     about = {**objects.get(TOKENIZER_CONFIG, {}), "chat_template": entries}
     return {TOKENIZER_CONFIG: json.dumps(about, indent=2, ensure_ascii=False) + "\n", CHAT_TEMPLATE: ""}
-
-
-def _is_json(file: Path) -> bool:
-    return file.suffix == ".json" and file.is_file()
 
 
 def _text(file: Path) -> str:

@@ -131,11 +131,7 @@ def rows_of(file: Path, replaced: Replaced | None = None) -> Iterator[str]:
 
 
 def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
-    """Yield the texts of the rows of a table, and count its unknown columns.
-
-    Raises:
-        DataError: see `rows_of`; or a row has a value in a column that is refused.
-    """
+    """Yield the texts of the rows of a table, and count its unknown columns; raise DataError for a value in a column that is refused."""
     text, others, num_rows = "", list[str](), 0
 
     def columns_of(schema: Any) -> list[str]:
@@ -155,11 +151,7 @@ def _counted_rows(file: Path, counts: RowCounts) -> Iterator[str]:
 
 
 def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
-    """Yield the rows of a table as JSON objects, without null values, since a table gives every row the keys of all rows.
-
-    Args:
-        file: path of the table.
-        nullable: column whose nulls are kept; "" for none.
+    """Yield the rows of a table as JSON objects, without null values except in the column `nullable`, as a table gives every row all keys.
 
     Raises:
         DataError: the file cannot be read, or pyarrow is missing.
@@ -173,15 +165,7 @@ def json_rows(file: Path, nullable: str = "") -> Iterator[str]:
 
 
 def _lines(pieces: Iterable[str], file: Path) -> Iterator[str]:
-    """Yield the lines of a text, each with its line feed.
-
-    Args:
-        pieces: text in pieces that may end anywhere.
-        file: path of the text's file, for the limit and for error messages.
-
-    Raises:
-        DataError: a line of a compressed file is too large; see `longest_line`.
-    """
+    """Yield the lines of a text in pieces, each with its line feed; raise DataError if a line of a compressed file is too large."""
     most, size, begun = longest_line(file), 0, list[str]()
     for piece in pieces:
         first, *lines = piece.split("\n")
@@ -214,15 +198,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _batches(file: Path, columns_of: Callable[[Any], list[str]]) -> Iterator[Any]:
-    """Yield the rows of a table in batches.
-
-    Args:
-        file: path of the table.
-        columns_of: function from a schema to the names of the columns to read; may raise DataError.
-
-    Raises:
-        DataError: the table cannot be read, or pyarrow is missing.
-    """
+    """Yield the rows of a table in batches; `columns_of` returns the columns to read, from a schema. Raise DataError if the table cannot be read."""
     check_tables([file])
     import pyarrow as pa
 
@@ -241,11 +217,7 @@ def _batches(file: Path, columns_of: Callable[[Any], list[str]]) -> Iterator[Any
 
 
 def _text_column(file: Path, schema: Any) -> str:
-    """Return the name of a table's column of texts.
-
-    Raises:
-        DataError: there is no such column, or it does not contain strings.
-    """
+    """Return the name of a table's column of texts; raise DataError if there is no such column, or it does not contain strings."""
     import pyarrow as pa
 
     names = schema.names
@@ -308,41 +280,19 @@ def _dictionaries(arrays: Iterable[Any]) -> Iterator[Any]:
             yield from _dictionaries([array.values])
 
 
-def _whole(batch: Any) -> Any:
-    """Return the batch, after checking that its texts are UTF-8.
-
-    Raises:
-        pyarrow.ArrowInvalid: a text is not UTF-8.
-    """
-    batch.validate(full=True)
-    return batch
-
-
 def _within(file: Path, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches after checking them, as long as their total size stays within `most_unpacked`.
-
-    Raises:
-        DataError: the total size exceeds the limit.
-        pyarrow.ArrowInvalid: a text is not UTF-8.
-    """
+    """Yield the batches; raise an error if their total size exceeds `most_unpacked`, or a text is not UTF-8."""
     left = most_unpacked(file)
     for batch in batches:
         left -= batch.nbytes
         if left < 0:
             raise too_large(file)
-        yield _whole(batch)
+        batch.validate(full=True)  # texts are UTF-8
+        yield batch
 
 
 def _check_unpacked(file: Path, about: Any) -> None:
-    """Check that no column of a parquet file unpacks to far more than the size of the file.
-
-    Args:
-        file: path of the table.
-        about: metadata of the parquet file.
-
-    Raises:
-        DataError: a column unpacks to far more.
-    """
+    """Raise DataError if a column of a parquet file with the metadata `about` unpacks to far more than the size of the file."""
     most = _PER_BYTE * file.stat().st_size + _BESIDES
     for group in range(about.num_row_groups):
         for at in range(about.num_columns):

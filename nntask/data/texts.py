@@ -96,10 +96,7 @@ class Text:
     content: str = ""
 
     def pieces(self, replaced: Replaced | None = None) -> Iterator[str]:
-        """Yield the text in the pieces of `decoded`.
-
-        Args:
-            replaced: counter of replaced bytes; None to count nothing.
+        """Yield the text in the pieces of `decoded`, which counts replaced bytes in `replaced` if it is given.
 
         Raises:
             DataError: the file cannot be read.

@@ -23,8 +23,9 @@ import numpy.typing as npt
 from ..errors import DataError
 from ..io.atomic_write import written_aside
 from ..io.block_checksums import HEAD_NBYTES, BlockChecksums, block_checksums, discard
-from ..io.regular_file import open_regular, read_text
+from ..io.regular_file import read_text
 from ..io.sealed_json import SEAL, sealed, unsealed
+from ..io.strided_ranges import OpenFile
 
 DTYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SCAN_NBYTES: Final = 64 << 20
@@ -42,7 +43,7 @@ _FEWEST: Final = 64
 _DISTINCT: Final = 8
 _SAMPLES: Final = 64
 _SAMPLE_NBYTES: Final = 64 << 10
-_MADE_AGAIN: Final = "it is nntask's own cache, which the next run makes again"
+_REBUILT: Final = "it is nntask's own cache, which the next run rebuilds"
 
 
 class TokenFile:
@@ -68,7 +69,6 @@ class TokenFile:
     def __init__(
         self, path: str | os.PathLike[str], *, vocab_size: int, scan_nbytes: int = SCAN_NBYTES, flag: str = "--dataset-path", name: str = ""
     ) -> None:
-        self._fd = -1
         self.path, self.name = Path(path), name or str(path)
         self._where = f"{path} (cached tokens of {name})" if name else str(path)
         self.vocab_size = vocab_size
@@ -76,8 +76,8 @@ class TokenFile:
         given, digits = _sidecar_of(self.path)
         self.dtype, self.is_declared = given or DTYPES["uint16"], given is not None
         try:
-            self._fd = open_regular(self.path)
-            nbytes = os.fstat(self._fd).st_size
+            self._file = OpenFile(self.path)
+            nbytes = os.fstat(self._file.fd).st_size
         except OSError as error:
             raise DataError(f"cannot read the token file {self.path}: {error.strerror}; give an existing file with {flag}") from None
         if nbytes == 0:
@@ -107,10 +107,6 @@ class TokenFile:
         self._check(ids, first)
         return ids.astype(np.int32)
 
-    def num_sequences(self, length: int) -> int:
-        """Return the number of whole sequences of `length` tokens whose shifted targets are also in the file."""
-        return max(self.num_tokens - 1, 0) // length
-
     def fingerprint(self) -> str:
         """Return a hash of the element type, the size, and the content: all of it up to 4 MiB, otherwise 64 evenly spaced windows of 64 KiB.
 
@@ -131,12 +127,7 @@ class TokenFile:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.close()
+        self._file.close()
 
     def _compared(self, first: int, count: int) -> npt.NDArray[Any]:
         """Return the tokens [first, first + count), after verifying their checksums."""
@@ -148,7 +139,7 @@ class TokenFile:
         data = b""
         while len(data) < count * size:
             try:
-                piece = os.pread(self._fd, count * size - len(data), first * size + len(data))
+                piece = os.pread(self._file.fd, count * size - len(data), first * size + len(data))
             except OSError as error:
                 raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
             if not piece:
@@ -158,15 +149,11 @@ class TokenFile:
         return np.frombuffer(data, self.dtype)
 
     def _checksums_of(self, digits: Any, nbytes: int) -> BlockChecksums | None:
-        """Return the checksums of a file of `nbytes` bytes; None if its sidecar has none.
-
-        Raises:
-            DataError: a cached file has no checksums, or the checksums do not fit the file's size.
-        """
+        """Return the checksums of a file, None if its sidecar has none; raise DataError if they do not fit its size, or a cached file has none."""
         if digits is None and not self._is_cache:
             return None
         if digits is None:
-            raise DataError(f"{self._where} has no checksums; {_MADE_AGAIN}")
+            raise DataError(f"{self._where} has no checksums; {_REBUILT}")
         try:
             return BlockChecksums(digits, nbytes)
         except ValueError as error:
@@ -177,28 +164,28 @@ class TokenFile:
         if self._checksums is None:
             return
         try:
-            changed = self._checksums.first_changed(self._fd, begin, end)
+            changed = self._checksums.first_changed(self._file.fd, begin, end)
         except OSError as error:
             raise DataError(f"cannot read {self._where}: {error.strerror}; {self._advice('check the disk, or restore the file')}") from error
         if changed is not None:
             first = changed // self.dtype.itemsize
             if self._is_cache:
-                discard(self.path, self._fd)
+                discard(self.path, self._file.fd)
             raise DataError(f"{self._where} changed since it was written: the ids from position {first} have another checksum; {self._of_changes()}")
 
     def _advice(self, owner: str) -> str:
         """Return the remedy for error messages: `owner` for a file of the user; a cached file needs none."""
-        return _MADE_AGAIN if self._is_cache else owner
+        return _REBUILT if self._is_cache else owner
 
     def _of_changes(self) -> str:
         return self._advice(
-            "copy it again, or make it again with nntask data prepare; if the change is wanted, "
+            "copy it again, or rewrite it with nntask data prepare; if the change is intended, "
             f'write {{"dtype": "{self.dtype.name}"}} to {_sidecar(self.path).name}'
         )
 
     def _check_format(self, nbytes: int) -> None:
         """Check that a file of `nbytes` bytes has no header, and that its ids are not longer than its element type."""
-        head = os.pread(self._fd, _CHUNK_NBYTES, 0)
+        head = os.pread(self._file.fd, _CHUNK_NBYTES, 0)
         number = int.from_bytes(head[:4], "little")
         if number in _LLM_C and nbytes >= _LLM_C_NBYTES:
             also = "" if _LLM_C[number] == "uint16" else ' and write {"dtype": "uint32"} to new.bin.json'
@@ -213,9 +200,9 @@ class TokenFile:
             raise DataError(f"{self.path} holds ids of eight bytes; write them as uint16 or uint32, for example with numpy.ndarray.astype")
         if size == 4:
             raise DataError(
-                f"{self.path} seems to hold ids of four bytes, for every second number of two bytes is below {self._high() + 1}, and no sidecar "
-                f'says of how many they are; write {{"dtype": "uint32"}} to {self.path.name}.json beside it, or {{"dtype": "uint16"}} '
-                "if its ids are of two"
+                f"{self.path} seems to hold ids of four bytes: every second number of two bytes is below {self._high() + 1}, and no sidecar "
+                f'declares their size; write {{"dtype": "uint32"}} to {self.path.name}.json in its directory, or {{"dtype": "uint16"}} '
+                "if its ids have two bytes"
             )
 
     def _high(self) -> int:
@@ -262,11 +249,7 @@ def _sidecar(path: Path) -> Path:
 
 
 def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
-    """Return the element type and the checksums from the sidecar of `path`; None for each that is missing.
-
-    Raises:
-        DataError: the sidecar cannot be read or is damaged.
-    """
+    """Return the element type and the checksums from the sidecar of `path`, None for each that is missing; raise DataError if it is damaged."""
     sidecar = _sidecar(path)
     try:
         nbytes = path.stat().st_size if path.is_file() else 0
@@ -274,7 +257,7 @@ def _sidecar_of(path: Path) -> tuple[np.dtype[Any] | None, Any]:
     except FileNotFoundError:
         return None, None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {sidecar}: {error}; mend it, or remove it if the ids are uint16") from None
+        raise DataError(f"cannot read {sidecar}: {error}; fix it, or remove it if the ids are uint16") from None
     try:
         values = json.loads(text)
         dtype = DTYPES[values["dtype"]]

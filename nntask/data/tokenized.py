@@ -26,7 +26,7 @@ from ..io.regular_file import read_text
 from .encoding import RowEncoder
 from .findings import Finding, read_findings, write_findings
 from .foreign_tokenizer import TOKENIZER_FILE, have_tokenizers, stored_tokenizer
-from .known_ids import check_known, first_unknown, unknown
+from .known_ids import check_known
 from .spans import NUM_SENTINELS
 from .spec import DataSpec
 from .texts import Corpus, Replaced, Text
@@ -95,7 +95,7 @@ def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Ca
             reason = f"{cached} has no checksum"
         except (DataError, OSError, ValueError) as error:
             reason = f"{cached} cannot be used: {error}"
-        report(made_again(DataError(reason)))
+        report(rebuilt(DataError(reason)))
         _remove(directory)
     tokenizer = tokenizer_of(spec, corpus, report)
     with written_aside(cached) as new:
@@ -129,14 +129,14 @@ def encoded_texts(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voc
         try:
             return TokenFile(path, vocab_size=vocab_size, name=name)
         except DataError as error:
-            report(made_again(error))
+            report(rebuilt(error))
     write_tokens(texts, path, tokenizer, vocab_size, report, f"of {name}")
     return TokenFile(path, vocab_size=vocab_size, name=name)
 
 
-def made_again(error: DataError) -> str:
+def rebuilt(error: DataError) -> str:
     """Return the report that a cached file cannot be used and is rebuilt."""
-    return f"{str(error).partition(';')[0]}; it is nntask's own cache and is made again"
+    return f"{str(error).partition(';')[0]}; it is nntask's own cache and is rebuilt"
 
 
 def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, vocab_size: int, report: Callable[[str], None], about: str = "") -> int:
@@ -178,17 +178,12 @@ def write_tokens(texts: Collection[Text], path: Path, tokenizer: Tokenizer, voca
 
 
 def _encoded(text: Text, tokenizer: Tokenizer, vocab_size: int, replaced: Replaced) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the token ids of a text, chunk by chunk.
-
-    Raises:
-        DataError: a token is outside the model's vocabulary.
-    """
+    """Yield the token ids of a text, chunk by chunk; raise DataError if a token is outside the model's vocabulary."""
     num_lines = 0
     for chunk, ids in tokenizer.encode_long(text.pieces(replaced)):
         if len(ids) and int(ids.max()) >= vocab_size:
-            wrong = first_unknown(ids, vocab_size)
-            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_offsets(chunk)[1][wrong]))
-            raise DataError(unknown(int(ids[wrong]), tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},"))
+            num_lines += chunk.count("\n", 0, int(RowEncoder(tokenizer).with_offsets(chunk)[1][np.argmax(ids >= vocab_size)]))
+            check_known(ids, tokenizer, vocab_size, f"{text.path or text.name}, line {num_lines + 1},")
         num_lines += chunk.count("\n")
         yield ids
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,71 +24,18 @@ from .token_rules import ConfinedRules, LocalRules, TokenRules
 _NUM_BYTES: Final = 256
 
 
-class Tokenizer(Protocol):
-    """Interface of tokenizers.
-
-    Attributes:
-        name: "bytes" or "bpe".
-        vocab_size: largest id plus one.
-        notes: notes about settings in the tokenizer's files that are ignored, a sentence each.
-        terms: cache key of all that determines the tokens besides the bytes of the tokenizer's file; "" if nothing does.
-        special: special ids, as far as they are known, and the files that declare them.
-    """
-
-    name: str
-    vocab_size: int
-    notes: tuple[str, ...]
-    terms: str
-    special: Special
-
-    @property
-    def begin_of_text(self) -> int:
-        """Id before every text: a begin-of-text id, or the end-of-text id of the previous text.
-
-        Raises:
-            DataError: no file declares the end-of-text id.
-        """
-
-    @property
-    def end_of_text(self) -> int:
-        """Id after every text.
-
-        Raises:
-            DataError: no file declares the end-of-text id.
-        """
-
-    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """Return the (n,) token ids of each text; with `special`, including the ids that the tokenizer's template puts around a text."""
-
-    def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Encode a text that is read in pieces, with bounded memory if the text has seams (`Seams`).
-
-        Yields:
-            Chunks of the text, and the (n,) token ids of each; concatenated, they are the ids of the whole text.
-        """
-
-    def word(self, token: int) -> str:
-        """Return the word of a token id, for messages."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; bytes that are not UTF-8 become replacement characters."""
-
-    def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """Return (vocab_size,), the number of bytes of text per id, 0 for special tokens; None if it depends on neighbouring tokens."""
-
-    def close(self) -> None:
-        """End the tokenizer's process, if it has one; pending calls fail."""
-
-    def save(self, directory: Path) -> None:
-        """Write the files that `load_tokenizer` reads to `directory`."""
-
-
 class ByteTokenizer:
     """A tokenizer whose ids 0 to 255 are bytes; a text ends with id 256 if the model's vocabulary has that id, else with a newline.
 
     Args:
         vocab_size: number of ids in the model's vocabulary.
         files: name -> content of the files to save with the tokenizer, such as a chat template.
+
+    Attributes:
+        vocab_size: largest id plus one.
+        begin_of_text: id before every text, the end of the previous text.
+        end_of_text: id after every text.
+        special: special ids, and the files that declare them.
 
     Raises:
         DataError: the vocabulary has fewer than 256 ids.
@@ -140,7 +87,7 @@ class BpeTokenizer:
 
     Args:
         inner: a `tokenizers.Tokenizer`; without its rules if these run in a sandboxed process.
-        beside: companion files of the tokenizer; None for a tokenizer trained in this process.
+        companions: companion files of the tokenizer; None for a tokenizer trained in this process.
         rules: rules that encode and decode; None for the rules of `inner`.
         where: directory of the tokenizer, for error messages.
         notes: notes about settings in the tokenizer's files that are ignored, a sentence each.
@@ -149,6 +96,8 @@ class BpeTokenizer:
     Attributes:
         inner: vocabulary of the tokenizer: words, ids, and special tokens.
         rules: rules that encode and decode.
+        vocab_size: largest id plus one.
+        special: special ids, as far as they are known, and the files that declare them.
     """
 
     name = "bpe"
@@ -156,7 +105,7 @@ class BpeTokenizer:
     def __init__(
         self,
         inner: Any,
-        beside: Companions | None = None,
+        companions: Companions | None = None,
         rules: TokenRules | None = None,
         *,
         where: object = "the tokenizer",
@@ -166,7 +115,7 @@ class BpeTokenizer:
         self.inner, self.notes, self.terms = inner, notes, terms
         self.rules = rules or LocalRules(inner, where)
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1  # ids need not be consecutive
-        self.special = special_of(inner, beside or Companions())
+        self.special = special_of(inner, companions or Companions())
         self._where = where
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
@@ -174,7 +123,11 @@ class BpeTokenizer:
         return self.rules.encode(texts, special=special)
 
     def encode_long(self, pieces: Iterable[str]) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Yield chunks of a text that end at seams, or the whole text if it is one piece, and the (n,) token ids of each."""
+        """Encode a text that is read in pieces, with bounded memory if the text has seams (`Seams`).
+
+        Yields:
+            Chunks of the text, and the (n,) token ids of each; concatenated, they are the ids of the whole text.
+        """
         waiting = iter(pieces)
         first = list(itertools.islice(waiting, 2))
         chunks = iter(first) if len(first) < 2 else self._seams.cut(itertools.chain(first, waiting))
@@ -189,12 +142,16 @@ class BpeTokenizer:
         return str(self.inner.id_to_token(token))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens."""
+        """Return the text of `ids`, without special tokens; bytes that are not UTF-8 become replacement characters."""
         return self.rules.decode(ids)
 
     @property
     def begin_of_text(self) -> int:
-        """Begin-of-text id if the tokenizer's template starts a text with it, otherwise the end-of-text id of the previous text."""
+        """Begin-of-text id if the tokenizer's template starts a text with it, otherwise the end-of-text id of the previous text.
+
+        Raises:
+            DataError: no file declares an end-of-text id.
+        """
         bos = self.special.bos
         return self.end_of_text if bos is None or self.rules.around("")[0][:1] != [bos] else bos
 
@@ -207,13 +164,16 @@ class BpeTokenizer:
         """
         if not self.special.eos:
             raise DataError(
-                f"nothing at {self._where} says which token ends a text; put its model's tokenizer_config.json beside {TOKENIZER_FILE}, or "
+                f"no file at {self._where} declares the token that ends a text; copy its model's tokenizer_config.json next to {TOKENIZER_FILE}, or "
                 f'write one, for example {{"eos_token": "</s>"}} with a token that is there'
             )
         return self.special.eos[0]
 
     def byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """Return (vocab_size,), the number of bytes per id: in the byte-level alphabet a character of a token is a byte. None for other alphabets."""
+        """Return (vocab_size,), the number of bytes per id, 0 for special tokens; None if it depends on neighbouring tokens.
+
+        In the byte-level alphabet a character of a token is a byte.
+        """
         decoder = self.rules.sections["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":  # the byte-level alphabet of GPT-2 (Radford et al., 2019)
             return None
@@ -237,12 +197,16 @@ class BpeTokenizer:
         _save_files(self.special, directory)
 
 
+Tokenizer = ByteTokenizer | BpeTokenizer
+"""A tokenizer of a model."""
+
+
 def _save_files(special: Special, directory: Path) -> None:
     for name, content in special.files.items():
         (directory / name).write_text(content, encoding="utf-8")
 
 
-def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) -> BpeTokenizer:
     """Load a tokenizer.
 
     Args:
@@ -253,10 +217,10 @@ def load_tokenizer(path: str | os.PathLike[str], *, has_template: bool = False) 
         DataError: a file is missing, broken or larger than any tokenizer's, the files contradict each other, or `tokenizers` is not installed.
     """
     found = open_tokenizer(Path(path), has_template=has_template)
-    return BpeTokenizer(found.inner, found.beside, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
+    return BpeTokenizer(found.inner, found.companions, found.rules, where=found.directory, notes=found.notes, terms=found.terms)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, num_free: int = 0) -> BpeTokenizer:
     """Train a byte-level BPE of at most `vocab_size - num_free` ids, with id 0 as the end of text. Equal texts give equal ids.
 
     Args:
@@ -272,9 +236,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, has_mask: bool = False, 
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size - num_free <= _NUM_BYTES:
-        beside = f", {num_free} of them sentinels" if num_free else ""
+        sentinels = f", {num_free} of them sentinels" if num_free else ""
         raise DataError(
-            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{beside}, the model has {vocab_size}; "
+            f"a byte-level BPE needs a vocabulary of at least {_NUM_BYTES + 1 + num_free}{sentinels}, the model has {vocab_size}; "
             f"raise vocab_size in the config{' or use --tokenizer bytes' if vocab_size >= _NUM_BYTES else ''}"
         )
     inner = Inner(models.BPE())

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..errors import DataError
 from .added_tokens import ROLES
+from .rule_bounds import steps
 from .token_rules import TokenRules
 
 USED: Final = frozenset(
@@ -77,26 +78,9 @@ def check_keys(inner: Any, rules: TokenRules, objects: Mapping[str, Mapping[str,
     return (*_around(inner, rules, config), *_unknown(objects))
 
 
-def steps(component: Any, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer as JSON objects, with sequences flattened.
-
-    Args:
-        component: section of a tokenizer.json, or None.
-        key: key of the steps in a sequence.
-    """
-    waiting, found = [] if component is None else [component], []
-    while waiting:
-        step = waiting.pop(0)
-        if step["type"] == "Sequence":
-            waiting[:0] = step[key]
-        else:
-            found.append(step)
-    return found
-
-
 def _repeated(sections: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Yield the keys of a config that repeat a rule of tokenizer.json, as (key, value in the config, value in tokenizer.json)."""
-    normalizers, splitters = steps(sections["normalizer"], "normalizers"), steps(sections["pre_tokenizer"], "pretokenizers")
+    normalizers, splitters = steps(sections["normalizer"]), steps(sections["pre_tokenizer"])
     for step in normalizers:
         if step["type"] == "BertNormalizer":
             accents = step["lowercase"] if step["strip_accents"] is None else step["strip_accents"]

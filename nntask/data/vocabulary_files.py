@@ -24,7 +24,7 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
 """Rule -> names of its tokenizer classes, and the model_type of configs that name no class."""
 _QWEN_2: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _END: Final = "<|endoftext|>"
-_SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
+SPECIAL: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt2": dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END),
     "roberta": {
         **{"bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>", "cls_token": "<s>"},
@@ -50,17 +50,8 @@ def conversion(directory: Path) -> str:
     return python_command(f"from transformers import AutoTokenizer as A; A.from_pretrained({literal}).save_pretrained({literal})")
 
 
-def default_special(rule: str) -> Mapping[str, str]:
-    """Return role -> default special token for the tokenizers of a rule."""
-    return _SPECIAL[rule]
-
-
 def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the rule of a directory's vocabulary.
-
-    Args:
-        directory: directory of the vocabulary.
-        objects: name -> content of the directory's JSON files.
+    """Return the rule of a directory's vocabulary, from name -> content of its JSON files.
 
     Raises:
         DataError: the rule of the tokenizer's class is not known.
@@ -126,13 +117,7 @@ def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:
 
 
 def put_around(inner: Any, rule: str, config: Mapping[str, Any]) -> None:
-    """Set the template of a tokenizer, which puts special tokens around a text; these must have been added before.
-
-    Args:
-        inner: `tokenizers.Tokenizer` to change.
-        rule: result of `rule_of`.
-        config: content of tokenizer_config.json, with the special tokens of special_tokens_map.json.
-    """
+    """Set the template of a tokenizer, whose special tokens must have been added before; the other arguments are those of `built`."""
     from tokenizers import processors
 
     def named(key: str) -> tuple[str, int]:
@@ -159,4 +144,4 @@ def put_around(inner: Any, rule: str, config: Mapping[str, Any]) -> None:
 def _word(config: Mapping[str, Any], key: str, rule: str) -> str:
     """Return the special token of a role, or else the rule's default."""
     value = config.get(key)
-    return str(value.get("content") if isinstance(value, Mapping) else value or _SPECIAL[rule].get(key, _END))
+    return str(value.get("content") if isinstance(value, Mapping) else value or SPECIAL[rule].get(key, _END))

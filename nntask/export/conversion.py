@@ -24,15 +24,14 @@ from ..checkpoints.store import Checkpoint
 from ..config.units import format_size
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
-from ..errors import Diverged, DoesNotFit, UsageError
-from ..gguf.model_file import is_gguf
+from ..errors import DoesNotFit, UsageError
 from ..hf.layout import FileLayout, blanks, names_of, shapes_of
 from ..hf.model_directory import ModelDirectory, read_values
 from ..io.block_ranges import BlockRange, turned
-from ..io.finite import first_not_finite
-from ..io.strided_ranges import FileRange, Rows
+from ..io.strided_ranges import FileRange, Rows, windows
 from ..models.registry import build
 from ..tiling.model_tiling import ModelTiling
+from .huggingface import as_stored
 from .merged_weights import Weight, weights_of
 
 TYPES: Final = ("q8_0", "q4_0", "f16", "bf16", "f32")
@@ -186,11 +185,7 @@ def staying(source: Convertible, kinds: Mapping[str, str]) -> list[str]:
 
 
 def _check_gain(path: Path, kinds: Mapping[str, str], formats: Mapping[str, str]) -> None:
-    """Check that no matrix in blocks gets blocks of more bits, which would only store the rounded values in more bytes.
-
-    Raises:
-        UsageError: a matrix would.
-    """
+    """Raise UsageError if blocks would become blocks of more bits, which store the rounded values in more bytes."""
 
     def nbytes(kind: str) -> float:
         return BLOCK_FORMATS[kind].block_bytes / BLOCK_FORMATS[kind].block_values
@@ -234,6 +229,8 @@ def copy_weights(
         blocks: the same name -> range of the bytes (out, bytes of a row), for the matrices that keep their blocks.
         kinds: the same name -> new type, for messages and bounds.
         asked: options, with the memory for windows.
+
+    Raises:
         DoesNotFit: a row of the widest weight needs more memory.
         Diverged: a weight is not finite.
         UsageError: a weight is too large for its new type.
@@ -252,11 +249,7 @@ def copy_weights(
 
 
 def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iterator[tuple[slice, ...]]:
-    """Yield windows of whole rows in the order of the file, so that blocks are whole.
-
-    Raises:
-        DoesNotFit: a row needs more than the budget.
-    """
+    """Yield windows of whole rows in the order of the file, so that blocks are whole; raise DoesNotFit if a row needs more than the budget."""
     shape = target.shape
     axis = target.order[0] if isinstance(target, FileRange) else 0
     row = prod(shape) // shape[axis] * max(itemsize, target.dtype.itemsize)
@@ -264,37 +257,12 @@ def _windows(target: Rows, itemsize: int, budget: int | None, name: str) -> Iter
     if most < row and budget is not None:
         least = format_size(row * _COPIES)
         raise DoesNotFit(f"--ram {format_size(budget)} is too little for a row of {name}, which needs {least}; the least that will do is {least}")
-    step = max(1, most // row)
-    for first in range(0, shape[axis], step):
-        window = [slice(0, extent) for extent in shape]
-        window[axis] = slice(first, min(first + step, shape[axis]))
-        yield tuple(window)
+    yield from windows(shape, max(itemsize, target.dtype.itemsize), most, axis)
 
 
 def _checked(name: str, piece: np.ndarray[Any, Any], kind: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return values of a weight in the element type of their range.
-
-    Raises:
-        Diverged: a value is not finite.
-        UsageError: a value is too large for the type.
-    """
-    with np.errstate(over="ignore"):
-        values: np.ndarray[Any, Any] = piece.astype(dtype, copy=False)
-    if first_not_finite(values) is not None:
-        if first_not_finite(piece) is None:
-            raise UsageError(f"{name} holds values too large for {kind or dtype.name}; use --type bf16 or f32")
-        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint, or another file")
+    """Return values of a weight in the element type of their range; raise Diverged or UsageError if one is not finite or too large."""
+    values = as_stored(name, piece, dtype, shown=kind, advice="use --type bf16 or f32")
     if kind in _LARGEST_SCALED and max(-values.min(), values.max()) > _LARGEST_SCALED[kind]:
         raise UsageError(f"{name} holds values too large for a scale of {kind}; let it stay: --keep {name}")
     return values
-
-
-def check_apart(path: Path, source: Path) -> None:
-    """Check that a target is not the source, nor in it or around it.
-
-    Raises:
-        UsageError: the target is one of these.
-    """
-    ours, theirs = path.resolve(), source.resolve()
-    if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
-        raise UsageError(f"{path} is, holds or lies in {source}, which is the source; name another place")

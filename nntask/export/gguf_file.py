@@ -29,7 +29,8 @@ from ..io.atomic_write import written_aside
 from ..io.writable import check_writable
 from ..models.registry import config_from_dict
 from ..models.same_model import differing_keys, is_same_model
-from .conversion import Conversion, Converted, Convertible, check_apart, copy_weights, kinds_of, staying
+from .conversion import Conversion, Converted, Convertible, copy_weights, kinds_of, staying
+from .huggingface import check_apart
 
 _STORED: Final = {dtype: name for name, dtype in FLOATS.items()}
 
@@ -87,11 +88,7 @@ def write_gguf(source: Convertible, path: Path, asked: Conversion, *, force: boo
 
 
 def _described(source: Convertible) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture and the metadata of a model's config.
-
-    Raises:
-        UsageError: the family has no architecture, or its keys cannot express the config.
-    """
+    """Return the architecture and the metadata of a model's config; raise UsageError if GGUF cannot express it."""
     config = source.config
     architecture = architecture_for(config.model_type)
     if architecture is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from ..checkpoints.store import STATE, Checkpoint
 from ..data.special_tokens import Special
 from ..data.tokenizer import Tokenizer
 from ..errors import DataError, Diverged, StorageError, UsageError
+from ..gguf.model_file import is_gguf
 from ..hf.layout import FileLayout, blanks, shapes_of
 from ..hf.model_directory import ADAPTER_CONFIG, CONFIG, SINGLE
 from ..hf.shard_index import INDEX
@@ -45,6 +46,10 @@ _OURS: Final = re.compile(
 _KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
 
 
+_METADATA: Final = {"format": "pt"}
+Done = TypeVar("Done")
+
+
 @dataclass(frozen=True, slots=True)
 class Exported:
     """Summary of an export.
@@ -61,26 +66,33 @@ class Exported:
 
 
 def check_target(path: Path, source: Checkpoint, *, force: bool) -> None:
-    """Check that a model directory may be written to `path`, without creating it.
-
-    Args:
-        path: directory to write.
-        source: checkpoint to export.
-        force: whether an existing model directory may be replaced.
+    """Check that a checkpoint may be exported to a new model directory, with `force` to an existing one, without creating it.
 
     Raises:
         UsageError: `path` exists and `force` is false, it holds files that are not of an exported model, it overlaps the checkpoint or the frozen
             base weights of its adapters, or it cannot be written.
     """
-    ours, target = source.path.resolve(), path.resolve()
-    if target == ours or target in ours.parents or ours in target.parents:
-        raise UsageError(f"{path} holds the checkpoint that is exported, or lies in it; name another directory")
+    check_apart(path, source.path, "the checkpoint that is exported")
     base = FrozenBase.of_state(source.state, str(source.path / STATE))  # not checked: a path that does not exist is protected as well
     if base is not None and base.path:
-        needed = Path(base.path).resolve()
-        if target == needed or target in needed.parents or needed in target.parents:
-            raise UsageError(f"{path} holds, or lies in, the frozen weights {base.path} of the adapters; name another directory")
+        check_apart(path, Path(base.path), "the frozen weights of the adapters")
     check_replaceable(path, force=force)
+
+
+def check_apart(path: Path, source: Path, what: str = "the source") -> None:
+    """Check that a target is not a file or directory that is read, nor in it or around it.
+
+    Args:
+        path: target.
+        source: file or directory that is read.
+        what: noun phrase for `source` in the error message.
+
+    Raises:
+        UsageError: the target is one of these.
+    """
+    ours, theirs = path.resolve(), source.resolve()
+    if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
+        raise UsageError(f"{path} is, holds or lies in {source}, which is {what}; name another place")
 
 
 def check_replaceable(path: Path, *, force: bool) -> None:
@@ -140,7 +152,7 @@ def export(source: Checkpoint, path: Path, *, dtype: str, shard_nbytes: int, tok
     return write_directory(path, write)
 
 
-def write_directory(path: Path, write: Callable[[Path], Exported]) -> Exported:
+def write_directory(path: Path, write: Callable[[Path], Done]) -> Done:
     """Let `write` fill a new directory, which gets the name `path` when it is complete (`nntask.io.atomic_write`).
 
     Raises:
@@ -175,7 +187,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     ranges: dict[str, FileRange] = {}
     shards = _shards(shapes, kind, shard_nbytes)
     for name, members in shards.items():
-        ranges.update(new_file(directory / name, members, kind))
+        ranges.update(new_file(directory / name, {name: (shape, kind) for name, shape in members.items()}))
     if len(shards) > 1:
         write_json(directory / INDEX, _index(shards, shapes, kind))
     layout = FileLayout(ranges)
@@ -208,21 +220,25 @@ def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[
     return {"metadata": {"total_size": total}, "weight_map": {name: file for file, members in shards.items() for name in members}}
 
 
-def new_file(path: Path, shapes: Mapping[str, tuple[int, ...]], kind: np.dtype[Any]) -> dict[str, FileRange]:
+def new_file(
+    path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], metadata: Mapping[str, str] | None = None
+) -> dict[str, FileRange]:
     """Create a safetensors file with its header and its final size, and return the byte range of each tensor, to be written by the caller.
+
+    Args:
+        path: the file.
+        tensors: name -> (shape, element type).
+        metadata: metadata of the header, in addition to the format that transformers expects.
 
     Raises:
         OSError: the file exists, or the disk is full or failed.
     """
-    header, spans = header_of({name: (shape, kind) for name, shape in shapes.items()}, {"format": "pt"})
+    header, spans = header_of(tensors, {**_METADATA, **(metadata or {})})
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.pwrite(file.fd, header, 0)
-    ranges = {}
-    for name, shape in shapes.items():
-        first, last = spans[name]
-        ranges[name] = FileRange(file, kind, len(header) + first, shape, strides_of(shape, kind))
-        os.ftruncate(file.fd, len(header) + last)
-    return ranges
+    os.ftruncate(file.fd, len(header) + max(last for _, last in spans.values()))
+    begins = {name: len(header) + first for name, (first, _) in spans.items()}
+    return {name: FileRange(file, kind, begins[name], shape, strides_of(shape, kind)) for name, (shape, kind) in tensors.items()}
 
 
 def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
@@ -235,30 +251,33 @@ def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, 
         yield window, piece
 
 
-def as_stored(name: str, piece: npt.NDArray[Any], kind: np.dtype[Any]) -> npt.NDArray[Any]:
+def as_stored(
+    name: str, piece: npt.NDArray[Any], kind: np.dtype[Any], *, shown: str = "", advice: str = "use --dtype bf16 or fp32"
+) -> npt.NDArray[Any]:
     """Return values of the weight `name`, converted to the element type `kind`.
+
+    Args:
+        name: name of the weight.
+        piece: values.
+        kind: element type.
+        shown: name of the type in error messages; "" for that of `kind`.
+        advice: remedy for values that are too large.
 
     Raises:
         Diverged: a value is not finite.
         UsageError: a weight is too large for the new type.
     """
     with np.errstate(over="ignore"):
-        values: npt.NDArray[Any] = piece.astype(kind)
+        values: npt.NDArray[Any] = piece.astype(kind, copy=False)
     if first_not_finite(values) is not None:
         if first_not_finite(piece) is None:
-            raise UsageError(f"{name} holds values too large for {kind.name}; use --dtype bf16 or fp32")
-        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint")
+            raise UsageError(f"{name} holds values too large for {shown or kind.name}; {advice}")
+        raise Diverged(f"{name} holds values that are not finite; use an earlier checkpoint, or another model")
     return values
 
 
 def write_tokenizer(directory: Path, tokenizer: Tokenizer | None, n_positions: int) -> None:
-    """Write the files of a tokenizer into a directory, unless the tokenizer is None.
-
-    Args:
-        directory: directory to write into.
-        tokenizer: tokenizer or None.
-        n_positions: context length of the model, in tokens.
-    """
+    """Write the files of a tokenizer, unless it is None, into the directory of a model with a context of `n_positions` tokens."""
     if tokenizer is not None:
         for name, text in tokenizer_files(tokenizer, n_positions).items():
             (directory / name).write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,30 +26,13 @@ from ..config.settings import TrainSettings, from_dict
 from ..engine.recorded import build_model
 from ..io.block_ranges import BlockRange
 from ..io.safetensors_file import TensorFile
+from ..io.strided_ranges import Rows
 from ..models.language import LanguageModel
 from ..nn.initializers import stream_of
 from ..nn.module import Parameter
 from ..tiling.model_tiling import ModelTiling
 
 Array = npt.NDArray[Any]
-
-
-class Weight(Protocol):
-    """A readable weight, or a window of one; `FileRange` conforms."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extents per axis, in elements."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Element type."""
-
-    def __getitem__(self, slices: Sequence[slice], /) -> Weight:
-        """Return the window of one slice per axis."""
-
-    def read(self, out: Array, /) -> None:
-        """Fill `out`, a C-contiguous array of this shape, with conversion to its element type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +78,10 @@ class _Merged:
         if self.left is not None and self.right is not None:
             values = merged(values, self.left, self.right)
         out[...] = values
+
+
+Weight = Rows | BlockRange | _Made | _Merged
+"""A weight, or a window of one."""
 
 
 def weights_of(checkpoint: Checkpoint) -> Mapping[str, Weight]:

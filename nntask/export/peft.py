@@ -69,7 +69,7 @@ def export_adapters(source: Checkpoint, path: Path, *, dtype: str, tokenizer: To
     kind = kind_of({p.dtype for p in model.parameters() if p.trainable}, dtype)
 
     def write(directory: Path) -> Exported:
-        ranges = new_file(directory / WEIGHTS, {name: array.shape for name, array in tensors.items()}, kind)
+        ranges = new_file(directory / WEIGHTS, {name: (array.shape, kind) for name, array in tensors.items()})
         for name, array in tensors.items():
             ranges[name].write(as_stored(name, array, kind))
         write_json(directory / ADAPTER_CONFIG, values)

@@ -1,3 +1,3 @@
-from .model_file import GgufModel, file_notes, is_gguf, open_gguf
+from .model_file import file_notes, is_gguf
 
-__all__ = ["GgufModel", "file_notes", "is_gguf", "open_gguf"]
+__all__ = ["file_notes", "is_gguf"]

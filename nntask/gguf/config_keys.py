@@ -37,6 +37,22 @@ NO_WINDOWS: Final = ("llama", "phi3")
 _PERIODS: Final = {"gemma2": 2, "gemma3": 6}
 """Architecture -> period in which one block is full, unless a key gives another."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_GPT2_KEYS: Final = {
+    "context_length": "n_positions",
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    _LAYER: "layer_norm_epsilon",
+}
+_HIDDEN_KEYS: Final = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+"""Key -> name of the same number in a config, of GPT-2 and of all other architectures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +104,7 @@ def config_from(
 
 
 def _check_shapes(values: Values, shapes: Mapping[str, tuple[int, ...]], name: str, source: str) -> None:
-    """Check that the sizes of a config agree with the tensors, before memory is taken for these sizes.
-
-    Raises:
-        StorageError: a size differs.
-    """
+    """Check that the sizes of a config agree with the tensors, before memory is taken for these sizes; raise StorageError if a size differs."""
     heads, width = values.get("num_attention_heads", values.get("n_head")), values.get("hidden_size", values.get("n_embd"))
     shared, size = values.get("num_key_value_heads", heads), values.get("head_dim")
     if not all(type(each) is int and 0 < each < 1 << 31 for each in (heads, width, shared)):
@@ -126,35 +138,21 @@ def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
     keys.equal("attention.value_length", width // heads, "the share of a head in the width")
     return {
         "model_type": "gpt2",
-        "n_positions": keys.number("context_length"),
-        "n_embd": width,
-        "n_layer": keys.number("block_count"),
-        "n_head": heads,
-        "n_inner": keys.number("feed_forward_length"),
-        "layer_norm_epsilon": keys.number(_LAYER),
+        **{name: keys.number(key) for key, name in _GPT2_KEYS.items()},
         "activation_function": "gelu_new",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     }
 
 
 def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool = False) -> dict[str, Any]:
-    """Return the values of all architectures except GPT-2.
-
-    Args:
-        eps: key of the term added in norms.
-        is_partial: whether only a part of a head may turn.
-    """
+    """Return the values of all architectures except GPT-2, with `eps` as the key of the term in norms; if `is_partial`, a part of a head may turn."""
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
     keys.equal("attention.value_length", size, "the size of a head")
     if not is_partial:
         keys.equal("rope.dimension_count", size, "the size of a head, as all of it turns here")
     values = {
-        "max_position_embeddings": keys.number("context_length"),
-        "hidden_size": width,
-        "intermediate_size": keys.number("feed_forward_length"),
-        "num_hidden_layers": keys.number("block_count"),
-        "num_attention_heads": heads,
+        **{name: keys.number(key) for key, name in _HIDDEN_KEYS.items()},
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": size if size * heads != width else None,
         "rope_theta": float(keys.number(_BASE, 10000.0)),
@@ -215,11 +213,7 @@ def _divisor(name: str, values: Values) -> int:
 
 
 def _kinds(keys: Keys, count: int, usual: int) -> list[str] | None:
-    """Return the kinds of blocks of a Gemma, from a period of full blocks or a list of blocks with windows; None for the default.
-
-    Args:
-        usual: default period in which one block is full.
-    """
+    """Return the kinds of a Gemma's blocks, from a list or the period of full blocks; None for the default, the period `usual`."""
     if (flags := keys.flags(_PATTERN)) is not None:
         if len(flags) != count:
             raise keys.refusal(_PATTERN, f"{len(flags)} of them", f"{count} switches, one for each block")
@@ -268,30 +262,18 @@ def metadata_of(values: Values, architecture: Architecture) -> dict[str, Any]:
         architecture: architecture of its family.
     """
     if architecture.name == "gpt2":
-        heads, width = values["n_head"], values["n_embd"]
-        keys = {
-            "context_length": values["n_positions"],
-            "embedding_length": width,
-            "block_count": values["n_layer"],
-            "feed_forward_length": values["n_inner"] or 4 * width,
-            "attention.head_count": heads,
-            _LAYER: values["layer_norm_epsilon"],
-            "vocab_size": values["vocab_size"],
-        }
+        values = {**values, "n_inner": values["n_inner"] or 4 * values["n_embd"]}
+        keys = {**{key: values[name] for key, name in _GPT2_KEYS.items()}, "vocab_size": values["vocab_size"]}
     else:
         keys = _metadata_of_hidden(values, architecture.name)
     return {"general.architecture": architecture.name, **{f"{architecture.name}.{key}": value for key, value in keys.items()}}
 
 
 def _metadata_of_hidden(values: Values, name: str) -> dict[str, Any]:
-    heads, width = values["num_attention_heads"], values["hidden_size"]
-    size = values.get("head_dim") or width // heads
+    heads = values["num_attention_heads"]
+    size = values.get("head_dim") or values["hidden_size"] // heads
     keys = {
-        "context_length": values["max_position_embeddings"],
-        "embedding_length": width,
-        "block_count": values["num_hidden_layers"],
-        "feed_forward_length": values["intermediate_size"],
-        "attention.head_count": heads,
+        **{key: values[name] for key, name in _HIDDEN_KEYS.items()},
         "attention.head_count_kv": values.get("num_key_value_heads") or heads,
         "attention.key_length": size,
         "attention.value_length": size,

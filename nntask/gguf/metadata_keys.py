@@ -193,12 +193,7 @@ def check_kind(metadata: Values, source: str) -> None:
 
 
 def unread_of_others(metadata: Values, name: str) -> list[str]:
-    """Return keys outside of the architecture that are neither read nor known to have no effect on texts.
-
-    Args:
-        metadata: metadata of the file.
-        name: name of the architecture.
-    """
+    """Return keys outside of the architecture `name` that are neither read nor known to have no effect on texts."""
     known = {f"tokenizer.ggml.{key}" for key in (_TOKENIZER + _TOKENIZER_IGNORED).split()}
     prefixes = (_GENERAL_PREFIX, _SPLIT_PREFIX, f"{name}.", *_OTHERS)
     return [key for key in metadata if key not in known and not key.startswith(prefixes)]

@@ -21,8 +21,7 @@ from tiles import BlockFormat
 from ..errors import DataError
 from ..io.gguf_file import MAGIC, SUFFIX
 from ..io.regular_file import open_regular
-from ..io.strided_ranges import FileRange
-from ..io.translated_files import read_all
+from ..io.strided_ranges import FileRange, is_equal, read_all
 from .architectures import ALL_FACTORS, ARCHITECTURES, EMBEDDING, HEAD
 from .config_keys import config_from
 from .metadata_keys import check_kind, unread_of_others
@@ -54,9 +53,6 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 
 class GgufModel:
     """An open GGUF file.
-
-    Args:
-        path: path of the file.
 
     Attributes:
         values: config in transformers' JSON.
@@ -193,11 +189,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def _factors(shards: Shards, name: str) -> np.ndarray[Any, Any]:
-    """Return the values of a tensor of factors of rotary frequencies.
-
-    Raises:
-        DataError: the values are not 32-bit floats, which llama.cpp computes with, or there are too many.
-    """
+    """Return the values of a tensor of rotary factors; raise DataError unless they are few and fp32, in which llama.cpp computes."""
     file, entry = shards.tensors[name]
     if entry.type.name != "F32" or entry.nbytes > _AT_ONCE:
         raise DataError(f"{name} in {file.path} must be F32, at most 1 MiB, got {entry.type.name} of {entry.nbytes} bytes; convert the model again")
@@ -211,13 +203,5 @@ def _repeats_embedding(shards: Shards) -> bool:
     if HEAD not in shards.tensors or EMBEDDING not in shards.tensors:
         return False
     (ours, head), (theirs, embedding) = shards.tensors[HEAD], shards.tensors[EMBEDDING]
-    if (head.type, head.shape) != (embedding.type, embedding.shape):
-        return False
-    left, right = np.empty((2, _AT_ONCE), np.uint8)
-    for first in range(0, head.nbytes, _AT_ONCE):
-        count = min(_AT_ONCE, head.nbytes - first)
-        read_all(ours, left[:count].data, head.offset + first)
-        read_all(theirs, right[:count].data, embedding.offset + first)
-        if not np.array_equal(left[:count], right[:count]):
-            return False
-    return True
+    ranges = (FileRange(file, np.dtype(np.uint8), each.offset, (each.nbytes,), (1,)) for file, each in ((ours, head), (theirs, embedding)))
+    return (head.type, head.shape) == (embedding.type, embedding.shape) and is_equal(*ranges)

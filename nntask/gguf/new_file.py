@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,10 +61,8 @@ def new_gguf(
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
     """Return the bytes of a tensor of a type, by its name."""
-    each, count = _BY_NAME[kind][1], 1
-    for extent in shape:
-        count *= extent
-    return count // each.block_values * each.block_bytes
+    each = _BY_NAME[kind][1]
+    return prod(shape) // each.block_values * each.block_bytes
 
 
 def _aligned(offset: int) -> int:

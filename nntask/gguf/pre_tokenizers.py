@@ -162,11 +162,7 @@ BY_NAME: Final[Mapping[str, Rule]] = {name: rule for rule in RULES for name in (
 
 
 def rule_of(content: Mapping[str, Any]) -> Rule | None:
-    """Return the rule with which llama.cpp cuts texts like the pre-tokenizer of a tokenizer.json; None if it has none.
-
-    Args:
-        content: content of the tokenizer.json of a byte-level BPE.
-    """
+    """Return the rule by which llama.cpp cuts texts like the tokenizer.json of a byte-level BPE; None if it has none."""
     steps, model = list(_steps(content.get("pre_tokenizer"))), content["model"]
     fitting = [rule for rule in RULES if rule.ignores_merges == bool(model.get("ignore_merges")) and list(_steps(rule.pre_tokenizer())) == steps]
     composed = [rule for rule in fitting if rule.is_composed == is_composed(content)]

@@ -52,14 +52,14 @@ def scaling_from(keys: Keys, values: Values, size: int, factors: Mapping[str, np
         raise keys.refusal(_TYPE, repr(kind), "none, linear, yarn or longrope")
     if kind == "longrope" or factors.keys() & set(_LONG.values()):
         if factor not in (0, 1):
-            raise keys.refusal(_FACTOR, factor, "absent beside LongRoPE, which scales positions by itself")
+            raise keys.refusal(_FACTOR, factor, "absent with LongRoPE, which scales positions by itself")
         return _longrope(keys, values, keys.text(_TYPE), attention, factors)
     if kind != "yarn":
         keys.equal(_ATTENTION, 1, "as cosines and sines are scaled by YaRN and LongRoPE only")
         keys.text(_ORIGINAL)  # marks the key as read; it has no meaning without YaRN
     if ROTARY_FACTORS in factors:
         if kind == "yarn" or factor not in (0, 1):
-            raise keys.refusal(_FACTOR, factor, f"absent beside rope_freqs.weight, which scales positions by itself (type {kind})")
+            raise keys.refusal(_FACTOR, factor, f"absent with rope_freqs.weight, which scales positions by itself (type {kind})")
         return _llama_3(values, size, factors[ROTARY_FACTORS])
     if kind == "yarn":
         found = _yarn(keys, values, factor or 1, attention)
@@ -75,8 +75,8 @@ def _longrope(keys: Keys, values: Values, kind: str, attention: float, factors: 
     """
     missing = [name for name in _LONG.values() if name not in factors]
     if keys.name not in _WITH_LONG or missing or ROTARY_FACTORS in factors or kind not in ("longrope", *([""] if keys.name == "phi3" else [])):
-        there = f"{kind or 'none'} beside {', '.join(factors) or 'no tensor of factors'}"
-        rule = f"longrope beside {' and '.join(_LONG.values())} alone, for a {' or '.join(_WITH_LONG)}"
+        there = f"{kind or 'none'} with {', '.join(factors) or 'no tensor of factors'}"
+        rule = f"longrope with {' and '.join(_LONG.values())} alone, for a {' or '.join(_WITH_LONG)}"
         raise keys.refusal(_TYPE, there, rule)
     original = keys.count(_ORIGINAL, values["max_position_embeddings"])
     found = {"rope_type": "longrope", _LENGTH: original, **{key: [shortest(each) for each in factors[name].ravel()] for key, name in _LONG.items()}}

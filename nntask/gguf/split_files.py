@@ -25,12 +25,10 @@ class Shards:
     """The open shards of a model; one for a file that is not split.
 
     Args:
-        path: path that names the model.
         files: shards in order.
         tensors: name -> (file of its shard, entry).
     """
 
-    path: Path
     files: tuple[GgufFile, ...]
     tensors: Mapping[str, tuple[OpenFile, GgufTensor]]
 
@@ -58,7 +56,7 @@ def open_shards(path: Path) -> Shards:
     named = GgufFile(path)
     count = named.metadata.get(_COUNT, 1)
     if count == 1 or (count == 0 and shard_paths(path) == [path]):  # 0 in a file joined from shards
-        return Shards(path, (named,), {name: (named.file, each) for name, each in named.tensors.items()})
+        return Shards((named,), {name: (named.file, each) for name, each in named.tensors.items()})
     paths = shard_paths(path)
     if len(paths) != count:
         raise DataError(
@@ -82,4 +80,4 @@ def open_shards(path: Path) -> Shards:
     expected = files[0].metadata.get(_TENSORS, len(tensors))
     if expected != len(tensors):
         raise DataError(f"{_TENSORS} in {paths[0]} is {str(expected)[:60]}, and all shards have {len(tensors)}; copy the shards of one model")
-    return Shards(path, tuple(files), tensors)
+    return Shards(tuple(files), tensors)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tiles import BLOCK_FORMATS, ENCODED_FORMATS, BlockFormat, block_format
+from tiles import BLOCK_FORMATS, BlockFormat
 
 from ..errors import DataError
 from ..io.gguf_file import TensorType
@@ -36,11 +36,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Numbers of heads.
-
-    Args:
-        queries, keys: H and G.
-    """
+    """Numbers of heads of queries, H, and of keys and values, G."""
 
     queries: int
     keys: int
@@ -118,24 +114,13 @@ class LocatedTensor:
         return PairedRows(self.file, self.offset, self._row_nbytes, rows), 0
 
     def _decoded(self, file: ByteFile, offset: int) -> DecodedBlocks:
-        kind, known = self.type, BLOCK_FORMATS.get(self.type.name.lower())
+        known = BLOCK_FORMATS.get(self.type.name.lower())
         if known is not None:
-            return DecodedBlocks(
-                file,
-                offset,
-                kind.block_values,
-                kind.block_bytes,
-                lambda raw: block_format.decode(raw, known),
-                (lambda some: block_format.encode(some, known)) if known.name in ENCODED_FORMATS else None,
-            )
-        return DecodedBlocks(file, offset, kind.block_values, kind.block_bytes, self._foreign())
+            return DecodedBlocks.of(file, offset, known)
+        return DecodedBlocks(file, offset, self.type.block_values, self.type.block_bytes, self._foreign())
 
     def _foreign(self) -> Callable[[Array], Array]:
-        """Return the decoder of a type that the gguf package knows.
-
-        Raises:
-            DataError: the package does not know it, or is not installed.
-        """
+        """Return the decoder of a type that the gguf package knows; raise DataError if the package does not know it, or is not installed."""
         ours = ", ".join(dict.fromkeys((*list(FLOATS)[:3], *(name.upper() for name in BLOCK_FORMATS))))
         if importlib.util.find_spec("gguf") is None:
             raise DataError(

@@ -57,12 +57,7 @@ def ends_by_word(tokens: Sequence[str]) -> list[int]:
 
 
 def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the ids around texts in the form of configs; ends of turns and of messages are ends of texts too.
-
-    Args:
-        metadata: metadata of the file.
-        vocab_size: V of the model; larger ids cannot occur.
-    """
+    """Return the ids around texts, below `vocab_size`, in the form of configs; ends of turns and of messages are ends of texts too."""
     tokens, given = words_of(metadata), metadata.get(_ALL_ENDS)
     ends: list[int | None]
     if isinstance(given, np.ndarray) and given.dtype.kind in "iu":
@@ -80,13 +75,7 @@ def ids_from(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def id_keys(begin: int | None, ends: Sequence[int], tokens: Sequence[str]) -> dict[str, Any]:
-    """Return key -> value of the ids around texts.
-
-    Args:
-        begin: id that begins a text; None for none.
-        ends: ids that end a text.
-        tokens: words of the vocabulary; empty without one.
-    """
+    """Return key -> value of the id that begins a text, if any, and of those that end one; `tokens` are the words of the vocabulary, if any."""
     rest = list(ends[1:])
     turn, message = _chosen(rest, tokens, _OF_TURNS), _chosen(rest, tokens, (_OF_MESSAGES,))
     turn, message = (rest.pop(0) if each is None and rest else each for each in (turn, message))

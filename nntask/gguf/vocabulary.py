@@ -47,15 +47,7 @@ class UntranslatedError(Exception):
 
 
 def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
-    """Return the tokenizer.json of a file; None if the file has no tokenizer.
-
-    Args:
-        metadata: metadata of the file.
-        vocab_size: V of the model.
-
-    Raises:
-        UntranslatedError: the tokenizer is broken or of another kind.
-    """
+    """Return the tokenizer.json of a file, None if the file has no tokenizer; arguments and errors are those of `files_from`."""
     kind = metadata.get(f"{PREFIX}model")
     tokens = words_of(metadata)
     whole = _whole(metadata, tokens, vocab_size)
@@ -72,12 +64,7 @@ def tokenizer_from(metadata: Mapping[str, Any], vocab_size: int) -> str | None:
 
 
 def files_from(metadata: Mapping[str, Any], longest: int, vocab_size: int) -> dict[str, str]:
-    """Return file name -> content of tokenizer.json and tokenizer_config.json; nothing if the file has no tokenizer.
-
-    Args:
-        metadata: metadata of the file.
-        longest: context length of the model, in tokens.
-        vocab_size: V of the model.
+    """Return name -> content of tokenizer.json and tokenizer_config.json, if the file has a tokenizer; `longest` is the context length in tokens.
 
     Raises:
         UntranslatedError: the tokenizer is broken or of another kind.

@@ -1,3 +1,3 @@
-from .model_directory import attach_weights, read_config, read_values, weight_ranges
+from .model_directory import attach_weights, read_values, weight_ranges
 
-__all__ = ["attach_weights", "read_config", "read_values", "weight_ranges"]
+__all__ = ["attach_weights", "read_values", "weight_ranges"]

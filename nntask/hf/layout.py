@@ -79,12 +79,7 @@ def ties_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
 
 
 def names_of(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return our name of each weight of a model -> name of the tensor in the family's files that contains it.
-
-    Args:
-        config: configuration of the model.
-        shapes: our name -> shape, for all weights of the model.
-    """
+    """Return our name of each weight of a model, given with its shape -> name of the tensor in the family's files that contains it."""
     nowhere, bytewise = OpenFile(Path(os.devnull), fd=os.open(os.devnull, os.O_RDONLY)), np.dtype(np.uint8)
     theirs = shapes_of(config.names.to_hf(blanks(shapes), config))
     layout = FileLayout({name: FileRange(nowhere, bytewise, 0, shape, strides_of(shape, bytewise)) for name, shape in theirs.items()})

@@ -25,7 +25,7 @@ from ..gguf.model_file import is_gguf, open_gguf
 from ..io.block_ranges import BlockRange, formats_in, turned
 from ..io.regular_file import read_text
 from ..io.safetensors_file import STORAGE, TensorFile
-from ..io.strided_ranges import FileRange, windows
+from ..io.strided_ranges import FileRange, is_equal
 from ..io.terminal_text import python_command, python_text
 from ..io.tile_sources import Stored, TileSource
 from ..models.config_checks import check_num_weights, config_values
@@ -108,7 +108,7 @@ def _class_in(directory: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelDirectory:
-    """An open model directory.
+    """An open model directory; methods take the shapes, or the tensors, of all weights of the model by our names.
 
     Args:
         path: path of the directory.
@@ -148,11 +148,7 @@ class ModelDirectory:
         return bool(self.config.objective == self.stored.objective)
 
     def new(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-        """Return our name -> name in files, for the weights of a head that the files lack because their model has another one.
-
-        Args:
-            shapes: our name -> shape, for all weights of the model.
-        """
+        """Return our name -> name in files, for the weights of a head that the files lack because their model has another one."""
         if self.has_head:
             return {}
         present = {self.config.names.today(name) for name in self.ranges}
@@ -161,9 +157,6 @@ class ModelDirectory:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold exactly the weights of a model, except those that are `new`, and that a stored head equals the embedding if the
         config ties them. Spare names may have any values.
-
-        Args:
-            shapes: our name -> shape, for all weights of the model.
 
         Raises:
             DataError: a tensor is missing, present under two names, unknown to the model, or has a wrong shape or an integer type; or a tied head
@@ -190,20 +183,14 @@ class ModelDirectory:
             raise DataError(self._lacking(missing, expected, shapes))
         self._check_elements(shapes)
         for tied, name in ties.items():
-            if tied in theirs and tied not in self.config.names.spare and not _is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
+            if tied in theirs and tied not in self.config.names.spare and not is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
                 raise DataError(
                     f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
                     f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'
                 )
 
     def _lacking(self, missing: Sequence[str], expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return the message for files that lack tensors: the whole head of a model that was saved without one, or other tensors.
-
-        Args:
-            missing: names in files.
-            expected: name in files -> shape.
-            shapes: our name -> shape, for all weights of the model.
-        """
+        """Return the message for files that lack the tensors `missing`: the whole head of a model that was saved without one, or others."""
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         if set(missing) != {name for ours, name in names_of(self.config, shapes).items() if is_of_head(ours) and name in expected}:
             return (
@@ -214,11 +201,7 @@ class ModelDirectory:
         return f"{self.path} has no head: it ends where a {kind} would have {missing[0]}{more}; use the directory of a {kind}{other}"
 
     def _check_elements(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that every tensor belongs to the model, is not empty, and has a floating-point type.
-
-        Raises:
-            DataError: a tensor breaks one of these rules.
-        """
+        """Raise DataError if a tensor does not belong to the model, is empty, or has a type that is not floating-point."""
         if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
             shape = self.ranges[empty[0]].shape
             raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
@@ -264,9 +247,6 @@ class ModelDirectory:
     def blocks(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Blocks]:
         """Return our name of each matrix that is quantised in the files -> its storage, for `LanguageModel.hold_blocks`.
 
-        Args:
-            shapes: our name -> shape, for all weights of the model.
-
         Raises:
             DataError: the files do not hold the weights of this model.
         """
@@ -277,9 +257,6 @@ class ModelDirectory:
 
     def attach(self, tensors: Mapping[str, TileTensor]) -> None:
         """Attach the tensors of a model to their byte ranges in the files; no value is read now, except to compare a stored tied head.
-
-        Args:
-            tensors: our name -> tensor, for all weights of the model.
 
         Raises:
             DataError: the files do not hold the weights of this model.
@@ -351,11 +328,7 @@ def attach_weights(tensors: Mapping[str, TileTensor], weights: Mapping[str, tupl
 
 
 def _files(path: Path) -> dict[str, set[str] | None]:
-    """Return file name -> names of the tensors that the index assigns to the file; None without an index.
-
-    Raises:
-        DataError: the directory has no safetensors files, or index and files disagree.
-    """
+    """Return file name -> names of its tensors in the index, None without one; raise DataError if files are missing or disagree with it."""
     if not (path / INDEX).exists():
         if (path / SINGLE).exists():
             return {SINGLE: None}
@@ -373,15 +346,3 @@ def _files(path: Path) -> dict[str, set[str] | None]:
             )
         raise DataError(f"{path} has no weights; it needs {SINGLE}, or shards and {INDEX}")
     return indexed_files(path)
-
-
-def _is_equal(one: FileRange, other: FileRange) -> bool:
-    """Return whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
-    for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
-        left, right = one[window], other[window]
-        ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)
-        left.read(ours)
-        right.read(theirs)
-        if not np.array_equal(ours, theirs):
-            return False
-    return True

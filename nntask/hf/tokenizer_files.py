@@ -18,12 +18,7 @@ from ..data.tokenizer import ByteTokenizer, Tokenizer
 
 
 def tokenizer_files(tokenizer: Tokenizer, longest: int) -> dict[str, str]:
-    """Return file name -> content, for the files of a tokenizer; companion files that it was loaded with are returned unchanged.
-
-    Args:
-        tokenizer: tokenizer to write.
-        longest: context length of the model, in tokens.
-    """
+    """Return the content of a tokenizer's files for a context of `longest` tokens; companion files that it was loaded with are unchanged."""
     content = _bytes(tokenizer) if isinstance(tokenizer, ByteTokenizer) else _saved(tokenizer)
     words = {token["id"]: token["content"] for token in content.get("added_tokens", []) if token.get("special")}
     special = tokenizer.special

@@ -61,12 +61,7 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def remove_stale(parent: Path, name: str = "") -> None:
-    """Remove the hidden directories of killed writers.
-
-    Args:
-        parent: the directory of the targets.
-        name: name of the target; "" for all targets.
-    """
+    """Remove the hidden directories of killed writers of the target `name` in a directory; "" for all targets."""
     with contextlib.suppress(OSError), _locked(parent):  # else a directory would be moved back between the two renames of a writer
         _remove_stale(parent, name)
 
@@ -77,7 +72,8 @@ def _remove_stale(parent: Path, name: str) -> None:
             lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
-                _clear(aside, parent / aside.name.removeprefix(PREFIX).rpartition("-")[0])
+                if _put_back(aside / _OLD, parent / aside.name.removeprefix(PREFIX).rpartition("-")[0]):
+                    shutil.rmtree(aside, ignore_errors=True)
             finally:
                 os.close(lock)
 
@@ -138,11 +134,6 @@ def _put_back(old: Path, target: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _clear(aside: Path, target: Path) -> None:
-    if _put_back(aside / _OLD, target):
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager

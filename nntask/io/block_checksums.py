@@ -29,12 +29,7 @@ def block_checksums(path: Path) -> str:
 
 
 def discard(path: Path, fd: int) -> None:
-    """Remove a corrupt file from the cache, so that the next run rebuilds it, unless another process has replaced it already.
-
-    Args:
-        path: path of the cached file.
-        fd: open descriptor of the corrupt file.
-    """
+    """Remove a corrupt file, open as `fd`, from the cache, so that the next run rebuilds it, unless another process has replaced it already."""
     with contextlib.suppress(OSError):
         if os.path.samestat(path.stat(), os.fstat(fd)):
             path.unlink()

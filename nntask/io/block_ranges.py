@@ -32,12 +32,7 @@ _AT_ONCE: Final = 1 << 14
 
 
 def formats_in(metadata: Mapping[str, str], ranges: Mapping[str, FileRange], path: Any) -> dict[str, BlockFormat]:
-    """Return name -> block format for the quantised matrices of a safetensors file.
-
-    Args:
-        metadata: metadata of the file's header.
-        ranges: name -> byte range of the file's tensors.
-        path: path of the file, for error messages.
+    """Return name -> block format for the quantised matrices of a safetensors file, from its metadata and the ranges of its tensors.
 
     Raises:
         DataError: the metadata is malformed, names an unknown format, or does not match the tensors.

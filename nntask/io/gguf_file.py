@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import StorageError
-from .strided_ranges import OpenFile
+from .strided_ranges import OpenFile, read_all
 
 SUFFIX: Final = ".gguf"
 _LFS: Final = b"vers"
@@ -104,9 +104,6 @@ class GgufTensor:
 class GgufFile:
     """An open GGUF file whose header has been read and checked.
 
-    Args:
-        path: the file.
-
     Attributes:
         header_nbytes: bytes before the first tensor.
         metadata: key -> number, bool, string, list of strings, or array of numbers or bools.
@@ -140,7 +137,7 @@ class GgufFile:
         """Read the start of the header; return (number of tensors, number of keys)."""
         magic = cursor.take(4, "its first letters")
         if magic == _LFS:
-            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file that it stands for; fetch it with git lfs pull")
+            raise StorageError(f"{self.path} is a pointer of Git LFS and not the file itself; fetch it with git lfs pull")
         if magic != MAGIC:
             raise cursor.broken(f"it begins with {magic!r} and not with {MAGIC!r}")
         version = cursor.scalar("I")
@@ -194,7 +191,7 @@ class GgufFile:
             if offset % alignment or start + nbytes > self._nbytes:
                 raise cursor.broken(
                     f"its tensor {name[:80]!r} claims bytes {start} to {start + nbytes} of {self._nbytes}, and must lie inside, "
-                    f"at a multiple of {alignment} behind {first}"
+                    f"at a multiple of {alignment} after {first}"
                 )
             if start < end:
                 raise cursor.broken(f"its tensor {name[:80]!r} begins at byte {start}, inside of {before}")
@@ -204,13 +201,7 @@ class GgufFile:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """Read the next metadata value.
-
-    Args:
-        cursor: position of the value.
-        kind: type number of the value.
-        key: key of the value, for error messages.
-    """
+    """Read the next metadata value, which has the type number `kind`; `key` is its key, for error messages."""
     if kind == _STRING:
         return cursor.text(f"the value of {key[:80]!r}")
     if kind in _SCALARS:
@@ -233,12 +224,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 class _Cursor:
-    """Sequential reader of a header.
-
-    Args:
-        file: the open file.
-        nbytes: size of the file in bytes.
-    """
+    """Sequential reader of the header of an open file of `nbytes` bytes."""
 
     def __init__(self, file: OpenFile, nbytes: int) -> None:
         self._file, self._nbytes = file, nbytes
@@ -291,7 +277,7 @@ class _Cursor:
         """Read the next string as a name, which must be printable and have no line breaks."""
         found = self.text(what, _LARGEST_NAME)
         if not found.isprintable():
-            raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names are of letters that print")
+            raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names must be printable")
         return found
 
     def _available(self) -> int:
@@ -299,10 +285,5 @@ class _Cursor:
 
     def _read(self, count: int) -> bytes:
         found = bytearray(count)
-        done = 0
-        while done < count:
-            more = self._file.read_at(memoryview(found)[done:], self.offset + done)
-            if more == 0:
-                raise self.broken("it became shorter while it was read")
-            done += more
+        read_all(self._file, memoryview(found), self.offset)
         return bytes(found)

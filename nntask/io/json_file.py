@@ -36,15 +36,10 @@ def read_json(file: Path, what: str, advice: str = "copy it again") -> Any:
 
 
 def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Args:
-        file: the file.
-        what: noun before the file's name in error messages.
-        advice: remedy in the error message about a file that cannot be read.
+    """Return the JSON object in a file; the arguments are those of `read_json`.
 
     Raises:
-        DataError: the file cannot be read, is larger than 100 MiB, is not JSON, or holds a JSON value that is not an object.
+        DataError: `read_json` refuses the file, or it holds a JSON value that is not an object.
     """
     values = read_json(file, what, advice)
     if not isinstance(values, dict):
@@ -53,11 +48,7 @@ def read_object(file: Path, what: str, advice: str = "copy it again") -> dict[st
 
 
 def _check_levels(values: Any) -> None:
-    """Check that a value is nested at most `_MOST_LEVELS` deep.
-
-    Raises:
-        ValueError: it is nested more deeply.
-    """
+    """Raise ValueError if a value is nested more than `_MOST_LEVELS` deep."""
     level = [values]
     for _ in range(_MOST_LEVELS):
         level = [each for some in level if isinstance(some, (dict, list)) for each in (some.values() if isinstance(some, dict) else some)]

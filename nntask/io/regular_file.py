@@ -17,11 +17,7 @@ _PIECE: Final = 1 << 20
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; return its descriptor, which child processes do not inherit.
-
-    Args:
-        path: the file.
-        flags: flags of `os.open`.
+    """Open a regular file with flags of `os.open`; return its descriptor, which child processes do not inherit.
 
     Raises:
         OSError: the file cannot be opened, or is a directory, a pipe, a socket or a device.
@@ -38,24 +34,12 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def open_text(path: str | os.PathLike[str], errors: str = "strict") -> TextIO:
-    """Open a regular file of UTF-8 text for reading.
-
-    Args:
-        path: the file.
-        errors: handling of bytes that are not UTF-8, as in `open`.
-
-    Raises:
-        OSError: see `open_regular`.
-    """
+    """Open a regular file of UTF-8 text for reading, with errors handled as in `open`; raises the errors of `open_regular`."""
     return os.fdopen(open_regular(path), encoding="utf-8", errors=errors)
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> bytes:
-    """Return the bytes of a regular file.
-
-    Args:
-        path: the file.
-        most: largest number of bytes.
+    """Return the bytes of a regular file, at most `most`.
 
     Raises:
         OSError: see `open_regular`; or the file has more than `most` bytes.
@@ -70,11 +54,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> byte
 
 
 def read_text(path: str | os.PathLike[str], most: int = LARGEST_NBYTES) -> str:
-    """Return the text of a regular UTF-8 file.
-
-    Args:
-        path: the file.
-        most: largest number of bytes.
+    """Return the text of a regular UTF-8 file of at most `most` bytes.
 
     Raises:
         OSError: see `read_bytes`.

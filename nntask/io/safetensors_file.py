@@ -177,12 +177,7 @@ def fingerprint_of(path: str | os.PathLike[str]) -> str:
 
 
 def _check_finite(name: str, tensor: TileTensor, rows: np.ndarray[Any, Any]) -> None:
-    """Check rows of a tensor, already in the element type of the file, for NaN and infinity.
-
-    Raises:
-        Diverged: the tensor holds a value that is not finite.
-        UsageError: the tensor is finite, and a value overflows the element type of the file.
-    """
+    """Raise Diverged if rows, in the element type of the file, have NaN or infinity; UsageError if only that type is too small for them."""
     if first_not_finite(rows) is not None:
         if rows.dtype.itemsize < tensor.dtype.itemsize and _is_finite(tensor):
             raise UsageError(f"{name} holds values too large for {rows.dtype.name}; store it as bf16 or fp32")
@@ -209,20 +204,16 @@ def _tile_rows(tensor: TileTensor) -> Iterator[tuple[int, list[tuple[int, ...]]]
 class TensorFile:
     """An open safetensors file whose header was checked against its size; a context manager that closes the file.
 
-    Args:
-        path: the file.
-
     Raises:
         DataError: the file is missing, is a torch pickle, or is corrupt.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._fd = -1
         try:
-            self._fd = open_regular(self.path)
-            nbytes = os.fstat(self._fd).st_size
-            start = os.pread(self._fd, 9, 0)
+            self._file = OpenFile(self.path)
+            nbytes = os.fstat(self._file.fd).st_size
+            start = os.pread(self._file.fd, 9, 0)
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}; give an existing safetensors file") from None
         _refuse_pickle(self.path, start)
@@ -230,7 +221,7 @@ class TensorFile:
         if len(start) < 8 or not 2 <= length <= min(_LARGEST_HEADER, nbytes - 8):
             raise self._corrupt(f"its header claims {length} bytes and the file has {nbytes}")
         try:
-            header = decoded_header(os.pread(self._fd, length, 8))
+            header = decoded_header(os.pread(self._file.fd, length, 8))
             if len(header) > _MOST_TENSORS:
                 raise ValueError(f"it names {len(header)} tensors, and there may be {_MOST_TENSORS}")
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
@@ -244,17 +235,12 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file; closing twice is fine."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
         self.close()
 
     def check(self, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], *, exact: bool) -> None:
@@ -293,7 +279,7 @@ class TensorFile:
             raw = rows.reshape(-1).view(np.uint8).data
             done = 0
             while done < len(raw):
-                count = os.preadv(self._fd, [raw[done:]], offset + done)
+                count = os.preadv(self._file.fd, [raw[done:]], offset + done)
                 if count == 0:
                     raise self._corrupt("it became shorter while it was read")
                 done += count
@@ -305,15 +291,15 @@ class TensorFile:
 
     def fingerprint(self) -> str:
         """Return the fingerprint of this file; see `fingerprint_of`."""
-        checksum = zlib.crc32(os.pread(self._fd, self._data, 0))
+        checksum = zlib.crc32(os.pread(self._file.fd, self._data, 0))
         for entry in self.entries.values():
             for first in (entry.first, (entry.first + entry.last) // 2, max(entry.first, entry.last - _SAMPLE)):
-                checksum = zlib.crc32(os.pread(self._fd, min(_SAMPLE, entry.last - first), self._data + first), checksum)
-        return f"{os.fstat(self._fd).st_size}-{checksum:08x}"
+                checksum = zlib.crc32(os.pread(self._file.fd, min(_SAMPLE, entry.last - first), self._data + first), checksum)
+        return f"{os.fstat(self._file.fd).st_size}-{checksum:08x}"
 
     def ranges(self) -> dict[str, FileRange]:
         """Return name -> byte range of each tensor; the ranges can still be read after this object is closed."""
-        file = OpenFile(self.path, fd=os.dup(self._fd))
+        file = OpenFile(self.path, fd=os.dup(self._file.fd))
         return {name: FileRange(file, e.dtype, self._data + e.first, e.shape, strides_of(e.shape, e.dtype)) for name, e in self.entries.items()}
 
     def _entry(self, name: str, value: Mapping[str, Any], available: int) -> TensorEntry:
@@ -331,11 +317,7 @@ class TensorFile:
         return TensorEntry(dtype, shape, first, last)
 
     def _check_spans(self, nbytes: int) -> None:
-        """Check that the tensors fill the `nbytes` bytes of data without gaps or overlaps, as the format requires.
-
-        Raises:
-            DataError: there is a gap or an overlap.
-        """
+        """Raise DataError unless the tensors fill the `nbytes` bytes of data without gaps or overlaps, as the format requires."""
         end = 0
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].first, item[1].last)):
             if entry.first != end:
@@ -349,11 +331,7 @@ class TensorFile:
 
 
 def _refuse_pickle(path: Path, start: bytes) -> None:
-    """Refuse a PyTorch checkpoint (a zip archive, or a file that starts with a pickle protocol opcode): loading one would run code from it.
-
-    Raises:
-        DataError: the file is a PyTorch checkpoint.
-    """
+    """Raise DataError for a PyTorch checkpoint (a zip archive, or the opcode of a pickle protocol): loading one would run code from it."""
     is_header = start[8:9] == b"{"  # the first 8 bytes are a length, which may look like the start of a pickle
     if start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05" and not is_header):
         converted = path.with_suffix(".safetensors")

@@ -121,22 +121,52 @@ class OpenFile:
         self.close()
 
 
+def read_all(file: ByteFile, out: memoryview, offset: int) -> None:
+    """Fill all of `out` with bytes of the file, starting at `offset`.
+
+    Raises:
+        StorageError: the file cannot be read, or ends too early.
+    """
+    _transfer_all(file.read_at, out, offset, file.path)
+
+
+def write_all(file: ByteFile, values: memoryview, offset: int) -> None:
+    """Write all of `values` to the file, starting at `offset`.
+
+    Raises:
+        OSError: the disk is full or failed.
+    """
+    _transfer_all(file.write_at, values, offset, file.path)
+
+
+def _transfer_all(call: Callable[[memoryview, int], int], raw: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(raw):
+        count = call(raw[done:], offset + done)
+        if count == 0:
+            raise StorageError(f"{path} has become shorter since it was opened; copy it again and start anew")
+        done += count
+
+
 def strides_of(shape: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     """Return the strides of a C-contiguous array, in bytes."""
     return tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20) -> Iterator[tuple[slice, ...]]:
+def windows(shape: Sequence[int], itemsize: int, nbytes: int = 8 << 20, axis: int = 0) -> Iterator[tuple[slice, ...]]:
     """Yield windows that cover an array in order, each of whole rows and at most `nbytes` bytes.
 
     Args:
         shape: shape of the array; no extent is zero.
         itemsize: size of an element in bytes.
         nbytes: largest size of a window in bytes; exceeded only by a window of one row.
+        axis: axis along which rows are counted.
     """
-    rows = max(1, nbytes // (prod(shape[1:]) * itemsize))
-    for first in range(0, shape[0], rows):
-        yield slice(first, min(first + rows, shape[0])), *(slice(0, extent) for extent in shape[1:])
+    rows = max(1, nbytes // (prod(shape) // shape[axis] * itemsize))
+    for first in range(0, shape[axis], rows):
+        window = [slice(0, extent) for extent in shape]
+        window[axis] = slice(first, min(first + rows, shape[axis]))
+        yield tuple(window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +223,9 @@ class FileRange:
                 self[slice(done, None), slice(None)]._transfer(self.file.read_at, out[done:])
             self.file.check()
             return
-        for box, window in self._passes():
-            shape = tuple(box.shape[axis] for axis in self.order)
-            raw = np.ndarray(shape, self.dtype, buffer=scratch)
-            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.read_at, raw)
+        for window, stored in self._passes():
+            raw = np.ndarray(stored.shape, self.dtype, buffer=scratch)
+            stored._transfer(self.file.read_at, raw)
             out[window] = raw.transpose(np.argsort(self.order))
         self.file.check()
 
@@ -206,10 +235,8 @@ class FileRange:
         Raises:
             OSError: the disk is full or failed.
         """
-        for box, window in self._passes():
-            shape = tuple(box.shape[axis] for axis in self.order)
-            raw = np.ascontiguousarray(values[window].transpose(self.order), self.dtype)
-            FileRange(self.file, self.dtype, box.offset, shape, tuple(self.strides[axis] for axis in self.order))._transfer(self.file.write_at, raw)
+        for window, stored in self._passes():
+            stored._transfer(self.file.write_at, np.ascontiguousarray(values[window].transpose(self.order), self.dtype))
 
     def _read_rows(self, out: Array) -> int:
         """Fill rows that have short gaps between them, many per system call; return the number of rows filled.
@@ -237,25 +264,22 @@ class FileRange:
         row = prod(self.shape) // self.shape[axis] * self.dtype.itemsize
         return max(1, min(self.shape[axis], PASS_NBYTES // row))
 
-    def _passes(self) -> Iterator[tuple[FileRange, tuple[slice, ...]]]:
-        """Yield pieces as (range, window of this range), each of at most `PASS_NBYTES` bytes or one row, along the axis of the largest stride."""
-        axis, rows = self.order[0], self._rows_at_once()
-        for first in range(0, self.shape[axis], rows):
-            window = [slice(0, extent) for extent in self.shape]
-            window[axis] = slice(first, min(first + rows, self.shape[axis]))
-            yield self[window], tuple(window)
+    def _passes(self) -> Iterator[tuple[tuple[slice, ...], FileRange]]:
+        """Yield windows of at most `PASS_NBYTES` bytes or one row, and their ranges with the axes in the order of the file."""
+        order = self.order
+        for window in windows(self.shape, self.dtype.itemsize, PASS_NBYTES, order[0]):
+            box = self[window]
+            shape, strides = tuple(box.shape[axis] for axis in order), tuple(self.strides[axis] for axis in order)
+            yield window, FileRange(self.file, self.dtype, box.offset, shape, strides)
 
     def _transfer(self, call: Callable[[memoryview, int], int], array: Array) -> None:
         """Transfer all bytes between the range and a C-contiguous array of its shape and type, one contiguous run of the file after another."""
-        raw = array.reshape(-1).view(np.uint8).data
-        done = 0
+        raw, end = array.reshape(-1).view(np.uint8).data, 0
         for offset, nbytes in self._runs():
-            end = done + nbytes
-            while done < end:
-                count = call(raw[done:end], offset + nbytes - (end - done))
-                if count == 0:
-                    raise StorageError(f"{self.file.path} has become shorter since it was opened; copy it again and start anew")
-                done += count
+            begin, end = end, end + nbytes
+            count = call(raw[begin:end], offset)
+            if count < nbytes:
+                _transfer_all(call, raw[begin + count : end], offset + count, self.file.path)
 
     def _runs(self) -> Iterator[tuple[int, int]]:
         """Yield (offset, size) in bytes of each contiguous run, in the order of the axes."""
@@ -264,6 +288,18 @@ class FileRange:
             nbytes *= self.shape[axes.pop()]
         for index in itertools.product(*(range(self.shape[axis]) for axis in axes)):
             yield self.offset + sum(i * self.strides[axis] for i, axis in zip(index, axes, strict=True)), nbytes
+
+
+def is_equal(one: FileRange, other: FileRange) -> bool:
+    """Return whether two ranges of equal shape hold equal values; a few MiB are read at a time."""
+    for window in windows(one.shape, max(one.dtype.itemsize, other.dtype.itemsize)):
+        left, right = one[window], other[window]
+        ours, theirs = np.empty(left.shape, left.dtype), np.empty(right.shape, right.dtype)
+        left.read(ours)
+        right.read(theirs)
+        if not np.array_equal(ours, theirs):
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import StorageError
-from .strided_ranges import ByteFile
+from tiles import ENCODED_FORMATS, BlockFormat, block_format
+
+from .strided_ranges import ByteFile, read_all, write_all
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -24,53 +25,41 @@ _VALUES_AT_ONCE: Final = 1 << 14
 _ITEM: Final = 4
 
 
-def read_all(file: ByteFile, out: memoryview, offset: int) -> None:
-    """Fill all of `out` with bytes of the file, starting at `offset`.
-
-    Raises:
-        StorageError: the file cannot be read, or ends too early.
-    """
-    done = 0
-    while done < len(out):
-        count = file.read_at(out[done:], offset + done)
-        if count == 0:
-            raise StorageError(f"{file.path} has become shorter since it was opened; copy it again and start anew")
-        done += count
-
-
-def write_all(file: ByteFile, values: memoryview, offset: int) -> None:
-    """Write all of `values` to the file, starting at `offset`.
-
-    Raises:
-        OSError: the disk is full or failed.
-    """
-    done = 0
-    while done < len(values):
-        done += file.write_at(values[done:], offset + done)
-
-
 @dataclass(frozen=True, slots=True)
-class PairedRows:
-    """View of a matrix whose file has the rows of each head in ggml's order for rotary positions: 0, D/2, 1, D/2 + 1, ...
-
-    The view has them in the order of transformers: 0, 1, 2, ... Offsets count from the beginning of the matrix.
+class _FileView:
+    """Base of the views.
 
     Args:
-        file: file that contains the matrix.
-        offset: offset of the matrix in the file.
-        row_nbytes: size of a row in bytes.
-        head_rows: number of rows of a head, D; even.
+        file: file that contains the values.
+        offset: offset of the first value in the file.
     """
 
     file: ByteFile
     offset: int
-    row_nbytes: int
-    head_rows: int
 
     @property
     def path(self) -> Path:
         """Path of the file on disk, for error messages."""
         return self.file.path
+
+    def check(self) -> None:
+        """Check that the file is unchanged since it was opened."""
+        self.file.check()
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRows(_FileView):
+    """View of a matrix whose file has the rows of each head in ggml's order for rotary positions: 0, D/2, 1, D/2 + 1, ...
+
+    The view has them in the order of transformers: 0, 1, 2, ... Offsets count from the beginning of the matrix.
+
+    Args:
+        row_nbytes: size of a row in bytes.
+        head_rows: number of rows of a head, D; even.
+    """
+
+    row_nbytes: int
+    head_rows: int
 
     def read_at(self, out: memoryview, offset: int) -> int:
         """Read bytes of one row, at most up to its end."""
@@ -82,10 +71,6 @@ class PairedRows:
         where, count = self._where(offset)
         return self.file.write_at(values[:count], where)
 
-    def check(self) -> None:
-        """Check that the file is unchanged since it was opened."""
-        self.file.check()
-
     def _where(self, offset: int) -> tuple[int, int]:
         """Return (offset in the file, number of bytes up to the end of the row)."""
         row, begin = divmod(offset, self.row_nbytes)
@@ -96,29 +81,26 @@ class PairedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedBlocks:
+class DecodedBlocks(_FileView):
     """View of quantised blocks as fp32 values, in the order of the blocks. Offsets count from the first value, in bytes of fp32.
 
     Args:
-        file: file that contains the blocks.
-        offset: offset of the first block in the file.
         block_values: number of values in a block.
         block_nbytes: size of a block in bytes.
         decode: function from blocks (N, block_nbytes) to values (N, block_values).
         encode: inverse of `decode`; None for a view that is only read.
     """
 
-    file: ByteFile
-    offset: int
     block_values: int
     block_nbytes: int
     decode: Callable[[Bytes], Floats]
     encode: Callable[[Floats], Bytes] | None = None
 
-    @property
-    def path(self) -> Path:
-        """Path of the file on disk, for error messages."""
-        return self.file.path
+    @classmethod
+    def of(cls, file: ByteFile, offset: int, known: BlockFormat) -> DecodedBlocks:
+        """Return the view of blocks of a known format."""
+        encode = (lambda values: block_format.encode(values, known)) if known.name in ENCODED_FORMATS else None
+        return cls(file, offset, known.block_values, known.block_bytes, lambda raw: block_format.decode(raw, known), encode)
 
     def read_at(self, out: memoryview, offset: int) -> int:
         """Decode the blocks that contain the requested bytes."""
@@ -141,29 +123,16 @@ class DecodedBlocks:
         write_all(self.file, np.ascontiguousarray(raw).reshape(-1).data, self.offset + offset // size * self.block_nbytes)
         return count * size
 
-    def check(self) -> None:
-        """Check that the file is unchanged since it was opened."""
-        self.file.check()
-
 
 @dataclass(frozen=True, slots=True)
-class ShiftedValues:
+class ShiftedValues(_FileView):
     """View of fp32 values that the file stores with a constant added. Offsets count from the first value and are multiples of 4 bytes.
 
     Args:
-        file: file that contains the values.
-        offset: offset of the first value in the file.
         shift: constant that is subtracted on reading and added on writing.
     """
 
-    file: ByteFile
-    offset: int
     shift: float
-
-    @property
-    def path(self) -> Path:
-        """Path of the file on disk, for error messages."""
-        return self.file.path
 
     def read_at(self, out: memoryview, offset: int) -> int:
         """Read whole values, less `shift`."""
@@ -176,7 +145,3 @@ class ShiftedValues:
         """Write whole values, plus `shift`."""
         write_all(self.file, (np.frombuffer(values, "<f4") + np.float32(self.shift)).view(np.uint8).data, self.offset + offset)
         return len(values)
-
-    def check(self) -> None:
-        """Check that the file is unchanged since it was opened."""
-        self.file.check()

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from nntask.data import ChatSource, ChatTemplate
+from nntask.data import ChatSource
+from nntask.data.chat import ChatTemplate
 from nntask.data.tokenizer import Tokenizer
 
 SPECIAL: Final = (

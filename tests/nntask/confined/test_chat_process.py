@@ -16,7 +16,8 @@ from support.objective_data import CHATML, Learner, lines_in, opened
 
 from nntask import DataError, ProcessUnavailable
 from nntask.config.settings import DataSettings
-from nntask.data import ChatSource, ChatTemplate
+from nntask.data import ChatSource
+from nntask.data.chat import ChatTemplate
 from nntask.data.chat_blocks import FIXED
 from nntask.data.chat_process import LONGEST, ChatProcess
 from nntask.data.json_lines import Record
@@ -70,11 +71,11 @@ def test_hostile_conversations(name: str, processes: list[ChatProcess]) -> None:
     [
         ("{{ 'a' * 200000000 ~ 'b' }}", "the chat template of t.jinja takes more memory"),
         ("{{ 10**(10**9) }}", "the chat template of t.jinja takes more than 1 s of a processor"),
-        ("{% for %}", "the chat template of t.jinja has a mistake"),
+        ("{% for %}", "the chat template of t.jinja has an error"),
     ],
 )
 def test_hostile_sources(source: str, words: str) -> None:
-    """What is without bound already where it is compiled, or has a mistake, is refused before there is a server."""
+    """What is without bound already where it is compiled, or has an error, is refused before there is a server."""
     with pytest.raises(DataError, match=rf"{words}.*--chat-template FILE"):
         ChatProcess(ChatSource(source, "t.jinja", {}), MOST, cpu_seconds=1)
 

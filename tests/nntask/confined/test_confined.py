@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nntask.confined import ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
+from nntask.confined.process import ConfinedProcess, ConfinedRequest, RequestLimits
 from nntask.errors import DataError, ProcessUnavailable
 
 LIMITS = RequestLimits(15, 32 << 20, 10_000)
@@ -20,14 +20,14 @@ FULL = f"OSError {errno.EMFILE}"
 
 def request(content: str) -> ConfinedRequest:
     """A request."""
-    return ConfinedRequest(json.dumps(content), LIMITS, Subject("the attempt", "try another"))
+    return ConfinedRequest(json.dumps(content), LIMITS, "the attempt", "try another")
 
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[ConfinedProcess]:
     """A process that tries to get out."""
     monkeypatch.setenv("NNTASK_API_KEY", "secret")
-    found = ConfinedProcess("support.escaping_service", request("open"), Wording("the process of the test", "closed"))
+    found = ConfinedProcess("support.escaping_service", request("open"), name="the process of the test", closed="closed")
     yield found
     found.close()
 

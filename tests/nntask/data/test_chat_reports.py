@@ -155,7 +155,7 @@ def test_a_system_prompt_is_not_lost() -> None:
         ({"messages": TALK, "functions": [{"name": "f"}]}, '"functions", which is not read: functions of the older format'),
         ({"messages": [USER, {**REPLY, "train": False}]}, '"train", which is not read: an answer with "weight": 0 is not learnt'),
         ({"messages": [USER, {**REPLY, "loss": False, "weight": 0.3}]}, 'must have 0 or 1 as the "weight"'),
-        ({"messages": [USER, {**REPLY, "content": [{"type": "text", "text": "ho", "weight": 0}]}]}, "has content that is no text"),
+        ({"messages": [USER, {**REPLY, "content": [{"type": "text", "text": "ho", "weight": 0}]}]}, "has content that is not text"),
         ({"messages": [USER, {**REPLY, "content": {"text": "ho"}}]}, 'must have a string under "content"'),
         ({"messages": [{"role": "human", "content": "hi"}, {"role": "gpt", "content": "ho"}]}, "has no message of the role assistant"),
         ({"messages": json.dumps(TALK)}, 'must have "messages", such as'),

@@ -34,11 +34,6 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def rows_of(tmp_path: Path) -> Callable[..., Dataset]:
     """Opens rows of a kind, all of which are for training and for validation."""

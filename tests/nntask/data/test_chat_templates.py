@@ -131,7 +131,9 @@ def test_reasoning(tmp_path: Path) -> None:
     other = chat_tokenizer(tmp_path / "other", DEEPSEEK)
     _, answers = check(other, {"messages": [TALK[0], thought, *TALK[2:]]})
     assert answers == ["\n\na cat<|eot_id|>", "yes<|eot_id|>"]
-    with pytest.raises(DataError, match='has "reasoning_content" in a message, what the assistant thinks before it answers, and the chat template'):
+    with pytest.raises(
+        DataError, match='has "reasoning_content" in a message, the reasoning of the assistant before its answer, and the chat template'
+    ):
         parts_of(other, {"messages": [TALK[0], {**TALK[1], "reasoning_content": "it purrs"}]})
 
 
@@ -210,7 +212,7 @@ def test_parts_of_text(tmp_path: Path) -> None:
     check(chat_tokenizer(tmp_path / "gemma3", TEMPLATES["gemma3"]), row)
     text, *_ = parts_of(chat_tokenizer(tmp_path / "smollm", SMOLLM), row)
     assert "user\nwhat is it?<|im_end|>" in text
-    with pytest.raises(DataError, match="has content that is no text"):
+    with pytest.raises(DataError, match="has content that is not text"):
         parts_of(tmp_path / "smollm", {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, TALK[1]]})
 
 

@@ -10,16 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.search import search
 
-from nntask.data import BatchStream, ByteTokenizer, Cursor, DataSpec, TokenFile, Windows, check_spec, in_order, open_dataset
-from nntask.data.dataset import corpus_of
-from nntask.data.sampler import permuted
+from nntask.data import BatchStream, Cursor, DataSpec, TokenFile, open_dataset
+from nntask.data.dataset import check_spec, corpus_of
+from nntask.data.sampler import Windows, in_order, permuted
 from nntask.data.texts import PIECE_NBYTES, Text
+from nntask.data.tokenizer import ByteTokenizer
 from nntask.errors import DataError, UsageError
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
 
 
 def tokens_in(path: Path, ids, dtype="<u2") -> Path:
@@ -34,9 +30,7 @@ def test_sequences_and_targets_are_windows_of_the_stream(tmp_path):
     batch = in_order(Windows(file, 5), 2, 10)
     assert [b.tokens.tolist() for b in batch] == [[[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]]
     assert batch[0].targets[0].tolist() == [1, 2, 3, 4, 5]
-    assert file.num_sequences(5) == 4
-    assert file.num_sequences(11) == 2
-    assert file.num_sequences(23) == 0  # the last target is missing
+    assert [Windows(file, length).num_sequences for length in (5, 11, 23)] == [4, 2, 0]  # of 23, the last target is missing
 
 
 def test_a_last_evaluation_batch_is_filled_with_ignored_targets(tmp_path):
@@ -264,7 +258,7 @@ def test_a_link_to_nothing_is_named(tmp_path):
     """Among the files of a directory."""
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"b\.txt in --dataset-path .* is a link to nothing; mend or remove it"):
+    with pytest.raises(DataError, match=r"b\.txt in --dataset-path .* is a dangling link; fix or remove it"):
         open_dataset(DataSpec("text", str(tmp_path), tokenizer="bytes", vocab_size=300))
 
 

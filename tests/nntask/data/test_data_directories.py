@@ -251,7 +251,7 @@ def test_a_format_that_is_not_read_is_named(tmp_path: Path, content: bytes, word
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('[{"text": "a"}, {"text": "b"}]', "x.json holds one array and not an object a line; convert it, for example with jq -c '.[]' x.json"),
+        ('[{"text": "a"}, {"text": "b"}]', "x.json holds one array instead of an object per line; convert it, for example with jq -c '.[]' x.json"),
         ('[\n  {"text": "a"}\n]\n', "x.json holds one array"),
         ('{\n  "text": "a"\n}\n', "x.json holds objects over several lines"),
     ],

@@ -129,7 +129,7 @@ def test_what_is_said_before_the_work_names_the_data() -> None:
 
 
 def test_a_damaged_file_of_the_cache_is_named_with_its_data() -> None:
-    """Cut short while it is open, or before it is opened, when it is made again."""
+    """Cut short while it is open, or before it is opened, when it is rebuilt."""
     lines_in(Path("x.jsonl"), LONG)
     dataset = stream("x.jsonl")()
     size = dataset.train.path.stat().st_size
@@ -137,12 +137,12 @@ def test_a_damaged_file_of_the_cache_is_named_with_its_data() -> None:
         file.truncate(size - 1)
     whole = r"train\.bin \(cached tokens of the training split of --dataset-path x\.jsonl\)"
     with pytest.raises(
-        DataError, match=rf"{whole} (became shorter|changed since it was written).*it is nntask's own cache, which the next run makes"
+        DataError, match=rf"{whole} (became shorter|changed since it was written).*it is nntask's own cache, which the next run rebuilds"
     ):
         dataset.train.window(0, dataset.train.num_tokens)
     said: list[str] = []
     assert open_dataset(dataset.spec, said.append).train.num_tokens == size // 2
-    assert re.search(rf"the-cache.*{whole} has {size - 1} bytes.*it is nntask's own cache and is made again", said[0])
+    assert re.search(rf"the-cache.*{whole} has {size - 1} bytes.*it is nntask's own cache and is rebuilt", said[0])
 
 
 def test_an_empty_split_of_a_dataset_is_none() -> None:

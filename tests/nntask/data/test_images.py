@@ -11,10 +11,11 @@ import pytest
 from support.objective_data import ImageLearner, opened
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, Dataset, in_order
+from nntask.data import BatchStream, Dataset
 from nntask.data.image_file import read_image
 from nntask.data.images import ImageRows, patches
 from nntask.data.objectives import ImageShape
+from nntask.data.sampler import in_order
 from nntask.errors import DataError
 
 
@@ -85,12 +86,12 @@ def test_digits_of_scikit_learn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "words"),
     [
-        ({"images": np.zeros((3, 9, 8))}, "is no file of images: .*labels"),
+        ({"images": np.zeros((3, 9, 8))}, "is not a file of images: .*labels"),
         ({"images": np.zeros((3, 9, 8)), "labels": np.zeros(3, int)}, r"must have images \(n, 8, 8, 1\), got \(3, 9, 8\)"),
         ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(2, int)}, r"must have a label for each image, got 3 images and labels \(2,\)"),
         ({"images": np.full((3, 8, 8), "x"), "labels": np.zeros(3, int)}, "must have images of integers from 0 to 255 or floats"),
-        ({"images": np.zeros((3, 8, 8)), "labels": np.array([0, 1, 2])}, "must have whole labels from 0 to 1, got 2 for image 2; mend"),
-        ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(3)}, "must have whole labels from 0 to 1, got float64; mend"),
+        ({"images": np.zeros((3, 8, 8)), "labels": np.array([0, 1, 2])}, "must have whole labels from 0 to 1, got 2 for image 2; fix"),
+        ({"images": np.zeros((3, 8, 8)), "labels": np.zeros(3)}, "must have whole labels from 0 to 1, got float64; fix"),
     ],
 )
 def test_arrays_of_another_shape_are_refused(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
@@ -120,7 +121,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(content)
         np.save(tmp_path / f"{path.stem}_labels.npy", np.zeros(20, int))
-        with pytest.raises(DataError, match=f"{name} is no file of images: .*{words}"):
+        with pytest.raises(DataError, match=f"{name} is not a file of images: .*{words}"):
             dataset_of(path, ImageLearner())
 
 

@@ -12,10 +12,12 @@ from support.chat_templates import template_of
 from support.objective_data import CHATML, TEXTS, Learner, lines_in, opened, tokenizer_in
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, ByteTokenizer, ChatSource, Dataset, in_order, load_tokenizer
+from nntask.data import BatchStream, ChatSource, Dataset, load_tokenizer
 from nntask.data.chat import ChatTemplate
 from nntask.data.encoding import RowEncoder
 from nntask.data.json_lines import JsonLines, Record, json_lines
+from nntask.data.sampler import in_order
+from nntask.data.tokenizer import ByteTokenizer
 from nntask.errors import DataError
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})
@@ -26,11 +28,6 @@ TALK = [
     {"role": "user", "content": "sure?"},
     {"role": "assistant", "content": "yes"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -132,7 +129,7 @@ def test_rows_are_cut_as_transformers_cuts_them(bert: str) -> None:
     for first in (0, 1, 4, 9, 30):
         for second in (None, 1, 5, 30):
             one, two = " ".join(["dog"] * first), None if second is None else " ".join(["cat"] * second)
-            ids, _ = encoder.pair(one, two, 12)
+            ids, *_ = encoder.row(one, two, 12)
             expected = theirs(one, two, truncation=True, max_length=12)["input_ids"]
             assert len(ids) == len(expected) <= 12
             if second != first:
@@ -249,10 +246,10 @@ def test_the_tokenizers_own_template_and_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", "has a mistake"),
+        ("{% for %}", "has an error"),
         ("{{ raise_exception('roles must alternate') }}", "line 1 is not for the chat template of .*: roles must alternate"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "line 1 is not for the chat template of .*unsafe"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "writes otherwise when more follows"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "writes differently once more messages follow"),
         ("{{ messages[-1].content }}", "leaves out: 'be brief'"),
     ],
 )

@@ -106,9 +106,8 @@ def test_positions_count_from_each_text(sizes: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("form", ["stream", "chat"])
-def test_batches_have_positions_where_models_need_them(name: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_positions_where_models_need_them(name: str, form: str, tmp_path: Path) -> None:
     """Streams of texts and conversations, with --document-boundaries; a model whose positions turn has no use for them."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
     config, length = CONFIGS[name], 10
     if form == "chat":
         rows = [{"messages": [{"role": "user", "content": "cat"}, {"role": "assistant", "content": " ".join(WORDS[: 1 + n % 3])}]} for n in range(40)]

@@ -13,14 +13,10 @@ from support.objective_data import TEXTS, Learner, lines_in, opened, tokenizer_i
 from support.search import search
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, TokenFile, in_order
+from nntask.data import BatchStream, TokenFile
 from nntask.data.packing import SeparateWindows, packed
+from nntask.data.sampler import in_order
 from nntask.errors import DataError
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
 
 
 def file_of(tmp_path: Path, ids: list[int]) -> TokenFile:

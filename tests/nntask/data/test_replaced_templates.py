@@ -32,11 +32,8 @@ def findings_of(place: Path, file: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("inside", "beside", "words"), FLAWS)
-def test_a_template_that_is_replaced_hides_nothing(
-    inside: Any, beside: str | bytes | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_is_replaced_hides_nothing(inside: Any, beside: str | bytes | None, words: str, tmp_path: Path) -> None:
     """All that is wrong with a tokenizer's own template is one notice of a run that is given another one."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
     place = chat_tokenizer(tmp_path / "tok", inside)
     if beside is not None:
         (place / "chat_template.jinja").write_bytes(beside if isinstance(beside, bytes) else beside.encode())
@@ -53,9 +50,8 @@ def test_a_template_that_is_replaced_hides_nothing(
             findings_of(place, "")
 
 
-def test_a_whole_template_is_replaced_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_template_is_replaced_without_a_word(tmp_path: Path) -> None:
     """In either file, or the same in both; a tokenizer without one says nothing either."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "mine.jinja").write_text(WHOLE)
     named = [{"name": "default", "template": SMOLLM}, {"name": "tool_use", "template": QWEN2}]
     for number, (inside, beside) in enumerate([(SMOLLM, None), (None, SMOLLM), (SMOLLM, SMOLLM + "\n"), (named, None), (None, None)]):
@@ -66,9 +62,8 @@ def test_a_whole_template_is_replaced_without_a_word(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '"text"'])
-def test_a_broken_config_is_refused_though_a_template_is_given(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_config_is_refused_though_a_template_is_given(content: str, tmp_path: Path) -> None:
     """It says more than the template."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
     place = chat_tokenizer(tmp_path / "tok")
     (place / "tokenizer_config.json").write_text(content)
     (tmp_path / "mine.jinja").write_text(WHOLE)

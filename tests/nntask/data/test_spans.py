@@ -18,11 +18,6 @@ from nntask.data.spans import CorruptedSpans, first_sentinel, lengths_of, longes
 from nntask.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 def test_sizes_are_those_of_t5() -> None:
     """512 input tokens are made of 568 tokens of text, and give 114 of output (compute_input_and_target_lengths of T5)."""
     sizes = longest(512, None, 0.15)

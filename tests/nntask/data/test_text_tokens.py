@@ -24,12 +24,6 @@ from nntask.data.texts import Replaced, Text, decoded
 from nntask.errors import DataError
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 def tokenizer_at(directory: Path, name: str = "gpt2", **words: str) -> Path:
     """A directory with a tokenizer.json that begins and ends texts with </s>, and further added tokens behind its last id."""
     directory.mkdir()

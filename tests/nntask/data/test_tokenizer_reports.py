@@ -18,12 +18,6 @@ from nntask.errors import DataError
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
-
-
 def written(directory: Path, inner: Tokenizer, **config: Any) -> Path:
     """A directory with a tokenizer.json and its tokenizer_config.json."""
     directory.mkdir()
@@ -113,7 +107,7 @@ def test_ids_wrapped_to_two_bytes_are_suspected(tmp_path: Path) -> None:
     ids.tofile(where / "train.bin")
     (found,) = open_dataset(DataSpec("train.bin", str(where), vocab_size=119_547)).findings
     assert found.key == "ids_of_two_bytes"
-    assert "train.bin holds ids of two bytes, and its tokenizer has 119,547 ids, of which those from 65,536 cannot be in it" in found.sentence
+    assert "train.bin holds ids of two bytes, and its tokenizer has 119,547 ids, of which those from 65,536 do not fit" in found.sentence
     (where / "train.bin.json").write_text('{"dtype": "uint16"}')
     assert open_dataset(DataSpec("train.bin", str(where), vocab_size=119_547)).findings == ()
 

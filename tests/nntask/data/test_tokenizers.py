@@ -47,9 +47,8 @@ def test_the_files_beside_a_tokenizer_say_how_texts_end(tmp_path, files, bos, eo
     assert tokenizer.begin_of_text == (eos[0] if bos is None else bos)
 
 
-def test_texts_stand_between_begin_and_end(tmp_path, monkeypatch):
+def test_texts_stand_between_begin_and_end(tmp_path):
     """Where another token begins a text than ends it, each text of the training data has both; where it is one token, only the end."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
     (tmp_path / "t.txt").write_text("ab")
     letters = [LETTERS.index("a"), LETTERS.index("b")]
     for path, expected in ((llama3(tmp_path / "m"), [BEGIN, *letters, END]), (llama3(tmp_path / "n", special=["<|endoftext|>"]), [*letters, 256])):
@@ -59,15 +58,14 @@ def test_texts_stand_between_begin_and_end(tmp_path, monkeypatch):
         assert np.fromfile(tmp_path / f"out-{path.name}" / "train.bin", np.uint16).tolist() == expected
 
 
-def test_an_end_that_is_not_known_is_asked_for(tmp_path, monkeypatch):
+def test_an_end_that_is_not_known_is_asked_for(tmp_path):
     """Not id 0: the message says which file to write, and with it the tokenizer is used."""
-    monkeypatch.setenv("NNTASK_CACHE", str(tmp_path / "cache"))
     path = llama3(tmp_path / "m", special=["<|whatever|>"])
     (tmp_path / "t.txt").write_text("ab")
     np.zeros(50, np.uint16).tofile(tmp_path / "train.bin")
     text = DataSpec("text", str(tmp_path / "t.txt"), tokenizer_path=str(path), vocab_size=300)
     for spec in (text, DataSpec("train.bin", str(tmp_path), tokenizer_path=str(path), vocab_size=300)):
-        with pytest.raises(DataError, match=r'which token ends a text; put its model\'s tokenizer_config\.json .* \{"eos_token": "</s>"\}'):
+        with pytest.raises(DataError, match=r'declares the token that ends a text; copy its model\'s .* \{"eos_token": "</s>"\}'):
             open_dataset(spec)
     write(path, "tokenizer_config.json", eos_token="<|whatever|>")
     assert open_dataset(text).train.window(2, 1) == [256]

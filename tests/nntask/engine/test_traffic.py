@@ -16,7 +16,8 @@ from nntask.config.resolution import resolve
 from nntask.config.run_config import Saving
 from nntask.config.settings import TilingSettings, TrainSettings
 from nntask.config.tile_sizes import retiled
-from nntask.data import BatchStream, TokenFile, Windows
+from nntask.data import BatchStream, TokenFile
+from nntask.data.sampler import Windows
 from nntask.engine.recorded import RecordedEngine
 from nntask.errors import UsageError
 from nntask.models.gpt2 import GPT2Config

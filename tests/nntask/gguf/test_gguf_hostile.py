@@ -24,10 +24,9 @@ from tokenizers import Tokenizer
 
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import NntaskError, StorageError
-from nntask.gguf import open_gguf
 from nntask.gguf.architectures import ALL_FACTORS, ARCHITECTURES
 from nntask.gguf.config_keys import config_from
-from nntask.gguf.model_file import GgufModel
+from nntask.gguf.model_file import GgufModel, open_gguf
 from nntask.gguf.new_file import new_gguf
 from nntask.gguf.tensor_ranges import Heads
 from nntask.gguf.text_ends import ids_from

@@ -20,9 +20,9 @@ from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, NntaskError, UsageError
 from nntask.export import Conversion, Convertible
 from nntask.export import write_gguf as export_gguf
-from nntask.gguf import open_gguf
 from nntask.gguf.architectures import ARCHITECTURES, architecture_for
 from nntask.gguf.config_keys import config_from, metadata_of
+from nntask.gguf.model_file import open_gguf
 from nntask.hf.model_directory import ModelDirectory
 from nntask.inference.pretrained import ModelSource
 from nntask.models.qwen import FULL, SLIDING
@@ -80,8 +80,8 @@ def test_scaling_of_positions_is_read(name: str, keys: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"rope.scaling.type": "longrope"}, "must be longrope beside rope_factors_long.weight and rope_factors_short.weight alone"),
-        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "llama.rope.scaling.factor in a.gguf must be absent beside LongRoPE"),
+        ({"rope.scaling.type": "longrope"}, "must be longrope with rope_factors_long.weight and rope_factors_short.weight alone"),
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "llama.rope.scaling.factor in a.gguf must be absent with LongRoPE"),
         ({"rope.scaling.type": "dynamic", "rope.scaling.factor": 2.0}, "must be none, linear, yarn or longrope, got 'dynamic'"),
         ({"rope.scaling.attn_factor": 1.19}, "attn_factor in a.gguf must be 1, as cosines and sines are scaled by YaRN and LongRoPE only"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_ext_factor": 0.5}, "llama.rope.scaling.yarn_ext_factor"),
@@ -251,7 +251,7 @@ def test_two_tables_of_a_phi_3_are_read(attention: dict[str, Any], expected: dic
 )
 def test_two_tables_that_llama_cpp_does_not_read_refuse_the_file(name: str, factors: dict[str, np.ndarray], keys: dict[str, Any]) -> None:
     """One of them, both beside another scaling, or in an architecture that has none."""
-    with pytest.raises(DataError, match=f"{name}.rope.scaling.type in a.gguf must be longrope beside"):
+    with pytest.raises(DataError, match=f"{name}.rope.scaling.type in a.gguf must be longrope with"):
         config_with(name, factors=factors, **keys)
 
 
@@ -275,7 +275,7 @@ def test_longrope_that_llama_cpp_does_not_read_is_refused(tmp_path: Path) -> Non
     """A Qwen 2 may have it in a directory."""
     tables = dict.fromkeys(("short_factor", "long_factor"), (1.0, 1.1, 1.2, 1.3, 2.0, 3.0, 4.0, 8.0))
     scaling = RopeScaling(rope_type="longrope", factor=2.0, original_max_position_embeddings=8, **tables)
-    with pytest.raises(UsageError, match=r"cannot be written as GGUF, .* qwen2.rope.scaling.type .* must be longrope beside .*, for a llama or phi3"):
+    with pytest.raises(UsageError, match=r"cannot be written as GGUF, .* qwen2.rope.scaling.type .* must be longrope with .*, for a llama or phi3"):
         exported(tmp_path / "model", replace(wide(expressible("qwen2")), rope_scaling=scaling))
 
 

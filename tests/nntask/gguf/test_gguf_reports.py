@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, StorageError
-from nntask.gguf import open_gguf
 from nntask.gguf.config_keys import config_from
+from nntask.gguf.model_file import open_gguf
 from nntask.gguf.vocabulary import UntranslatedError, files_from, tokenizer_from
 from nntask.gguf.vocabulary_keys import keys_of
 from nntask.inference.pretrained import ModelSource
@@ -149,7 +149,7 @@ def test_a_pointer_of_git_lfs_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     """A repository that was cloned without its large files."""
     path = tmp_path / "model-00001-of-00005.gguf"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
-    with pytest.raises(StorageError, match="is a pointer of Git LFS and not the file that it stands for; fetch it with git lfs pull"):
+    with pytest.raises(StorageError, match="is a pointer of Git LFS and not the file itself; fetch it with git lfs pull"):
         open_gguf(path)
     assert main(["generate", str(path)]) == 6
     assert capsys.readouterr().err.count("\n") == 1

@@ -17,8 +17,7 @@ from support.transformers_oracle import CONFIGS, hf_model
 
 from nntask.data.tokenizer import load_tokenizer
 from nntask.errors import DataError, NntaskError, StorageError
-from nntask.gguf import open_gguf
-from nntask.gguf.model_file import fingerprint
+from nntask.gguf.model_file import fingerprint, open_gguf
 from nntask.tiling.model_tiling import ModelTiling
 from wrappers.cli import main
 

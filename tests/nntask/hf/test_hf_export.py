@@ -14,8 +14,8 @@ from support.gpt2_oracle import random_config
 from support.model_directories import CUTS, HUGE, saved, weights
 from support.tokenizers_of_others import BEGIN, END, TURN, llama3
 
-from nntask.data import ByteTokenizer, load_tokenizer
-from nntask.data.tokenizer import train_bpe
+from nntask.data import load_tokenizer
+from nntask.data.tokenizer import ByteTokenizer, train_bpe
 from nntask.errors import UsageError
 from nntask.export.huggingface import export
 from nntask.models.gpt2 import GPT2
@@ -100,7 +100,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path):
     (tmp_path / "other" / "precious.txt").write_text("x")
     for path, words in (
         (tmp_path / "other", "has precious.txt, and --force replaces directories that hold a model and nothing else"),
-        (tmp_path / "run", "holds the checkpoint"),
+        (tmp_path / "run", "which is the checkpoint that is exported"),
         (checkpoint.path / "x", "lies"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -21,7 +21,7 @@ from nntask.data.token_file import write_sidecar
 from nntask.errors import DataError
 from nntask.io.block_checksums import BLOCK_NBYTES, BlockChecksums, block_checksums
 
-AGAIN = "it is nntask's own cache and is made again"
+AGAIN = "it is nntask's own cache and is rebuilt"
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_no_id_of_a_large_file_is_learnt_unread(tmp_path: Path) -> None:
     file = TokenFile(path, vocab_size=400, scan_nbytes=BLOCK_NBYTES, name="the texts")
     third = 3 * BLOCK_NBYTES // 2
     assert file.window(third - 40, 40).tolist() == ids[third - 40 : third].tolist()
-    with pytest.raises(DataError, match=rf"the ids from position {third} have another checksum; .* the next run makes again"):
+    with pytest.raises(DataError, match=rf"the ids from position {third} have another checksum; .* the next run rebuilds"):
         file.window(third - 40, 41)
     with pytest.raises(DataError, match="cannot read"):
         TokenFile(path, vocab_size=400, name="the texts")
@@ -155,15 +155,15 @@ def test_a_disk_that_fails_ends_the_reading_in_a_sentence(tmp_path: Path) -> Non
     try:
         for is_written in (True, False):
             rows = RowFile(tmp_path / "rows", 2, "the rows", is_written=is_written)
-            for fd in rows._open.values():
-                os.dup2(folder, fd)
+            for file in rows._open.values():
+                os.dup2(folder, file.fd)
             with pytest.raises(DataError, match=r"cannot read .*\(cached rows of the rows\): Is a directory; remove"):
                 rows.row(3)
         path = tmp_path / "train.bin"
         path.write_bytes(bytes(2 * BLOCK_NBYTES))
         write_sidecar(path, path, np.dtype("<u2"))
         file = TokenFile(path, vocab_size=400, scan_nbytes=1, name="the texts")
-        os.dup2(folder, file._fd)
+        os.dup2(folder, file._file.fd)
         with pytest.raises(DataError, match="Is a directory; it is nntask's own cache"):
             file.window(BLOCK_NBYTES // 2, 5)
     finally:
@@ -177,7 +177,7 @@ def test_no_row_of_a_large_file_is_learnt_unread(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(row_module, "HEAD_NBYTES", 100)
     rows = RowFile(tmp_path / "rows", 2)
     assert rows.row(3)[0].tolist() == [3] * 1000
-    with pytest.raises(DataError, match=r"values.bin changed since it was written.* which the next run makes again"):
+    with pytest.raises(DataError, match=r"values.bin changed since it was written.* which the next run rebuilds"):
         rows.row(2 * BLOCK_NBYTES // 8000)
     with pytest.raises(DataError, match=r"cannot read .*rows: No such file"):
         RowFile(tmp_path / "rows", 2)

@@ -9,9 +9,10 @@ import pytest
 from support.objective_data import TEXTS, Learner, opened, tokenizer_in
 
 from nntask.config.settings import DataSettings
-from nntask.data import BatchStream, TokenFile, in_order
+from nntask.data import BatchStream, TokenFile
 from nntask.data.draws import uniforms
 from nntask.data.masking import MaskedWindows, Masking
+from nntask.data.sampler import in_order
 from nntask.errors import DataError
 
 SPECIAL = np.array([0, 1, 2], np.int32)

@@ -16,7 +16,8 @@ from nntask.checkpoints.store import find_checkpoint, step_directories
 from nntask.config.resolution import resolve
 from nntask.config.run_config import Saving
 from nntask.config.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
-from nntask.data import BatchStream, Cursor, TokenFile, Windows
+from nntask.data import BatchStream, Cursor, TokenFile
+from nntask.data.sampler import Windows
 from nntask.engine.interface import Outcome
 from nntask.errors import Diverged, StorageError
 from nntask.hardware.flops import FlopCounts
@@ -443,7 +444,7 @@ def test_the_step_line_is_as_documented():
 
 def test_bits_per_byte_count_bytes_not_tokens(tmp_path, file):
     """A loss of one bit per token over tokens of two bytes is half a bit per byte."""
-    from nntask.data import in_order
+    from nntask.data.sampler import in_order
 
     batches = in_order(Windows(file, LENGTH), BATCH, 3)
     with Runtime(1, ram=1 << 24) as runtime:
@@ -455,7 +456,7 @@ def test_bits_per_byte_count_bytes_not_tokens(tmp_path, file):
 
 def test_an_evaluation_that_is_stopped_has_no_result(tmp_path, file):
     """It is asked before each batch."""
-    from nntask.data import in_order
+    from nntask.data.sampler import in_order
 
     answers = iter([False, False, True])
     assert evaluate(Flights(), in_order(Windows(file, LENGTH), BATCH, 5), None, lambda: next(answers)) is None

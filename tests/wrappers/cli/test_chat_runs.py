@@ -16,7 +16,8 @@ from support.served import CONFIG, write_served_model
 
 from nntask.checkpoints.store import find_checkpoint
 from nntask.config.run_config import with_kept_template
-from nntask.data import ChatSource, ChatTemplate, DataSpec, load_tokenizer
+from nntask.data import ChatSource, DataSpec, load_tokenizer
+from nntask.data.chat import ChatTemplate
 from nntask.data.chat_source import templates_of
 from nntask.data.encoding import RowEncoder
 from nntask.data.json_lines import Record

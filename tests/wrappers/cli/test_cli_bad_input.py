@@ -188,7 +188,7 @@ def test_a_broken_cache_is_made_again(here, capsys, name):
     (folder / name).write_bytes(b"x")
     assert main([*argv, "--run-dir=b"]) == 0
     out = capsys.readouterr().out
-    assert out.count("it is nntask's own cache and is made again") == 1
+    assert out.count("it is nntask's own cache and is rebuilt") == 1
     assert str(folder) in out
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
     losses = [[json.loads(line)["loss"] for line in (here / run / "metrics.jsonl").read_text().splitlines()] for run in "ab"]

@@ -80,7 +80,7 @@ def shorten(file: TokenFile) -> None:
 def break_disk(file: TokenFile) -> None:
     """Reads of the file fail with EIO from now on, as those of address 0 of a process do."""
     memory = os.open("/proc/self/mem", os.O_RDONLY)
-    os.dup2(memory, file._fd)
+    os.dup2(memory, file._file.fd)
     os.close(memory)
 
 

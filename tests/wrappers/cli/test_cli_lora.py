@@ -209,7 +209,7 @@ def test_a_base_that_moved_or_changed_is_told(here: Path, capsys) -> None:
     (here / "gone").rename(here / "gpt2")
     for argv in (["gpt2", "--force"], ["gpt2", "--force", "--merge"], ["gpt2/adapters"]):
         code, err = refuse(capsys, ["export", "run", *argv])
-        assert (code, "the frozen weights" in err, "name another directory" in err) == (2, True, True)
+        assert (code, "the frozen weights" in err, "name another place" in err) == (2, True, True)
     good = (here / "gpt2" / "model.safetensors").read_bytes()
     write_base(here / "gpt2", "gpt2", seed=10)
     for argv in commands:

@@ -50,7 +50,7 @@ def test_json_lines_are_prepared(here: Path, capsys: pytest.CaptureFixture[str])
     ids = np.fromfile(here / "out" / "train.bin", "<u2")
     assert (ids == 256).sum() + (np.fromfile(here / "out" / "val.bin", "<u2") == 256).sum() == len(TEXTS)
     code, message = refuse(capsys, ["data", "prepare", "--dataset=images", "--dataset-path=.", "--output=other"])
-    assert (code, "--dataset images is read where it lies" in message) == (2, True)
+    assert (code, "--dataset images is read in place" in message) == (2, True)
 
 
 @pytest.mark.parametrize(

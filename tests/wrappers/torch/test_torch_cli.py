@@ -19,7 +19,8 @@ from support.model_directories import losses
 hf = pytest.importorskip("transformers")
 
 from nntask import UsageError  # noqa: E402
-from nntask.data import BatchStream, DataSpec, Windows, open_dataset  # noqa: E402
+from nntask.data import BatchStream, DataSpec, open_dataset  # noqa: E402
+from nntask.data.sampler import Windows  # noqa: E402
 from nntask.optim.lr_schedule import make_schedule  # noqa: E402
 from wrappers.cli import main  # noqa: E402
 from wrappers.torch.collation import Collator, load_tokenizer  # noqa: E402

@@ -1,3 +1,0 @@
-from .process import Allowance, ConfinedProcess, ConfinedRequest, RequestLimits, Subject, Wording
-
-__all__ = ["Allowance", "ConfinedProcess", "ConfinedRequest", "RequestLimits", "Subject", "Wording"]
