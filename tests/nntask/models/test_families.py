@@ -24,6 +24,7 @@ def written(model, batch):
     return given
 
 
+@pytest.mark.every
 @families
 def test_gradients_are_those_of_transformers(name):
     """Loss and every gradient of a first step, in ragged tiles, with padding where the objective has it."""
