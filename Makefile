@@ -20,10 +20,11 @@
 # make bench   measurements beside peers; writes benchmarks/results, docs/results and the headlines of README.md
 # make sweep   modules of transformers, PEFT, torchvision and timm, in sessions and in eager PyTorch, before a release: an hour (ARGS="--only Bert",
 #              ARGS=--resume); writes benchmarks/results and docs/results
+# make constraints   constraints.txt, with the versions of .venv
 # make docs    the site, with every warning as an error: build/docs/index.html
 # make clean   remove .venv and caches; runs/ stays
 #
-# Installing happens again only when pyproject.toml is newer than the last installation.
+# Installing happens again only when pyproject.toml or constraints.txt is newer than the last installation.
 
 PYTHON ?= python3
 ARGS ?=
@@ -35,12 +36,16 @@ TORCH ?= 2.13.0
 TORCH_RELEASES ?= 2.12 2.13 2.14 2.15
 SOURCES := nntask tiles scheduler wrappers examples tests benchmarks docs
 
+# Versions of .venv: those of constraints.txt (CONSTRAINTS=/dev/null for the newest that pyproject.toml allows).
+CONSTRAINTS ?= constraints.txt
+PINNED = --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+
 # An interpreter with CuPy, torch with CUDA if it is to be compared with, and the packages of nntask.
 CUDA ?= 13
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY = $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-gpu)
 
-.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite coverage bench sweep docs clean
+.PHONY: train test test-more test-all test-real test-pages test-docker test-browser test-torch-releases test-gpu bench-gpu first-card first-card-wheels lint style types contracts suite coverage bench sweep constraints docs clean
 .DELETE_ON_ERROR:
 
 # Compiled modules are kept; otherwise each of the processes that tests start compiles all that it imports, for two seconds.
@@ -147,6 +152,10 @@ build/sweep/installed: pyproject.toml
 	build/sweep/bin/python -m pip install --quiet --disable-pip-version-check -e ".[sweep]"
 	@touch $@
 
+constraints: $(VENV)/installed-dev $(VENV)/installed-docs
+	@echo "# Versions with which the suite passed: pip install --constraint constraints.txt nntask. Written by make constraints." > constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -vE '^(torch|nvidia-|cuda-|triton)' >> constraints.txt
+
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -n -E -b html docs build/docs
 	@echo "the site is build/docs/index.html"
@@ -158,13 +167,13 @@ $(VENV)/created:
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
-$(VENV)/installed-train: $(VENV)/created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[text,onednn]"
+$(VENV)/installed-train: $(VENV)/created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install $(PINNED) -e ".[text,onednn]"
 	@touch $@
 
 # The development extra contains what training needs, so one installation serves both.
-$(VENV)/installed-dev: $(VENV)/created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "torch==$(TORCH)"
+$(VENV)/installed-dev: $(VENV)/created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install $(PINNED) -e ".[dev]" "torch==$(TORCH)"
 	@touch $@ $(VENV)/installed-train
 
 $(VENV)/installed-real: $(VENV)/installed-dev tests/real/packages.txt
@@ -177,8 +186,8 @@ build/torch-%/installed: pyproject.toml
 	$(@D)/venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" "torch==$*.*"
 	@touch $@
 
-$(VENV)/installed-docs: $(VENV)/created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+$(VENV)/installed-docs: $(VENV)/created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install $(PINNED) -e ".[docs]"
 	@touch $@
 
 $(VENV)/installed-gpu: $(VENV)/installed-dev

@@ -34,7 +34,7 @@ class NothingToRead(Exception):
         self.handle = handle
 
 
-class Needs(NamedTuple):
+class Missing(NamedTuple):
     """The data that a task misses on its node before it is admitted.
 
     Attributes:
@@ -83,19 +83,19 @@ class Admission:
         Raises:
             NothingToRead: the task reads data that does not exist; it holds nothing.
         """
-        needs = self._needs(task)
-        if (needs.new or needs.unbacked) and not self._reservations.allow(task):
+        missing = self._missing(task)
+        if (missing.new or missing.unbacked) and not self._reservations.allow(task):
             return False
-        if needs.unreadable is not None:
-            raise NothingToRead(needs.unreadable)
+        if missing.unreadable is not None:
+            raise NothingToRead(missing.unreadable)
         node = self._nodes[task.node]
-        extents = node.take_all(needs.new)
+        extents = node.take_all(missing.new)
         if extents is None:
-            return self._replicas.has_several and self._admit_by_eviction(task, needs, actions)
-        if task.node != self._last and not self._reserve_backing(needs.unbacked, task.order, actions):
+            return self._replicas.has_several and self._admit_by_eviction(task, missing, actions)
+        if task.node != self._last and not self._reserve_backing(missing.unbacked, task.order, actions):
             node.give_all(extents)
             return False
-        self._commit(task, needs, extents, actions)
+        self._commit(task, missing, extents, actions)
         return True
 
     def does_not_fit(self, task: Task) -> DoesNotFit:
@@ -121,7 +121,7 @@ class Admission:
         """Whether the task needs no extent on the node."""
         return all(mode != SCRATCH and node_id in handle.replicas for handle, mode in task.accesses)
 
-    def _needs(self, task: Task) -> Needs:
+    def _missing(self, task: Task) -> Missing:
         """Return what the task misses on its node."""
         node_id, several = task.node, self._replicas.has_several
         new: list[HandleRecord] = []
@@ -148,9 +148,9 @@ class Admission:
                 copies = copies or is_read
             if is_read and unreadable is None and coherence.best_source(handle, None) is None:
                 unreadable = handle
-        return Needs(new, unbacked, copies, unreadable)
+        return Missing(new, unbacked, copies, unreadable)
 
-    def _admit_by_eviction(self, task: Task, needs: Needs, actions: list[Action]) -> bool:
+    def _admit_by_eviction(self, task: Task, missing: Missing, actions: list[Action]) -> bool:
         """Admit a task for which there is no hole, over replicas that are dropped for it; as `admit`."""
         node_id, node = task.node, self._nodes[task.node]
         if node_id == self._last and not self._replicas.num_files:
@@ -160,7 +160,7 @@ class Admission:
             if any(victim.outgoing for victim in waiting[1]):
                 return False  # wait for these write-backs; the end of each one leads to another attempt
             del self._waiting[node_id]
-        new = sorted(needs.new, key=lambda handle: -handle.size)
+        new = sorted(missing.new, key=lambda handle: -handle.size)
         plan = self._find_extents(task, [handle.size for handle in new])
         if plan is None:
             return False
@@ -168,13 +168,13 @@ class Admission:
         if not self._replicas.are_clean(victims, actions):
             self._waiting[node_id] = task, victims
             return False
-        if node_id != self._last and not self._reserve_backing(needs.unbacked, task.order, actions):
+        if node_id != self._last and not self._reserve_backing(missing.unbacked, task.order, actions):
             return False
         self._replicas.evict(victims, actions)
         extents = {handle: Extent(offset, NEWEST) for handle, offset in zip(new, offsets, strict=True)}
         for handle, extent in extents.items():
             node.take_at(extent.offset, handle.size, handle.data_class)
-        self._commit(task, needs, extents, actions)
+        self._commit(task, missing, extents, actions)
         return True
 
     def _find_extents(self, task: Task, sizes: Sequence[int]) -> tuple[list[int], list[Replica]] | None:
@@ -192,7 +192,7 @@ class Admission:
             self._replicas.unpin(replica)
         return plan
 
-    def _commit(self, task: Task, needs: Needs, extents: Mapping[HandleRecord, Extent], actions: list[Action]) -> None:
+    def _commit(self, task: Task, missing: Missing, extents: Mapping[HandleRecord, Extent], actions: list[Action]) -> None:
         """Install the task's new replicas in extents just taken, pin all that it uses, and start its copies."""
         node_id, clock, install = task.node, self._foresight.clock, self._replicas.install
         replicas: list[Replica] = []
@@ -207,12 +207,12 @@ class Admission:
             replicas.append(replica)
         task.replicas = replicas
         if node_id == self._last:
-            for handle in needs.unbacked:
+            for handle in missing.unbacked:
                 self._reservations.enter(handle.replicas[node_id], task.order)
-        if extents or needs.unbacked:
+        if extents or missing.unbacked:
             self._nodes[node_id].mark()
             self._nodes[self._last].mark()
-        if needs.copies:
+        if missing.copies:
             self._start_copies(task, actions)
         elif self._replicas.has_several:
             self.num_hits += num_inputs(task)
