@@ -207,6 +207,23 @@ def test_metrics_are_explained() -> None:
     assert sorted(validated) == sorted(Evaluation(0.0, 1.0, 0.0, 1).figures())
 
 
+def names_of_tier(head: str) -> dict[str, list[str]]:
+    """Names by package, as a table of the page of API tiers lists them."""
+    return {
+        re.findall(r"`([^`]+)`", cells[0])[0]: re.findall(r"`([^`]+)`", cells[2])
+        for cells in table("reference/api.md", f"| package | contents | {head} |")
+    }
+
+
+def test_tiers_of_the_api() -> None:
+    """The stable packages are listed with exactly the names that they export, the provisional ones with some of theirs, and none is in both."""
+    stable, provisional = names_of_tier("stable names"), names_of_tier("provisional names")
+    assert stable == {name: list(import_module(name).__all__) for name in ("nntask", "scheduler", "tiles", "wrappers.torch")}
+    assert {name: sorted(set(names) - set(import_module(name).__all__)) for name, names in provisional.items()} == dict.fromkeys(provisional, [])
+    assert all(provisional.values())
+    assert not stable.keys() & provisional.keys()
+
+
 def test_drawings_are_fresh() -> None:
     """The drawings of the concepts are what their script makes, and their words fit their boxes."""
     done = subprocess.run([sys.executable, "docs/_ext/drawings.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
