@@ -122,9 +122,10 @@ def test_every_package_has_a_table_of_modules() -> None:
     assert packages - tables == set()
 
 
-def test_every_module_about_pytorch_has_a_rule() -> None:
-    """The table of the package's parts names each of its modules once."""
-    named = [name for cells in table("internals/wrappers.md", "| part | module | its rule |") for name in re.findall(r"`([a-z_]+)`", cells[1])]
+def test_every_module_about_pytorch_has_its_place() -> None:
+    """The list of steps from a batch to a step names each module of the package once."""
+    section = (DOCS / "internals" / "wrappers.md").read_text().partition("## PyTorch\n")[2].partition(":::{modules}")[0]
+    named = [name for step in re.findall(r"^\d\. .*(?:\n   .*)*", section, re.MULTILINE) for name in re.findall(r"`([a-z_]+)`", step)]
     stems = {path.stem for path in (ROOT / "wrappers" / "torch").glob("*.py")}
     assert sorted(named) == sorted(stems - {"__init__", "interchange"})
 
