@@ -123,9 +123,10 @@ def test_every_package_has_a_table_of_modules() -> None:
     assert packages - tables == set()
 
 
-def test_every_module_about_pytorch_has_a_rule() -> None:
-    """The table of the package's parts names each of its modules once."""
-    named = [name for cells in table("internals/wrappers.md", "| part | module | its rule |") for name in re.findall(r"`([a-z_]+)`", cells[1])]
+def test_every_module_about_pytorch_has_its_place() -> None:
+    """The list of steps from a batch to a step names each module of the package once."""
+    section = (DOCS / "internals" / "wrappers.md").read_text().partition("## PyTorch\n")[2].partition(":::{modules}")[0]
+    named = [name for step in re.findall(r"^\d\. .*(?:\n   .*)*", section, re.MULTILINE) for name in re.findall(r"`([a-z_]+)`", step)]
     stems = {path.stem for path in (ROOT / "wrappers" / "torch").glob("*.py")}
     assert sorted(named) == sorted(stems - {"__init__", "interchange"})
 
@@ -206,6 +207,24 @@ def test_metrics_are_explained() -> None:
         key for cells in table("reference/files.md", "| key of a validation | unit | meaning |") for key in re.findall(r"`([a-z_]+)`", cells[0])
     ]
     assert sorted(validated) == sorted(Evaluation(0.0, 1.0, 0.0, 1).figures())
+
+
+def names_of_tier(head: str) -> dict[str, list[str]]:
+    """Names by package, as a table of the page of API tiers lists them."""
+    return {
+        re.findall(r"`([^`]+)`", cells[0])[0]: re.findall(r"`([^`]+)`", cells[2])
+        for cells in table("reference/api.md", f"| package | contents | {head} |")
+    }
+
+
+def test_tiers_of_the_api() -> None:
+    """The stable packages are listed with exactly the names that they export, the provisional ones with some of theirs, and none is in both."""
+    stable, provisional = names_of_tier("stable names"), names_of_tier("provisional names")
+    assert stable == {name: list(import_module(name).__all__) for name in ("nntask", "scheduler", "tiles", "wrappers.torch")}
+    unknown = {name: sorted(set(names) - set(import_module(name).__all__)) for name, names in provisional.items()}
+    assert not any(unknown.values()), unknown
+    assert all(provisional.values())
+    assert not stable.keys() & provisional.keys()
 
 
 def test_drawings_are_fresh() -> None:

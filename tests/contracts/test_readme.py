@@ -52,7 +52,6 @@ OTHER_FLAGS = {
     "tiny",
     "only",
     "case",
-    "no-binary",  # of pip
     "list",  # of benchmarks/gpu/first_card.py, as is rehearse
     "rehearse",
     "device",  # of nntask bench bound
