@@ -20,11 +20,6 @@ def add(a: TileTensor, b: TileTensor) -> TileTensor:
     return _binary("add", a, b)
 
 
-def multiply(a: TileTensor, b: TileTensor) -> TileTensor:
-    """a * b."""
-    return _binary("multiply", a, b)
-
-
 def _binary(op: str, a: TileTensor, b: TileTensor, **constants: Any) -> TileTensor:
     same_tiling(a, b)
     out = a.like(name=op)

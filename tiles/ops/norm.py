@@ -1,4 +1,4 @@
-"""Normalisations and softmax over the last axis: one fused task if a row is one tile, else sums chained over the row's tiles.
+"""Normalisations over the last axis: one fused task if a row is one tile, else sums chained over the row's tiles.
 
 Legend: x (..., C); mean, rstd (...,); gamma, beta (C,).
 """
@@ -279,38 +279,6 @@ def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access
         return total[c,], REDUX
     view = TileView((gamma.tiling.extents((c,))[0],), np.dtype(np.float64 if gamma.dtype == np.float64 else np.float32))
     return gamma.runtime.handle(view.nbytes, view, name="scratch", data_class="scratch"), SCRATCH
-
-
-def softmax(x: TileTensor) -> TileTensor:
-    """y = softmax(x) over the last axis."""
-    y = x.like(name="softmax")
-    peak, total = statistics(x, "row maximum"), statistics(x, "row sum")
-    for row in leading(x):
-        if x.grid[-1] == 1:
-            emit(x.runtime, "softmax", [(x[*row, 0], R), (y[*row, 0], W)])
-            continue
-        for c in range(x.grid[-1]):
-            mode = chained(c)
-            emit(x.runtime, "softmax_sums", [(x[*row, c], R), (peak[row], mode), (total[row], mode), _scratch(x)], accumulate=c > 0)
-        for c in range(x.grid[-1]):
-            emit(x.runtime, "softmax_apply", [(x[*row, c], R), (peak[row], R), (total[row], R), (y[*row, c], W)])
-    return y
-
-
-def softmax_backward(y: TileTensor, dy: TileTensor) -> TileTensor:
-    """dx = y * (dy - sum(y * dy))."""
-    same_tiling(y, dy)
-    dx = y.like(name="d softmax")
-    dots = statistics(y, "row dots")
-    for row in leading(y):
-        if y.grid[-1] == 1:
-            emit(y.runtime, "softmax_backward", [(y[*row, 0], R), (dy[*row, 0], R), (dx[*row, 0], W)])
-            continue
-        for c in range(y.grid[-1]):
-            emit(y.runtime, "row_dots", [(y[*row, c], R), (dy[*row, c], R), (dots[row], chained(c))], accumulate=c > 0)
-        for c in range(y.grid[-1]):
-            emit(y.runtime, "softmax_backward_apply", [(y[*row, c], R), (dy[*row, c], R), (dots[row], R), (dx[*row, c], W)])
-    return dx
 
 
 def _scratch(x: TileTensor) -> Access:

@@ -20,7 +20,6 @@ from . import (  # noqa: F401
     quantised,
     random,
     select,
-    softmax,
     stored_attention,
     tokens,
     whole_attention,
