@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from support.event_log import LoggedDriver
 from support.search import examples
 
 from scheduler.core import dependencies as graph
@@ -22,7 +23,7 @@ from scheduler.core.memory.replicas import Replicas
 from scheduler.core.memory.transfers import Copies
 from scheduler.core.policies import POLICIES, Pinned
 from scheduler.core.records import ANY, FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W
-from scheduler.testing import FakeDriver, FakeStep, Wrong
+from scheduler.testing import FakeStep, Wrong
 
 MODES: tuple[Mode, ...] = (R, W, RW)
 LAYOUTS = (
@@ -62,7 +63,7 @@ class Programs(RuleBasedStateMachine):
     def begin(self, layout: tuple, policy: str, eviction: str, window: int, roomy: bool, files: int) -> None:
         pages, workers, storage = layout
         pages = [page * (3 if roomy else 1) for page in pages]
-        self.driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
+        self.driver = LoggedDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
         self.handles: list[HandleRecord] = [self.driver.handle(1 + at % 3) for at in range(4)]
         self.written: set[HandleRecord] = set()
         for handle in self.handles[:files]:
@@ -191,11 +192,11 @@ def test_random_programs_end_where_some_tiles_are_tiny(monkeypatch: pytest.Monke
     run(Programs, examples(50), 40)
 
 
-def failing_disk(chance: Random) -> FakeDriver:
+def failing_disk(chance: Random) -> LoggedDriver:
     """A random program with a recorded step, over a disk and files that fail to give back, now and then, and a disk that perhaps fails to take."""
     pages, workers, storage = chance.choice(DISKS)
     policy, eviction = chance.choice(sorted(POLICIES)), chance.choice(sorted(EVICTION_POLICIES))
-    driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=chance.choice((1, 3, ANY)))
+    driver = LoggedDriver(pages, workers, policy, storage=storage, eviction=eviction, window=chance.choice((1, 3, ANY)))
     handles = [driver.handle(1 + at % 2) for at in range(8)]
     for handle in handles:
         if chance.random() < 0.4:
