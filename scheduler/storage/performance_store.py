@@ -99,7 +99,7 @@ class PerfStore:
         """
         tasks, links = self._read()
         for key, samples in tasks.items():
-            models.history.series[key] = Series(samples)
+            models.series[key] = Series(samples)
         num_links = 0
         ids = {name: node for node, name in self.names.items()}
         for (source, target), copies in links.items():
@@ -120,7 +120,7 @@ class PerfStore:
             Whether the file was written.
         """
         tasks, links = self._read()
-        known = {key: list(series.samples) for key, series in models.history.series.items() if series.samples}
+        known = {key: list(series.samples) for key, series in models.series.items() if series.samples}
         measured = {key: samples for key, samples in known.items() if tasks.get(key) != samples}
         tasks = {key: samples for key, samples in tasks.items() if key not in measured} | measured
         for (source, target), link in models.links.items():

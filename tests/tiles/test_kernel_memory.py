@@ -27,7 +27,6 @@ from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scrat
 from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
 from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.reference.attention import Pair, Pattern
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head
@@ -108,14 +107,6 @@ def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Cal
     args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
     partials = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
     return [*args, *([KEY] if p else []), partials], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
-
-
-def _whole_attention(m: Maker, backward: bool) -> Call:
-    tq, tk, h, size = _attention_sizes(m)
-    q, k, v, o = m(1, tq, h * size), m(1, tk, h * size), m(1, tk, h * size), m(1, tq, h * size)
-    room = np.empty(whole_scratch(h * tq, tq, tk, m.dtype.itemsize), np.uint8)
-    more = [m(1, tq, h * size), np.empty_like(q), np.empty_like(k), np.empty_like(v)] if backward else []
-    return [q, k, v, o, 5 * m(1, h, tq), *more, room], {"at": _at(m, 0.0)}
 
 
 def _patterned(m: Maker, backward: bool) -> Call:
@@ -410,8 +401,6 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], {})],
     "sum_squares": [lambda m: ([m.tile(), np.empty(1)], {})],
     "swap_tokens": [lambda m: ([m.tile(), m(1, m.columns, m.rows)], {})],
-    "whole_attention": [lambda m: _whole_attention(m, False)],
-    "whole_attention_backward": [lambda m: _whole_attention(m, True)],
 }
 
 

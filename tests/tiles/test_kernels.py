@@ -26,7 +26,8 @@ from tiles.kernels.reference.attention import Pair
 
 def test_every_kernel_has_a_twin_and_a_case() -> None:
     """No kernel without a readable reference and a case here."""
-    assert operations("cpu") == operations("reference") == sorted(CASES)
+    assert operations("reference") == sorted(CASES)
+    assert set(CASES) - set(operations("cpu")) == {"whole_attention", "whole_attention_backward"}  # only GPUs have a library for these
 
 
 @pytest.mark.every

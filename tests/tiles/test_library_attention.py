@@ -21,7 +21,7 @@ from support.strict_cudnn import StrictCudnn
 from scheduler import InlineRuntime, TaskRuntime
 from tiles import TileTensor
 from tiles.kernels.catalog import kernel
-from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes
+from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes
 from tiles.kernels.cuda import library_attention
 from tiles.kernels.cuda.device import SPARE_NBYTES
 from tiles.kernels.reference.attention import Pair

@@ -22,7 +22,6 @@ from . import (  # noqa: F401
     select,
     stored_attention,
     tokens,
-    whole_attention,
 )
 from .blas import fp32_products, set_blas_threads
 from .onednn import bf16, bf16_attention  # noqa: F401
