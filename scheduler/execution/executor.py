@@ -63,6 +63,9 @@ SWITCH_SECONDS: Final = 5e-4
 """Longest time in seconds that a thread waits for the interpreter when it needs it for microseconds, to hand out the next task, while another thread
 computes in Python."""
 
+NEW: Final = TaskId(-1)
+"""Id of a task that has not been submitted yet."""
+
 ABANDONED: Final = object()
 """Token of an acquisition whose program was interrupted while it waited."""
 
