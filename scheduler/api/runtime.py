@@ -18,14 +18,15 @@ from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.memory.extents import rounded
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import DataClass, HandleId, HandleRecord, Mode, Task, WorkerId
+from ..core.records import NEW, DataClass, HandleId, HandleRecord, Mode, Task, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
 from ..drivers.disk import THREADS, Source, staging_nbytes
 from ..drivers.gpu import Gpu
 from ..execution.acquisition import acquired
-from ..execution.executor import NEW, WINDOW, Executor
+from ..execution.backlog import WINDOW
+from ..execution.executor import Executor
 from ..execution.trace import Trace
 from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds

@@ -51,6 +51,9 @@ ANY: Final = 1 << 60
 HOST: Final = WorkerId(-1)
 """The program itself, as the worker of its acquisitions; it runs any number of them at a time."""
 
+NEW: Final = TaskId(-1)
+"""Id of a task that has not been submitted yet."""
+
 
 @dataclass(slots=True, eq=False)
 class Replica:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..core.errors import DoesNotFit, HandleLost, TierFailed
 from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
-from ..core.records import HandleRecord, Mode, R, Task
-from .executor import NEW, Executor
+from ..core.records import NEW, HandleRecord, Mode, R, Task
+from .executor import Executor
 from .waiting import Waiter
 
 
