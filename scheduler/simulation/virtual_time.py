@@ -235,13 +235,22 @@ def simulate(
         raise ValueError(
             f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
         )
-    last, num_tasks = len(nodes) - 1, len(plan.tasks)
+    machine = _machine(nodes, policy, Given(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
+    return _replayed(driver, _loaded(driver, plan), replays, ahead=ahead)
+
+
+def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Given, *, storage: bool, eviction: str, prefetch: bool) -> Machine:
+    last = len(nodes) - 1
     memories = [MemoryNode(name, budget, is_storage=storage and node == last) for node, (name, budget) in enumerate(nodes)]
-    estimates = Given(duration, transfer)
     machine = Machine(memories, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.memory
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
-    instances = _loaded(driver, plan)
+    return machine
+
+
+def _replayed(driver: VirtualDriver, instances: Sequence[Replay], replays: int, *, ahead: bool) -> Simulation:
+    """Run the replays of a step by turns on its two instances; return the cost of the last one."""
+    num_tasks = len(instances[0].tasks)
 
     def start(number: int) -> None:
         replay = instances[number % 2]
@@ -257,7 +266,7 @@ def simulate(
             start(number + 1)
         driver.run(replay if ahead else None)
         if replay.num_unfinished:
-            raise SchedulerError(f"{replay.num_unfinished} tasks of the simulated step never ran\n{machine.story()}")
+            raise SchedulerError(f"{replay.num_unfinished} tasks of the simulated step never ran\n{driver.machine.story()}")
     return _difference(before, _measure(driver, num_tasks))
 
 

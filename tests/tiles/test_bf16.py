@@ -28,7 +28,7 @@ from tiles.kernels.catalog import bf16_kernel, bf16_operations, kernel, operatio
 from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.onednn import library as onednn
-from tiles.kernels.cpu.onednn import operations
+from tiles.kernels.cpu.onednn import operations as on_arrays
 from tiles.kernels.cpu.onednn.bf16_attention import _blocks, _sizes
 from tiles.kernels.reference.attention import Pair
 from tiles.kernels.reference.loss import PLAIN, Head
@@ -295,10 +295,10 @@ def test_products_of_views() -> None:
     """Operands and results may be columns of wider matrices; a single row may have any stride."""
     m = Maker()
     a, b, out = m(40, 100)[:, 7:40], m(90, 33)[3:60], m.wide(40, 200)[:, 11:68]
-    operations.gemm(a, b, out, trans_b=True)
+    on_arrays.gemm(a, b, out, trans_b=True)
     np.testing.assert_allclose(out, a.astype(np.float32) @ b.astype(np.float32).T, rtol=1e-4, atol=1e-4)
     row, total = m(3, 40)[::3], m.wide(1, 33)
-    operations.gemm(row, a.copy(), total)
+    on_arrays.gemm(row, a.copy(), total)
     np.testing.assert_allclose(total, row.astype(np.float32) @ a.astype(np.float32), rtol=1e-4, atol=1e-4)
 
 
@@ -314,11 +314,11 @@ def test_conversion_rounds_to_nearest_even() -> None:
     with np.errstate(invalid="ignore"):
         expected = x.astype(ml_dtypes.bfloat16)
     for out in (np.empty((64, 64), BF16), np.empty((64, 100), BF16)[:, 10:74]):
-        operations.convert(x, out)
+        on_arrays.convert(x, out)
         same = (out.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(out.astype(np.float32)) & np.isnan(x))
         assert same.all()
         back = np.empty_like(x)
-        operations.convert(out, back)
+        on_arrays.convert(out, back)
         np.testing.assert_array_equal(back, out.astype(np.float32))
 
 

@@ -255,8 +255,7 @@ def attention_backward(
         more.dtable[...] = 0
     size, (tq, tk, width, most) = at.head_size, _sizes((q, k), at)
     work, num_heads = _WorkArrays(own), width // size
-    buffers_s = work.take(np.float32, 2, most)
-    sums = [work.take(np.float32, num_heads, tk, size) for _ in range(2)]
+    buffers_s, sums = work.take(np.float32, 2, most), work.take(np.float32, 2, num_heads, tk, size)
     packed = [work.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
     buffers_short = work.take(BF16, 2, most)
     if first_k:
@@ -267,8 +266,7 @@ def attention_backward(
             _begin_sums(total, _heads(target[b], size), first_q)
         for block in _blocks(b, num_heads, tq, tk, at):
             window, seen = (block.heads, block.queries), (block.heads, block.keys)
-            s, ds = (_cut(buffer, block.shape) for buffer in buffers_s)
-            short, dshort = (_cut(buffer, block.shape) for buffer in buffers_short)
+            s, ds, short, dshort = (_cut(buffer, block.shape) for buffer in (*buffers_s, *buffers_short))
             _scores(hq, hk, s, block, at)
             gemm(hdo[window], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
             _weights_and_slopes(s, ds, lse, delta, more, scratch, block, at)
