@@ -14,7 +14,7 @@ from support.search import examples
 from scheduler.core import dependencies as graph
 from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.events import Action
-from scheduler.core.machine import Machine
+from scheduler.core.losses import Losses
 from scheduler.core.memory import coherence
 from scheduler.core.memory import victim_selection as victims
 from scheduler.core.memory.eviction_policies import EVICTION_POLICIES
@@ -284,18 +284,18 @@ def allocate_twice(self: ExtentAllocator, size: int, wanted: int = -1) -> int | 
     return offset
 
 
-def keep_half_updated(self: Machine, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-    """`Machine._keep_stale` that does not ask what earlier tasks of the replay have done to the data."""
+def keep_half_updated(self: Losses, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
+    """`Losses._keep_stale` that does not ask what earlier tasks of the replay have done to the data."""
     if task.step is None or handle.lost is not None or coherence.best_source(handle, None) is None:
         return False
     if handle not in task.step.stale:
-        self._num_stale += 1
+        self.count += 1
     task.step.stale[handle] = reason
     return True
 
 
-def keep_for_all(self: Machine, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-    """`Machine._keep_stale` after which the rest of the replay reads what has missed an update."""
+def keep_for_all(self: Losses, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
+    """`Losses._keep_stale` after which the rest of the replay reads what has missed an update."""
     return task.step is not None and task.step.updated.get(handle) is task and handle.lost is None
 
 
@@ -309,15 +309,15 @@ MUTANTS = {
     "hands an extent out twice": [(ExtentAllocator, "allocate", allocate_twice)],
     "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],
     "lost data stays readable": [
-        (Machine, "_reads_lost_data", lambda self, task: False),
+        (Losses, "cancels", lambda self, task: False),
         (Replicas, "drop_unpinned", lambda self, handle, actions: None),
     ],
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
     "a copy of a file passes for a backing replica": [(coherence, "wants_backing", takes_copies_for_backing)],
     "a file outlives a write": [(Replicas, "drop", keep_files)],
-    "a cancelled task loses what it should have updated": [(Machine, "_keep_stale", lambda self, *_: False)],
-    "a replay reads what has missed an update of its own": [(Machine, "_keep_stale", keep_for_all)],
-    "half of the updates of a replay pass for none": [(Machine, "_keep_stale", keep_half_updated)],
+    "a cancelled task loses what it should have updated": [(Losses, "_keep_stale", lambda self, *_: False)],
+    "a replay reads what has missed an update of its own": [(Losses, "_keep_stale", keep_for_all)],
+    "half of the updates of a replay pass for none": [(Losses, "_keep_stale", keep_half_updated)],
     "a copy keeps no pin": [(Copies, "wait_for", lambda self, target, task: None)],
 }
 
