@@ -10,7 +10,8 @@ import numpy as np
 from support.weight_blocks import blocks_of, columns_of
 
 from tiles.block_format import BLOCK_FORMATS, ENCODED_FORMATS
-from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
@@ -18,7 +19,6 @@ from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
-from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head

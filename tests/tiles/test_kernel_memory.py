@@ -18,7 +18,8 @@ import pytest
 from tiles.block_format import BLOCK_FORMATS
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
-from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
@@ -26,7 +27,6 @@ from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
 from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
-from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.reference.attention import Pair, Pattern
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head

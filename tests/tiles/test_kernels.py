@@ -20,7 +20,7 @@ from scheduler import REDUX, RW, InlineRuntime, R, W
 from tiles import TileTensor
 from tiles.emission import emit
 from tiles.kernels.catalog import kernel, operations
-from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as attention_scratch
 from tiles.kernels.reference.attention import Pair
 
 
