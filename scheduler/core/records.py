@@ -231,8 +231,8 @@ class Replay:
         partitions: positions of the tasks of each partition of the step, see `Task.planned_node`.
         partition_nodes: node of each partition; empty if the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
-        returns: for each partition, or for all tasks if there are none, (from, position) of the tasks whose data has left the memory that they run
-            in, in planned order; from position `from` on, the bytes for that data are expected to be free.
+        returns: for each partition, or once without partitions, pairs (start, position) in planned order: the task at `position` uses data that has
+            left the memory where it runs, and from position `start` on that memory is expected to have free bytes for the data.
         has_aside: whether any of its tasks runs aside.
         heads: for each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries that its task is the first to write.
