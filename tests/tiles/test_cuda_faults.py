@@ -184,7 +184,7 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
         "is recorded on a stream of device",
     ),
     "memory of another card": (
-        replaced(cuda_cupy, "_device_of_thread", lambda inner: lambda cuda, index: nullcontext()),
+        replaced(cuda_cupy, "device_of_thread", lambda inner: lambda cuda, index: nullcontext()),
         two,
         "is no memory|workspace is memory of|of device",
     ),
