@@ -232,7 +232,7 @@ class Replay:
         partition_nodes: node of each partition; empty if the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
         returns: for each partition, or once without partitions, pairs (start, position) in planned order: the task at `position` uses data that has
-            left the memory where it runs, and from position `start` on that memory is expected to have free bytes for the data.
+            left its worker's memory, and from position `start` on that memory is expected to have free bytes for the data.
         has_aside: whether any of its tasks runs aside.
         heads: for each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries that its task is the first to write.

@@ -354,7 +354,7 @@ def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:
 
 
 def begin_replay(replay: Replay, nodes: Sequence[NodeId]) -> None:
-    """Reset an instance of a step for its next replay; `nodes` run the partitions of the step, if there are as many of them."""
+    """Reset an instance of a step for its next replay; `nodes` run its partitions, one each, unless the numbers differ."""
     replay.failure = None
     replay.num_unfinished = len(replay.tasks)
     replay.done = bytearray(len(replay.tasks))

@@ -55,7 +55,7 @@ class Eager(Prio):
         self._num_pushed = 0
 
     def push(self, task: Task, worker: Worker | None) -> None:
-        """Add the task behind all others."""
+        """Append the task."""
         self._num_pushed += 1
         heapq.heappush(self._heaps.setdefault(task.kinds, []), (self._num_pushed, 0, 0, task))
         self._num += 1
