@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from kernel_case import Array, Case, Set, Shape, arrays, normal, zeros
 from kernel_cases_attention import attention, head
-from kernel_cases_norms import layer_norm_backward, layer_norms, softmaxes
+from kernel_cases_norms import layer_norm_backward, layer_norms
 
 from tiles.kernels import kernel
 
@@ -22,7 +22,7 @@ _LR = 1e-3
 
 def cases(shape: Shape) -> list[Case]:
     """Return all cases at these sizes."""
-    groups = (_gelu, _additions, _copies, layer_norms, layer_norm_backward, softmaxes, _sums, _tables, _adamw, attention, head)
+    groups = (_gelu, _additions, _copies, layer_norms, layer_norm_backward, _sums, _tables, _adamw, attention, head)
     return [case for group in groups for case in group(shape)]
 
 

@@ -1,4 +1,4 @@
-"""Cases of `kernels` for norms and softmax.
+"""Cases of `kernels` for norms.
 
 Letters: R tokens of a tile, C width.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from kernel_case import Array, Case, Set, Shape, arrays, normal, softmax, zeros
+from kernel_case import Array, Case, Set, Shape, arrays, normal, zeros
 
 from tiles.kernels import kernel
 
@@ -90,28 +90,4 @@ def layer_norm_backward(shape: Shape) -> Iterator[Case]:
         numpy_backward,
         ("dx", "dgamma", "dbeta"),
         12 * r * c,
-    )
-
-
-def softmaxes(shape: Shape) -> Iterator[Case]:
-    """Yield the softmax and its backward pass."""
-    r = shape.tokens
-    forward, slope = kernel("softmax", "cpu"), kernel("softmax_backward", "cpu")
-    yield Case(
-        f"softmax, {r} x {r}",
-        lambda g: arrays(x=normal(g, r, r), y=zeros(r, r)),
-        lambda s: forward(s["x"], s["y"]),
-        lambda s: aten._softmax.out(s["x_t"], -1, False, out=s["y_t"]),
-        lambda s: softmax(s["x"], s["y"]),
-        ("y",),
-        8 * r * r,
-    )
-    yield Case(
-        f"softmax backward, {r} x {r}",
-        lambda g: arrays(y=np.abs(normal(g, r, r)) / r, dy=normal(g, r, r), dx=zeros(r, r)),
-        lambda s: slope(s["y"], s["dy"], s["dx"]),
-        lambda s: aten._softmax_backward_data.out(s["dy_t"], s["y_t"], -1, torch.float32, grad_input=s["dx_t"]),
-        lambda s: np.copyto(s["dx"], s["y"] * (s["dy"] - (s["y"] * s["dy"]).sum(1, keepdims=True))),
-        ("dx",),
-        12 * r * r,
     )

@@ -1,5 +1,5 @@
 from . import block_format
-from .block_format import BLOCK_FORMATS, ENCODED_FORMATS, Q4_0, Q8_0, BlockFormat
+from .block_format import BLOCK_FORMATS, ENCODED_FORMATS, BlockFormat
 from .emission import emit
 from .kernels.catalog import register
 from .kernels.cpu.matmul import TOKEN_ROWS
@@ -12,8 +12,6 @@ from .view import TileView
 __all__ = [
     "BLOCK_FORMATS",
     "ENCODED_FORMATS",
-    "Q4_0",
-    "Q8_0",
     "TOKEN_ROWS",
     "BlockFormat",
     "QuantisedTensor",

@@ -262,9 +262,9 @@ def pace_on(plan: StepPlan, target: MachineModel) -> Pace:
 
 def _measured(models: Models, key: tuple[str, int], kind: WorkerKind) -> float | None:
     """Return the seconds that earlier runs have measured; simulated devices run the kernels of CPU workers."""
-    found = models.history.estimate((*key, kind))
+    found = models.measured((*key, kind))
     if found is None and kind in ("cpu", "sim"):
-        found = models.history.estimate((*key, "cpu" if kind == "sim" else "sim"))
+        found = models.measured((*key, "cpu" if kind == "sim" else "sim"))
     return found
 
 

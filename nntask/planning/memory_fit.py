@@ -234,7 +234,7 @@ def _tiles_of_positions(run: RunConfig) -> int:
 
 
 def choose_order(step: CapturedStep, run: LanguageRun, target: MachineModel) -> PlannedOrder:
-    """Choose the order of a step with its --recompute applied, like `Runtime.plan_step`, and add the costs of other recomputations.
+    """Choose the order of a step with its --recompute applied, like `Runtime.record`, and add the costs of other recomputations.
 
     Raises:
         UsageError: the step has no order of the requested name.
@@ -271,7 +271,7 @@ def order_or_needs(step: CapturedStep, run: LanguageRun, target: MachineModel) -
 
 
 def order_on(plan: StepPlan, order: str, target: MachineModel, policy: str, recompute: str = NONE, judge: Judge | None = None) -> PlannedOrder:
-    """Plan a step on a machine that may be imaginary, under a scheduling policy, like `Runtime.plan_step`.
+    """Plan a step on a machine that may be imaginary, under a scheduling policy, like `Runtime.record`.
 
     Args:
         judge: function that judges plans, as for `choose_plan`; None for none.

@@ -26,13 +26,6 @@ from .recording import Recorder, RecordingError, RecordingRuntime
 from .task_runtime import Access, Handle, Terms
 
 
-class _NoInbox:
-    """An inbox that drops the records of released handles."""
-
-    def append(self, record: object) -> None:
-        """Drop the record, since no handle has memory here."""
-
-
 class CapturingRuntime(RecordingRuntime):
     """A runtime that captures the tasks of one block; tasks outside it are dropped.
 
@@ -52,7 +45,6 @@ class CapturingRuntime(RecordingRuntime):
         if aside:
             self.devices_beside = "cuda" if has_gpus else "sim"
         self._worker_names = {WorkerId(number): name for number, name in enumerate(workers)}
-        self.inbox = _NoInbox()
         self.reading_nbytes = 0
         self._plan: StepPlan | None = None
 

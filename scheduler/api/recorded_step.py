@@ -8,57 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from ..core.errors import HandleLost
 from ..core.records import HandleRecord, Mode, R, Replay
 from ..core.step_plan import StepPlan
+from ..execution.executor import Executor
 from ..execution.waiting import Waiter
-from .recording import Recorder, RecordingError
-from .task_runtime import Handle, ReleaseInbox
+from ..planning.choose_order import PlannedOrder
+from .recording import RecordingError
+from .task_runtime import Handle
 
-if TYPE_CHECKING:
-    from ..planning.choose_order import PlannedOrder
+Clone = Callable[[HandleRecord], HandleRecord]
+"""Function that creates a record with the properties of another one, without replicas."""
 
-
-class Replayer(Protocol):
-    """The part of a runtime that a step uses to replay itself.
-
-    Attributes:
-        inbox: receives the records of released handles.
-    """
-
-    inbox: ReleaseInbox
-
-    def plan_step(self, plan: StepPlan, order: str, recompute: str, *, groups: bool) -> PlannedOrder:
-        """Plan the named order and the recomputation, and, if `groups`, the tasks that CPU workers run as one."""
-
-    def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
-        """Create one instance of a recorded step, and a twin of each handle that the step owns."""
-
-    def start_replay(self, replay: Replay, ticket: Ticket) -> None:
-        """Start a replay; `ticket` receives its outcome."""
-
-    def failure_of(self, replay: Replay) -> BaseException | None:
-        """Return the first error of a replay's tasks since it began; None without one."""
-
-    def waiter(self) -> Waiter:
-        """Return a waiter that is woken if the runtime breaks."""
-
-    def wake(self, waiter: Waiter) -> None:
-        """Wake the thread that waits on `waiter`."""
-
-    def check_stop(self) -> None:
-        """Raise the error that has stopped the run, if any."""
-
-    def refuse_inside(self, call: str) -> None:
-        """Raise if a callback of `Runtime.on_task` makes this call."""
-
-    def refuse_circle(self, replay: Replay, done: Waiter, call: str) -> None:
-        """Raise if waiting for the end of a replay would deadlock, because a task of it waits for data that this thread holds."""
-
-    def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None) -> AbstractContextManager[Any]:
-        """Return a context manager with the view of a record's data; `ticket` is the replay whose failure explains lost data."""
+Acquire = Callable[[HandleRecord, Mode, Callable[[], BaseException | None]], AbstractContextManager[Any]]
+"""Function that acquires a record for a ticket; the last argument returns the failure that explains lost data."""
 
 
 class Instance:
@@ -72,11 +37,12 @@ class Instance:
 
     __slots__ = ("_inbox", "replay", "reported", "twins")
 
-    def __init__(self, runtime: Replayer, plan: StepPlan) -> None:
-        self._inbox = runtime.inbox
+    def __init__(self, executor: Executor, plan: StepPlan, clone: Clone) -> None:
+        self._inbox = executor.inbox
         self.reported: BaseException | None = None
         self.twins: dict[HandleRecord, HandleRecord] = {}
-        self.replay, self.twins = runtime.instantiate(plan)
+        first_id = executor.take_numbers(len(plan.tasks))
+        self.replay, self.twins = plan.instantiate(clone, first_id, computes_on_last=executor.machine.computes_on_last)
 
     def __del__(self) -> None:
         for twin in self.twins.values():
@@ -86,8 +52,10 @@ class Instance:
 class Step:
     """A recorded step, which can be replayed any number of times."""
 
-    def __init__(self, runtime: Replayer) -> None:
-        self._runtime = runtime
+    def __init__(self, executor: Executor, clone: Clone, acquire: Acquire) -> None:
+        self._executor = executor
+        self._clone = clone
+        self._acquire = acquire
         self.plan: StepPlan | None = None
         self.order: PlannedOrder | None = None
         self._instances: list[Instance] = []
@@ -96,20 +64,10 @@ class Step:
         self._kept: dict[HandleRecord, Handle] = {}
         self._num_tasks = 0
 
-    def complete(self, recorder: Recorder, order: str, recompute: str, *, groups: bool) -> None:
-        """Take the captured tasks and plan their execution.
-
-        Args:
-            recorder: the recorder of the tasks.
-            order: name of the order of execution.
-            recompute: name of the recomputation.
-            groups: whether CPU workers may run groups of small tasks as one.
-        """
-        plan = recorder.finish()
-        self.order = self._runtime.plan_step(plan, order, recompute, groups=groups)
-        self._num_tasks = self.order.num_tasks
-        self.plan = self.order.plan
-        self._kept = recorder.kept
+    def complete(self, order: PlannedOrder, kept: dict[HandleRecord, Handle]) -> None:
+        """Take the planned tasks, and the program's handles that they use, which the step keeps alive."""
+        self.order, self._kept = order, kept
+        self.plan, self._num_tasks = order.plan, order.num_tasks
 
     @property
     def num_tasks(self) -> int:
@@ -131,17 +89,18 @@ class Step:
             HandleLost: a failure has lost data that the step shares with the program.
             TaskError, DoesNotFit: a failure has lost such data, and no ticket has raised it yet.
         """
-        self._runtime.refuse_inside("replay()")
-        self._runtime.check_stop()
+        executor = self._executor
+        executor.watch.refuse_inside("replay()")
+        executor.watch.check()
         plan = self._planned()
         which = self._number % 2
         waiter = self._waiters[which]
         if waiter is not None:
-            self._runtime.refuse_circle(self._instances[which].replay, waiter, "replay(), which allows two replays in progress,")
+            _refuse_circle(executor, self._instances[which].replay, waiter, "replay(), which allows two replays in progress,")
             waiter.wait()
-            self._runtime.check_stop()  # the callback may have stopped the run at one of its tasks
+            executor.watch.check()  # the callback may have stopped the run at one of its tasks
         if which == len(self._instances):
-            self._instances.append(Instance(self._runtime, plan))
+            self._instances.append(Instance(executor, plan, self._clone))
         instance = self._instances[which]
         for use in instance.replay.shared:
             why = use.handle.lost
@@ -149,16 +108,16 @@ class Step:
                 self._raise_unreported()
                 raise HandleLost(f"the step reads {use.handle!r}, which is lost because {why}; restore or overwrite it first")
         instance.replay.number = self._number
-        ticket = Ticket(self._runtime, instance)
+        ticket = Ticket(executor, instance, self._acquire)
         self._waiters[which] = ticket.done
         self._number += 1
-        self._runtime.start_replay(instance.replay, ticket)
+        executor.start_replay(instance.replay, ticket.end)
         return ticket
 
     def _raise_unreported(self) -> None:
         """Raise the first failure of an earlier replay, in flight or not, that has not been raised in the program."""
         for instance in sorted(self._instances, key=lambda instance: instance.replay.number):
-            failure = self._runtime.failure_of(instance.replay)
+            failure = self._executor.failure_of(instance.replay)
             if failure is not None and failure is not instance.reported:
                 instance.reported = failure
                 raise failure
@@ -178,24 +137,25 @@ class Ticket:
         changed_nothing: whether the replay failed before it changed any of the program's data that the step updates, so that it can be skipped.
     """
 
-    def __init__(self, runtime: Replayer, instance: Instance) -> None:
+    def __init__(self, executor: Executor, instance: Instance, acquire: Acquire) -> None:
         self.number = instance.replay.number
-        self.done = runtime.waiter()
+        self.done = executor.waiters.enter()
         self.failure: BaseException | None = None
         self.changed_nothing = False
-        self._runtime = runtime
+        self._executor = executor
         self._instance = instance
+        self._acquire = acquire
 
     def end(self, failure: BaseException | None) -> None:
         """Note that every task of the replay has ended, with the first failure, if any."""
         self.failure = failure
         self.changed_nothing = failure is not None and self._instance.replay.changed_nothing
-        self._runtime.wake(self.done)
+        self._executor.waiters.wake(self.done)
 
     def wait_done(self, meanwhile: Callable[[], object] | None = None) -> None:
         """Wait until every task of the replay has ended, successfully or not; `meanwhile` is called repeatedly while waiting."""
-        self._runtime.refuse_inside("the wait of a ticket")
-        self._runtime.refuse_circle(self._instance.replay, self.done, "the wait of a ticket")
+        self._executor.watch.refuse_inside("the wait of a ticket")
+        _refuse_circle(self._executor, self._instance.replay, self.done, "the wait of a ticket")
         self.done.wait(meanwhile)
 
     def wait(self, meanwhile: Callable[[], object] | None = None) -> None:
@@ -232,9 +192,15 @@ class Ticket:
         record = handle.record
         twin = self._instance.twins.get(record)
         if twin is None:
-            return self._runtime.acquire_record(record, R, self)
+            return self._acquire(record, R, lambda: self.failure)
         if twin.released:
             raise RecordingError(f"{handle!r} is not an output of the step: nothing referenced it when the recording ended")
         if self._instance.replay.number != self.number:
             raise RecordingError(f"{handle!r} of replay {self.number} was overwritten by replay {self._instance.replay.number}; read it earlier")
-        return self._runtime.acquire_record(twin, R, self)
+        return self._acquire(twin, R, lambda: self.failure)
+
+
+def _refuse_circle(executor: Executor, replay: Replay, done: Waiter, call: str) -> None:
+    """Raise `Deadlock` if waiting for the end of a replay would never end, because a task of it waits for data that this thread holds."""
+    if not done.is_set:
+        executor.refuse_circle(lambda task: task.step is replay, call)

@@ -54,11 +54,11 @@ class RecordingRuntime(TaskRuntime):
     """Common base of runtimes that record: handles, which a step being recorded notes, and placement of tasks.
 
     Attributes:
-        inbox: receives the records of released handles.
+        inbox: receives the records of released handles; None if no handle has memory.
         devices_beside: kind of the devices, if CPU workers run only codelets that these devices may not run; None without such workers.
     """
 
-    inbox: ReleaseInbox
+    inbox: ReleaseInbox | None = None
     devices_beside: WorkerKind | None = None
 
     def __init__(self, lanes: int) -> None:

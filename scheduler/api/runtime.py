@@ -6,46 +6,41 @@ unfinished, so a program that submits in a loop uses bounded memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ..core.codelet import Codelet
-from ..core.errors import DoesNotFit, HandleLost, TierFailed
-from ..core.events import TaskFailed, TaskFinished, TaskSubmitted
+from ..core.errors import DoesNotFit, TierFailed
+from ..core.events import TaskSubmitted
 from ..core.memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ..core.memory.extents import rounded
 from ..core.policies import POLICIES, Placement, policy_of
-from ..core.records import RAM, DataClass, HandleId, HandleRecord, Mode, NodeId, R, Replay, Task, TaskId, Worker, WorkerId
+from ..core.records import NEW, DataClass, HandleId, HandleRecord, Mode, Task, WorkerId
 from ..core.step_plan import StepPlan
 from ..drivers.callbacks import OnTask
 from ..drivers.cpu import usable_cores
 from ..drivers.disk import THREADS, Source, staging_nbytes
 from ..drivers.gpu import Gpu
-from ..execution.executor import WINDOW, Executor
+from ..execution.acquisition import acquired
+from ..execution.backlog import WINDOW
+from ..execution.executor import Executor
 from ..execution.trace import Trace
-from ..execution.waiting import Waiter
 from ..execution.workers import worker_name
 from ..planning.bounds import lower_bounds
-from ..planning.choose_order import PlannedOrder
-from ..planning.choose_recompute import choose_plan
 from ..planning.fused_tasks import ScratchView
-from ..planning.group_fusion import fuse_groups_if_they_fit
 from ..planning.machine_pace import reach_of
 from ..planning.recompute import NONE
-from ..planning.task_fusion import fuse_if_it_fits
 from ..storage.device import STAGE_NBYTES
 from ..storage.limits import memory_budgets
 from ..storage.tier import DiskTier
 from .placement import Ability, find_ability, too_large
-from .recorded_step import Step, Ticket
+from .recorded_step import Step
 from .recording import Recorder, RecordingError, RecordingRuntime
+from .step_planning import plan_step
 from .task_runtime import Access, Handle, Terms
-
-NEW: Final = TaskId(-1)
-"""Id of a task that has not been submitted yet."""
 
 
 class Runtime(RecordingRuntime):
@@ -101,13 +96,9 @@ class Runtime(RecordingRuntime):
         super().__init__(lanes)
         cpu_workers = usable_cores() if cpu_workers is None else cpu_workers
         directory, size = disk if isinstance(disk, tuple) else (disk, None)
-        if aside and not (gpus or sim_gpus):
-            raise ValueError(f"aside=True needs a device, got {cpu_workers} CPU workers and no device; leave `aside` out")
-        if gpus and sim_gpus:
-            raise ValueError(f"devices must be real or simulated, got {len(gpus)} and {sim_gpus}; leave one kind out")
-        _check_machine(cpu_workers, sim_gpus or len(gpus), {"ram": ram, "gpu_memory": gpu_memory, "disk": size}, sched, evict)
-        if gpus and gpu_memory is None:
-            raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")
+        _check_workers(cpu_workers, sim_gpus, len(gpus), aside=aside)
+        _check_policies(sched, evict)
+        _check_budgets({"ram": ram, "gpu_memory": gpu_memory, "disk": size}, has_gpus=bool(gpus))
         ram, simulated = memory_budgets(ram, None if gpus else gpu_memory, sim_gpus)  # a GPU's memory is not RAM
         ram -= staging_nbytes(len(gpus), has_tier=directory is not None)
         if ram <= 0:
@@ -159,23 +150,6 @@ class Runtime(RecordingRuntime):
         """
         self._executor.watch.check()
 
-    def refuse_inside(self, call: str) -> None:
-        """Raise if a callback of `on_task` makes this call.
-
-        Raises:
-            SchedulerError: the calling thread is in a callback.
-        """
-        self._executor.watch.refuse_inside(call)
-
-    def refuse_circle(self, replay: Replay, done: Waiter, call: str) -> None:
-        """Raise if waiting for the end of a replay would deadlock, because a task of it waits for data that this thread holds.
-
-        Raises:
-            Deadlock: the wait would deadlock.
-        """
-        if not done.is_set:
-            self._executor.refuse_circle(lambda task: task.step is replay, call)
-
     @property
     def trace(self) -> Trace | None:
         """The record of tasks and copies; None without tracing."""
@@ -206,51 +180,17 @@ class Runtime(RecordingRuntime):
         """
         self._refuse_while_recording(handle.record)
         self._make_whole(handle, mode)
-        return self.acquire_record(handle.record, mode, None, is_shared=is_shared)
+        return acquired(self._executor, handle.record, mode, is_shared=is_shared)
 
     def _attach(self, handle: Handle, source: Source) -> None:
         if self._recorder is not None:
             raise RecordingError(f"{handle!r} was attached to a source while a step is being recorded; attach it before")
         self._executor.attach(handle.record, source)
 
-    @contextmanager
-    def acquire_record(self, record: HandleRecord, mode: Mode, ticket: Ticket | None, *, is_shared: bool = False) -> Iterator[Any]:
-        """Acquire a record of the runtime as `acquire` does; `ticket` is the replay whose failure explains lost data."""
+    def _acquire_record(self, record: HandleRecord, mode: Mode, cause: Callable[[], BaseException | None]) -> AbstractContextManager[Any]:
+        """Acquire a record for a ticket, as `acquire` does; `cause` returns the failure of its replay."""
         self._refuse_while_recording(record)
-        executor = self._executor
-        executor.watch.refuse_inside("acquire()")
-        ready = executor.waiters.enter()
-        task = Task(NEW, None, "program", ("host",), ((record, mode),), {}, token=ready)
-        try:
-            executor.bring(TaskSubmitted(task), task)
-            ready.wait()
-            if task.state != "running":
-                raise self._refusal(ready, record, ticket)
-            view = executor.pool.view_of(task.replicas[0])
-        except BaseException:
-            executor.waiters.leave(ready)
-            executor.abandon(task)
-            raise
-        held = [] if is_shared else executor.holds.own
-        held.append(task)
-        try:
-            yield view
-        except BaseException as error:
-            executor.bring(TaskFinished(task) if mode == R else TaskFailed(task, error))  # half-written data is lost
-            raise
-        finally:
-            held.remove(task)
-        executor.bring(TaskFinished(task))
-
-    @staticmethod
-    def _refusal(ready: Waiter, record: HandleRecord, ticket: Ticket | None) -> Exception:
-        """Return the error of an acquisition that cannot have its data."""
-        if isinstance(ready.refusal, DoesNotFit | TierFailed):
-            return ready.refusal
-        error = HandleLost(f"{record!r} cannot be read: {record.lost or 'nothing has written it; write it first'}")
-        cause = ready.refusal.__cause__ if ready.refusal is not None else None
-        error.__cause__ = cause or (ticket.failure if ticket is not None else None)
-        return error
+        return acquired(self._executor, record, mode, cause=cause)
 
     def _refuse_while_recording(self, record: HandleRecord) -> None:
         if self._recorder is not None:
@@ -301,7 +241,7 @@ class Runtime(RecordingRuntime):
             RunStopped: a callback of `on_task` has stopped the run, and this has not been raised yet.
             Deadlock: this thread holds data.
         """
-        self.refuse_inside("wait()")
+        self._executor.watch.refuse_inside("wait()")
         self._executor.refuse_circle(lambda task: True, "wait()")
         failure = self._executor.wait()
         if failure is not None:
@@ -327,46 +267,15 @@ class Runtime(RecordingRuntime):
         if self._recorder is not None:
             raise RecordingError("a step is already being recorded; recordings do not nest")
         self._combine_all()
-        step = Step(self)
+        step = Step(self._executor, self.clone_record, self._acquire_record)
         recorder = self._recorder = Recorder(self)
         try:
             yield step
             self._combine_all()
         finally:
             self._recorder = None
-        step.complete(recorder, order, recompute, groups=groups)
-
-    def plan_step(self, plan: StepPlan, order: str, recompute: str, *, groups: bool) -> PlannedOrder:
-        """Return the plan of a recorded step on this machine: the order, the recomputation and the fused tasks.
-
-        Raises:
-            RecordingError: the step has no order of that name, or no results to recompute by such an operation.
-        """
-        machine = self._executor.machine
-        nodes, below = machine.memory, machine.memory.last
-        reach, last = reach_of(machine, self._executor.models), nodes.budget(below) - (nodes.readers_bytes if below == RAM else 0)
-        try:
-            planned = choose_plan(
-                plan,
-                order,
-                recompute,
-                memory=reach.memory,
-                last=last,
-                computes_on_last=machine.computes_on_last,
-                num_devices=len(reach.nodes) if machine.keeps_partitions and RAM not in reach.nodes else 1,
-                pace=reach.pace,
-            )
-        except ValueError as error:
-            raise RecordingError(str(error)) from error
-        if self.trace is not None or self._executor.watch.callback is not None:  # both observe single tasks
-            return planned
-        if not self._graphs:
-            kinds = [worker.kind for worker in machine.workers]
-            if not groups or any(kind != "cpu" for kind in kinds):
-                return planned
-            return fuse_groups_if_they_fit(planned, len(kinds), reach.memory, self._inner_record)
-        devices = [nodes.budget(NodeId(node)) for node, name in enumerate(nodes.names) if name.startswith("cuda")]
-        return fuse_if_it_fits(planned, devices, last, self._inner_record)
+        planned = plan_step(self._executor, recorder.finish(), order, recompute, self._inner_record, graphs=self._graphs, groups=groups)
+        step.complete(planned, recorder.kept)
 
     def _inner_record(self, nbytes: int, view: ScratchView, data_class: DataClass) -> HandleRecord:
         """Create a record for the scratch memory of a fused task, or for data that several of them share."""
@@ -381,27 +290,6 @@ class Runtime(RecordingRuntime):
         """
         reach = reach_of(self._executor.machine, self._executor.models)
         return lower_bounds(plan, seconds, num_workers=len(self.worker_names), memory=reach.memory, pace=reach.pace(plan))
-
-    def instantiate(self, plan: StepPlan) -> tuple[Replay, dict[HandleRecord, HandleRecord]]:
-        """Create one instance of a recorded step, and a twin of each handle that the step owns."""
-        first_id = self._executor.take_numbers(len(plan.tasks))
-        return plan.instantiate(self.clone_record, first_id, computes_on_last=self._executor.machine.computes_on_last)
-
-    def waiter(self) -> Waiter:
-        """Return a waiter that is woken if the runtime breaks."""
-        return self._executor.waiters.enter()
-
-    def wake(self, waiter: Waiter) -> None:
-        """Wake the thread that waits on `waiter`."""
-        self._executor.waiters.wake(waiter)
-
-    def start_replay(self, replay: Replay, ticket: Ticket) -> None:
-        """Start a replay; `ticket` receives its outcome."""
-        self._executor.start_replay(replay, ticket.end)
-
-    def failure_of(self, replay: Replay) -> BaseException | None:
-        """Return the first error of a replay's tasks since it began, even if it has not ended; None without one."""
-        return self._executor.failure_of(replay)
 
     @property
     def tier_failure(self) -> TierFailed | None:
@@ -447,7 +335,7 @@ class Runtime(RecordingRuntime):
 
     def close(self) -> None:
         """Stop the workers after their current kernels; other tasks are abandoned. Idempotent."""
-        self.refuse_inside("close()")
+        self._executor.watch.refuse_inside("close()")
         self._executor.close()
 
     def __enter__(self) -> Runtime:
@@ -460,19 +348,27 @@ class Runtime(RecordingRuntime):
         finally:
             self.close()
 
-    @staticmethod
-    def worker_name(worker: Worker) -> str:
-        """Return the name of a worker in reports, such as "cpu:0" or "sim:1"."""
-        return worker_name(worker)
+
+def _check_workers(cpu_workers: int, sim_gpus: int, num_gpus: int, *, aside: bool) -> None:
+    if aside and not (num_gpus or sim_gpus):
+        raise ValueError(f"aside=True needs a device, got {cpu_workers} CPU workers and no device; leave `aside` out")
+    if num_gpus and sim_gpus:
+        raise ValueError(f"devices must be real or simulated, got {num_gpus} and {sim_gpus}; leave one kind out")
+    devices = sim_gpus or num_gpus
+    if cpu_workers < 0 or devices < 0 or cpu_workers + devices == 0:
+        raise ValueError(f"a runtime needs at least one worker, got {cpu_workers} CPU workers and {devices} simulated devices")
 
 
-def _check_machine(cpu_workers: int, sim_gpus: int, budgets: Mapping[str, int | None], sched: str, evict: str) -> None:
-    if cpu_workers < 0 or sim_gpus < 0 or cpu_workers + sim_gpus == 0:
-        raise ValueError(f"a runtime needs at least one worker, got {cpu_workers} CPU workers and {sim_gpus} simulated devices")
+def _check_policies(sched: str, evict: str) -> None:
     if sched != "auto" and sched not in POLICIES:
         raise ValueError(f"unknown scheduling policy {sched!r}; there are auto, {', '.join(POLICIES)}")
     if evict not in EVICTION_POLICIES:
         raise ValueError(f"unknown eviction policy {evict!r}; there are {', '.join(EVICTION_POLICIES)}")
+
+
+def _check_budgets(budgets: Mapping[str, int | None], *, has_gpus: bool) -> None:
     for name, budget in budgets.items():
         if budget is not None and (not isinstance(budget, Integral) or budget <= 0):
             raise ValueError(f"{name} must be a positive number of bytes, got {budget!r}; give a whole number such as 1 << 30")
+    if has_gpus and budgets["gpu_memory"] is None:
+        raise ValueError("GPUs need a budget; give gpu_memory, the bytes of each")

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from ..core.codelet import Codelet
@@ -34,6 +35,7 @@ class ReleaseInbox(Protocol):
         """Take the record of a handle that the program no longer references."""
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Handle:
     """A piece of data that the scheduler moves and tracks.
 
@@ -46,46 +48,24 @@ class Handle:
         data_class: class of the data in reports of traffic.
         combine: codelet called as ``combine(total RW, other R)``; required if the handle is summed in more than one lane.
         inbox: receives the record when the handle is released; None for no inbox.
+
+    Attributes:
+        written: whether a task writes it, or the first lane.
+        num_contributions: number of counted contributions since the lanes were last combined.
+        lanes: partial accumulators by number; None outside a sum.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "combine",
-        "data_class",
-        "inbox",
-        "kind",
-        "lanes",
-        "name",
-        "nbytes",
-        "num_contributions",
-        "record",
-        "view",
-        "written",
-    )
-
-    def __init__(
-        self,
-        record: Any,
-        nbytes: int,
-        view: View,
-        *,
-        name: str,
-        kind: Kind,
-        data_class: DataClass,
-        combine: Codelet | None,
-        inbox: ReleaseInbox | None,
-    ) -> None:
-        self.record = record
-        self.nbytes = nbytes
-        self.view = view
-        self.name = name
-        self.kind: Kind = kind
-        self.data_class: DataClass = data_class
-        self.combine = combine
-        self.inbox = inbox
-        self.written = False
-        self.num_contributions = 0
-        self.lanes: dict[int, Handle] | None = None
+    record: Any
+    nbytes: int
+    view: View
+    name: str
+    kind: Kind
+    data_class: DataClass
+    combine: Codelet | None
+    inbox: ReleaseInbox | None
+    written: bool = False
+    num_contributions: int = 0
+    lanes: dict[int, Handle] | None = None
 
     def __del__(self) -> None:
         inbox = getattr(self, "inbox", None)  # absent when __init__ itself failed

@@ -90,7 +90,13 @@ class Dispatch:
             self.policy = Pinned(self.policy)
 
     def explain(self, estimates: Estimates, names: Collection[str], count: int) -> Sequence[Placement]:
-        """Record the next `count` placements of recorded tasks with these names; the returned list grows as they happen."""
+        """Record the next `count` placements of recorded tasks with these names; the returned list grows as they happen.
+
+        Args:
+            estimates: estimates for the candidates, if the policy does not weigh costs itself.
+            names: names of codelets.
+            count: number of placements to record.
+        """
         holder = self.policy if isinstance(self.policy, Pinned) else self
         policy = holder.policy.policy if isinstance(holder.policy, Explained) else holder.policy
         watched = holder.policy = Explained(policy, estimates, self.joined, names, count)

@@ -1,8 +1,8 @@
 """The scheduler as a state machine: events in, actions out.
 
 `docs/internals/scheduler.md` describes the life of a task. The machine composes the parts: `dependencies` finds the tasks without unfinished
-predecessors, `dispatch` assigns them to workers and admits them to memory, `memory` places and copies data, `prefetchers` look ahead. It handles
-failures itself.
+predecessors, `dispatch` assigns them to workers and admits them to memory, `memory` places and copies data, `prefetchers` look ahead, and `losses`
+handles failures.
 
 Every event has one list of actions: `Machine.handle` creates it, passes it as the argument `actions` to every method that can cause actions, and
 returns it. No part keeps the list, so all actions follow from the present event, and a signature shows whether a method can cause actions.
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Literal
+from typing import Final
 
 from . import dependencies as graph
 from .dispatch import Dispatch
-from .errors import InvalidEvent, Stalled, TaskError
+from .errors import InvalidEvent
 from .events import (
     Action,
     CopyFailed,
@@ -27,7 +27,6 @@ from .events import (
     HandleAdopted,
     HandleChanged,
     HandleReleased,
-    ReportFailure,
     ReportStepDone,
     SourceAttached,
     StepStarted,
@@ -37,7 +36,7 @@ from .events import (
     WorkerJoined,
 )
 from .invariants import check_replicas
-from .memory import coherence
+from .losses import Losses
 from .memory.admission import Admission
 from .memory.eviction_policies import DEFAULT_EVICTION, EVICTION_POLICIES, Foresight
 from .memory.memory_node import MemoryNode
@@ -46,9 +45,10 @@ from .memory.status import MemoryStatus
 from .performance_model import Estimates
 from .policies import Placement, Policy
 from .prefetchers import Lookaheads
-from .records import FILE, RW, SCRATCH, HandleRecord, NodeId, R, Replay, Replica, Task, W, Worker
+from .records import SCRATCH, HandleRecord, R, Replay, Task, Worker
 from .stalls import Stalls
-from .story import tell
+from .step_plan import begin_replay
+from .story import stalled, tell
 
 HISTORY: Final = 512
 """Number of events remembered for stories."""
@@ -62,11 +62,7 @@ class Machine:
       - A pinned replica is never evicted, moved or freed.
       - When nothing runs or moves, any task that fits on any node is admitted. If there is none, the oldest blocked task fails with `DoesNotFit`. So
         nothing hangs, as long as the program releases the data that it has acquired.
-      - The outputs of a task that failed or was cancelled are lost. Tasks that would read lost data are cancelled; a task that overwrites lost data
-        completely revives it.
-      - An exception for tasks of a replay that never began, because they were cancelled or failed before their kernel changed anything: data that
-        outlives the replay, and that the replay was to update, keeps its value. It counts as lost for the rest of this replay and is unchanged for
-        all other tasks. This does not hold for plain tasks: it is unknown which of the later tasks could use the old value.
+      - The outputs of a task that failed or was cancelled are lost, unless they are stale (`losses`); tasks that would read them are cancelled.
 
     Args:
         nodes: memory nodes; the id of a node is its position, and host memory is the first.
@@ -80,7 +76,6 @@ class Machine:
         handlers: the method that handles each type of event.
         num_unfinished: number of submitted tasks that are neither done, failed nor cancelled.
         num_finished: number of all other tasks ever submitted or replayed.
-        num_lost: number of handles whose data is lost.
     """
 
     def __init__(self, nodes: Sequence[MemoryNode], policy: Policy, *, eviction: str = DEFAULT_EVICTION, prefetch: bool = True) -> None:
@@ -89,14 +84,13 @@ class Machine:
         self._admission = Admission(self._replicas)
         self._nodes = self._replicas.nodes
         self._dispatch = Dispatch(self._replicas, self._admission, policy)
+        self._losses = Losses(self._dispatch, self._replicas)
         self._lookaheads = Lookaheads(self._dispatch, self._replicas, enabled=prefetch)
         self.memory = MemoryStatus(self._replicas, self._admission)
         self.stalls = Stalls(self._dispatch, self._replicas.copies)
         self._history: deque[Event] = deque(maxlen=HISTORY)
         self.num_unfinished = 0
         self.num_finished = 0
-        self.num_lost = 0
-        self._num_stale = 0  # entries of `Replay.stale` of all replays
         self._progress = 0  # number of ended tasks, dropped replicas and ended copies when blocked tasks were last retried
         self.handlers: dict[type, Callable[..., None]] = {
             TaskSubmitted: self._on_task_submitted,
@@ -104,7 +98,7 @@ class Machine:
             TaskFinished: self._on_task_finished,
             TaskFailed: self._on_task_failed,
             CopyFinished: self._on_copy_finished,
-            CopyFailed: self._on_copy_failed,
+            CopyFailed: self._losses.fail_copy,
             WorkerJoined: self._on_worker_joined,
             HandleReleased: self._on_handle_released,
             SourceAttached: self._on_source_attached,
@@ -137,18 +131,8 @@ class Machine:
         """Number of tasks that wait for a worker."""
         return self._dispatch.num_ready
 
-    def blocked(self, node: NodeId) -> Sequence[Task]:
-        """Return the tasks that wait for memory of a node, oldest first."""
-        return self._dispatch.blocked[node]
-
     def explain(self, estimates: Estimates, names: Collection[str], count: int) -> Sequence[Placement]:
-        """Record the next `count` placements of recorded tasks with these names; the returned list grows as they happen.
-
-        Args:
-            estimates: estimates for the candidates, if the policy does not weigh costs itself.
-            names: names of codelets.
-            count: number of placements to record.
-        """
+        """Record the next placements of recorded tasks, see `Dispatch.explain`."""
         return self._dispatch.explain(estimates, names, count)
 
     def handle(self, event: Event) -> list[Action]:
@@ -201,12 +185,7 @@ class Machine:
             raise InvalidEvent(f"a replay was started while replay {replay.number} still has {replay.num_unfinished} tasks")
         if replay.has_pins:
             self._dispatch.keep_pins()
-        replay.failure = None
-        replay.num_unfinished = len(replay.tasks)
-        replay.done = bytearray(len(replay.tasks))
-        replay.frontier = 0
-        replay.partition_nodes = self._lookaheads.partition_nodes if len(self._lookaheads.partition_nodes) == len(replay.partitions) else ()
-        replay.heads = [0] * len(replay.partition_nodes)
+        begin_replay(replay, self._lookaheads.partition_nodes)
         if self._replicas.num_cold:
             self._replicas.want(use.handle for use in replay.shared)
         if replay.tasks:
@@ -215,10 +194,10 @@ class Machine:
         for handle, num_uses in replay.owned:
             handle.num_uses += num_uses
             if handle.replicas:  # a copy still in progress kept the replicas beyond the last use
-                self._lose(handle, "it died with an earlier replay", actions)
+                self._losses.lose(handle, "it died with an earlier replay", actions)
                 self._replicas.reservations.reenter(handle, replay)
             elif handle.lost is not None:
-                self._revive(handle)
+                self._losses.revive(handle)
         for use in replay.shared:
             use.handle.num_uses += use.num_uses
             use.handle.use_schedule = use.use_schedule
@@ -236,7 +215,7 @@ class Machine:
         task = event.task
         if task.state != "running":
             raise InvalidEvent(f"{task!r} finished while {task.state}\n{tell(self._history, task)}")
-        replicas = self._replicas
+        replicas, losses = self._replicas, self._losses
         has_several = replicas.has_several
         if task.step is not None:
             task.step.done[task.position] = 1
@@ -252,15 +231,15 @@ class Machine:
             if mode != R:
                 replica.state = "modified"
                 if handle.lost is not None:
-                    self._revive(handle)
-                if self._num_stale:
-                    self._catch_up(task.step, handle)
+                    losses.revive(handle)
+                if losses.count:
+                    losses.catch_up(task.step, handle)
             if has_several:
                 replicas.unpin(replica)
             else:  # the only tier: no replica is ever evicted
                 replica.pins -= 1
             if not uses and handle.released:
-                self._free(handle, actions)
+                losses.free(handle, actions)
         task.state = "done"
         self._retire(task, actions)
 
@@ -274,15 +253,15 @@ class Machine:
                 if replica.state == "scratch":
                     self._replicas.drop(replica, actions)
             else:
-                self._let_go(replica, actions)
-        self._give_up(task, event.error, "failed", actions, keeps=not event.has_begun)
+                self._losses.let_go(replica, actions)
+        self._losses.give_up(task, event.error, "failed", actions, keeps=not event.has_begun)
         self._retire(task, actions)
 
     def _on_copy_finished(self, event: CopyFinished, actions: list[Action]) -> None:
         handle = event.source.handle
         arrived = self._replicas.finish_copy(event.source, event.target)
         if not handle.num_uses and handle.released:
-            self._free(handle, actions)
+            self._losses.free(handle, actions)
         elif handle.lost is not None:
             self._replicas.drop_unpinned(handle, actions)
         for task in arrived:
@@ -290,48 +269,13 @@ class Machine:
         if arrived and self._dispatch.num_ready:  # a worker whose tasks all waited for copies may take another one
             self._dispatch.feed(actions)
 
-    def _on_copy_failed(self, event: CopyFailed, actions: list[Action]) -> None:
-        """Handle a failed copy. After a failed write, the tier is closed. After a failed read, the data is lost and its readers are cancelled."""
-        source, target, error = event.source, event.target, event.error
-        handle = source.handle
-        waiting = self._replicas.end_copy(source, target)
-        self._replicas.changed.discard(handle)
-        self._replicas.unpin(source)
-        self._replicas.unpin(target)
-        if source.node == FILE or self._nodes[source.node].is_storage:
-            self._lose(handle, f"it could not be read {'from its file' if source.node == FILE else 'back'}: {error}", actions)
-            for task in waiting:
-                if any(used is handle and mode != W for used, mode in task.accesses):
-                    self._replicas.copies.forget(task)
-                    cancelled = TaskError(f"{task!r} was cancelled: it needs {handle!r}, and {handle.lost}")
-                    cancelled.__cause__ = error
-                    self._dispatch.to_cancel.append((task, cancelled))
-                elif not task.num_arriving:
-                    self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
-        else:
-            self._replicas.break_tier(error)
-            if target.node != self._replicas.last:
-                self._replicas.drop(target, actions)
-            for task in waiting:
-                if not task.num_arriving:
-                    self._dispatch.stage(task, self._dispatch.workers[task.worker], actions)
-        if not handle.num_uses and handle.released:
-            self._free(handle, actions)
-
-    def _lose(self, handle: HandleRecord, reason: str, actions: list[Action], root: str | None = None) -> None:
-        if handle.lost is None:
-            self.num_lost += 1
-        handle.lost = reason
-        handle.root = root or reason
-        self._replicas.drop_unpinned(handle, actions)
-
     def _on_handle_released(self, event: HandleReleased, actions: list[Action]) -> None:
         handle = event.handle
         handle.released = True
         if handle in self._replicas.held:
             self._replicas.let_go(handle, actions)
         elif not handle.num_uses:
-            self._free(handle, actions)
+            self._losses.free(handle, actions)
 
     def _on_handle_adopted(self, event: HandleAdopted, actions: list[Action]) -> None:
         event.handle.next_use = event.next_use
@@ -345,26 +289,15 @@ class Machine:
         if handle.num_uses or handle.use_schedule is not None:
             raise InvalidEvent(f"{handle!r} was to be read from a file although tasks use it\n{tell(self._history, handle)}")
         self._replicas.take_for_readers(handle, event.scratch, actions)
-        self._free(handle, actions)
+        self._losses.free(handle, actions)
         self._replicas.attach(handle, event.source)
         if self._replicas.num_files == 1:
             self._lookaheads.choose_nodes()
 
     def _make_ready(self, task: Task, worker: Worker | None, actions: list[Action]) -> None:
         """Give a task without unfinished predecessors to the dispatch; `worker` ran the last of them."""
-        if not ((self.num_lost or self._num_stale) and self._reads_lost_data(task)):
+        if not (self._losses.count and self._losses.cancels(task)):
             self._dispatch.push(task, worker, actions)
-
-    def _reads_lost_data(self, task: Task) -> bool:
-        """Return whether the task reads lost data; if so, mark it for cancellation."""
-        stale = task.step.stale if task.step is not None else {}
-        for handle, mode in task.accesses:
-            why = handle.lost or stale.get(handle)
-            if why is not None and (mode == R or mode == RW):
-                reason = f"{task!r} was cancelled: it reads {handle!r}, which is lost because {why}"
-                self._dispatch.to_cancel.append((task, TaskError(reason)))
-                return True
-        return False
 
     def _retire(self, task: Task, actions: list[Action]) -> None:
         """Free the worker of a task that has run, release the task's successors, and give the worker a new task."""
@@ -400,9 +333,7 @@ class Machine:
                 self._advance(replay, actions)
             if not replay.num_unfinished:
                 if replay.failure is not None:
-                    replay.changed_nothing = all(first is None or handle in replay.stale for handle, first in replay.updated.items())
-                    self._num_stale -= len(replay.stale)
-                    replay.stale.clear()
+                    self._losses.end_replay(replay)
                 actions.append(ReportStepDone(replay, replay.number))
 
     def _advance(self, replay: Replay, actions: list[Action]) -> None:
@@ -417,55 +348,6 @@ class Machine:
         if self._dispatch.throttled:
             self._dispatch.release_throttled(actions)
 
-    def _give_up(self, task: Task, error: BaseException, state: Literal["failed", "cancelled"], actions: list[Action], *, keeps: bool) -> None:
-        """Report a task that failed or was cancelled, and mark its outputs as lost.
-
-        Args:
-            keeps: whether the task has not begun, so that outputs of a replay may keep their old values (`_keep_stale`).
-        """
-        task.state = state
-        step = task.step
-        if step is not None:
-            step.done[task.position] = 1
-            if step.failure is None:
-                step.updated = {use.handle: use.first_writer for use in step.shared if use.needs_data}
-        stale = {} if step is None else step.stale
-        root = next((why for handle, mode in task.accesses if mode != W and (why := handle.root or stale.get(handle)) is not None), None)
-        reason = f"{task!r} {state}: {error}"
-        if root is not None:  # name the first failure only: the text of a long chain of tasks would be as long as the chain
-            reason = f"{task!r} was cancelled, because {root}"
-        for handle, mode in task.accesses:
-            handle.num_uses -= 1
-            if (mode == W or mode == RW) and not (keeps and self._keep_stale(task, handle, root or reason, actions)):
-                self._lose(handle, reason, actions, root)
-            if handle.released and not handle.num_uses:
-                self._free(handle, actions)
-        if step is not None and step.failure is None:
-            step.failure = error
-        actions.append(ReportFailure(task, error))
-
-    def _keep_stale(self, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-        """Return whether an output that the task has not begun to write keeps its value from before the replay, and mark it so.
-
-        It does unless another task of the replay has begun to write it, or its old value was discarded because the replay overwrites it unread.
-        """
-        step = task.step
-        if step is None or handle.lost is not None:
-            return False
-        if handle in step.stale:
-            return True
-        if step.updated.get(handle) is not task or coherence.best_source(handle, None) is None:
-            return False
-        self._replicas.forget_write(handle, actions)
-        step.stale[handle] = reason
-        self._num_stale += 1
-        return True
-
-    def _catch_up(self, replay: Replay | None, handle: HandleRecord) -> None:
-        """Note that a task of a replay has written a handle, whose value is therefore not an old one any more."""
-        if replay is not None and replay.stale.pop(handle, None) is not None:
-            self._num_stale -= 1
-
     def _cancel(self, task: Task, error: BaseException, actions: list[Action]) -> None:
         """End a task that will never run."""
         if task.state == "blocked":
@@ -473,27 +355,9 @@ class Machine:
         elif task.state == "fetching":
             self._dispatch.withdraw(task)
             for replica in task.replicas:
-                self._let_go(replica, actions)
-        self._give_up(task, error, "cancelled", actions, keeps=True)
+                self._losses.let_go(replica, actions)
+        self._losses.give_up(task, error, "cancelled", actions, keeps=True)
         self._release_successors(task, None, actions)
-
-    def _let_go(self, replica: Replica, actions: list[Action]) -> None:
-        """Unpin a replica of a task that will not run; drop it if it holds no data."""
-        self._replicas.unpin(replica)
-        if not replica.pins and (replica.state == "scratch" or (replica.state == "reserved" and not replica.is_backing)):
-            self._replicas.drop(replica, actions)
-
-    def _revive(self, handle: HandleRecord) -> None:
-        handle.lost = handle.root = None
-        self.num_lost -= 1
-
-    def _free(self, handle: HandleRecord, actions: list[Action]) -> None:
-        """Drop every replica of a dead handle, without write-back."""
-        for replica in list(handle.replicas.values()):
-            if replica.node in handle.replicas:  # an empty backing replica is dropped along with the last other replica
-                self._replicas.drop(replica, actions)
-        if handle.lost is not None:
-            self._revive(handle)
 
     def _make_progress(self, actions: list[Action]) -> None:
         """Cancel the tasks marked for it, retry blocked tasks, and ensure that something is in progress while tasks remain."""
@@ -518,16 +382,9 @@ class Machine:
             if oldest is not None:
                 dispatch.to_cancel.append((oldest, replicas.broken or self._admission.does_not_fit(oldest)))
             elif dispatch.joined:
-                self._raise_stalled()
+                raise stalled(self._history, dispatch, self.num_unfinished)
             else:
                 return
-
-    def _raise_stalled(self) -> None:
-        kinds = sorted({worker.kind for worker in self._dispatch.joined})
-        raise Stalled(
-            f"{self.num_unfinished} tasks remain, {self._dispatch.num_ready} of them ready, but nothing runs or moves; "
-            f"workers are of kind {', '.join(kinds)}\n{tell(self._history)}"
-        )
 
     def validate(self) -> None:
         """Check all invariants that hold between two events.

@@ -91,25 +91,6 @@ class Estimates(Protocol):
         """Return the seconds to move `nbytes` over an idle link; 0 from a node to itself."""
 
 
-class NoEstimates:
-    """Estimates without models: every task takes a second, and copies take no time."""
-
-    def __init__(self) -> None:
-        self.memory: MemoryView = Boundless()
-
-    def task_seconds(self, task: Task, kind: WorkerKind) -> float:
-        """Return one second."""
-        return 1.0
-
-    def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """Return 0."""
-        return 0.0
-
-
-NO_ESTIMATES: Final = NoEstimates()
-"""Estimates for policies created without models."""
-
-
 class Given:
     """Estimates from given functions, as in virtual time.
 
@@ -130,6 +111,10 @@ class Given:
     def transfer_seconds(self, source: NodeId, target: NodeId, nbytes: int) -> float:
         """Return the given transfer time; 0 from a node to itself."""
         return 0.0 if self._transfer is None or source == target else self._transfer(source, target, nbytes)
+
+
+NO_ESTIMATES: Final = Given(lambda task, kind: 1.0)
+"""Estimates for policies created without models: every task takes a second, and copies take no time."""
 
 
 class _View(Protocol):
@@ -219,55 +204,27 @@ class Series:
         return self._typical
 
 
-class History:
-    """Measured durations by key.
-
-    Attributes:
-        series: all series; `storage.performance_store` reads and fills it.
-    """
-
-    def __init__(self) -> None:
-        self.series: dict[Key, Series] = {}
-
-    def add(self, key: Key, seconds: float) -> None:
-        """Record a duration; the first of each key is dropped."""
-        series = self.series.get(key)
-        if series is None:
-            series = self.series[key] = Series()
-        series.add(seconds)
-
-    def estimate(self, key: Key) -> float | None:
-        """Return the mean duration without spikes in seconds, or None without samples."""
-        series = self.series.get(key)
-        return None if series is None else series.typical
-
-
 class Models:
     """Estimates from measurements.
 
-    Args:
-        rates: rates of one worker of each kind, for tasks that were never measured.
-
     Attributes:
-        history: durations of tasks.
+        series: durations of tasks; `storage.performance_store` reads and fills it.
         links: models of links by (source, target); `declare_links` sets them before any copy.
     """
 
-    def __init__(self, rates: Mapping[WorkerKind, Rate] = RATES) -> None:
+    def __init__(self) -> None:
         self.memory: MemoryView = Boundless()
-        self.history = History()
+        self.series: dict[Key, Series] = {}
         self.links: dict[tuple[NodeId, NodeId], LinkModel] = {}
-        self._rates = {**RATES, **rates}
         self._guesses: dict[Key, float] = {}
 
     def record(self, task: Task, kind: WorkerKind, seconds: float) -> None:
         """Record how long a task ran. Takes less than a microsecond if the task's `model_key` is set, as in every replay after the first."""
         key = (*key_of(task), kind)
-        series = self.history.series.get(key)
+        series = self.series.get(key)
         if series is None:
-            self.history.add(key, seconds)
-        else:
-            series.add(seconds)
+            series = self.series[key] = Series()
+        series.add(seconds)
 
     def record_copy(self, source: NodeId, target: NodeId, nbytes: int, seconds: float) -> None:
         """Record how long a copy took, from the moment when it had the link to itself."""
@@ -303,10 +260,15 @@ class Models:
             link.remember(known.samples)
             link.fit()
 
+    def measured(self, key: Key) -> float | None:
+        """Return the mean duration of a series without spikes in seconds; None without samples."""
+        series = self.series.get(key)
+        return None if series is None else series.typical
+
     def task_seconds(self, task: Task, kind: WorkerKind) -> float:
         """Return the measured duration, or else a guess."""
         key = (*key_of(task), kind)
-        seconds = self.history.estimate(key)
+        seconds = self.measured(key)
         if seconds is None:
             seconds = self._guesses.get(key)
             if seconds is None:
@@ -315,7 +277,7 @@ class Models:
 
     def _guess(self, task: Task, kind: WorkerKind) -> float:
         """Return the cost divided by the rates of the worker: the larger of the times for operations and for bytes."""
-        cost, rate = _cost(task), self._rates.get(kind)
+        cost, rate = _cost(task), RATES.get(kind)
         if cost is None or rate is None:
             return UNKNOWN_SECONDS
         return max(cost[0] / rate.flops, cost[1] / rate.nbytes)

@@ -42,7 +42,10 @@ class Lookaheads:
             self.by_node = {node: Lookahead(replicas, node, is_only=len(nodes_of_tasks) == 1) for node in looking}
 
     def run(self, event: Event, actions: list[Action]) -> None:
-        """Look ahead where `event` changed something: on all nodes at the start of a step; on a single node if memory was short or data is unread."""
+        """Look ahead on the nodes where `event` changed something; at the start of a step, on all of them.
+
+        If there is a single node, it looks ahead at every event once data was evicted, or while data of the step has to be read or written.
+        """
         nodes: Iterable[NodeId] = ()
         if len(self.by_node) == 1:
             replicas = self._replicas

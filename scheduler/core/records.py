@@ -51,6 +51,9 @@ ANY: Final = 1 << 60
 HOST: Final = WorkerId(-1)
 """The program itself, as the worker of its acquisitions; it runs any number of them at a time."""
 
+NEW: Final = TaskId(-1)
+"""Id of a task that has not been submitted yet."""
+
 
 @dataclass(slots=True, eq=False)
 class Replica:
@@ -228,8 +231,8 @@ class Replay:
         partitions: positions of the tasks of each partition of the step, see `Task.planned_node`.
         partition_nodes: node of each partition; empty if the workers do not match the partitions.
         has_pins: whether any of its tasks is pinned.
-        returns: for each partition, or for all tasks if there are none, (from, position) of the tasks whose data has left the memory that they run
-            in, in planned order; from position `from` on, the bytes for that data are expected to be free.
+        returns: for each partition, or once without partitions, pairs (start, position) in planned order: the task at `position` uses data that has
+            left its worker's memory, and from position `start` on that memory is expected to have free bytes for the data.
         has_aside: whether any of its tasks runs aside.
         heads: for each partition, an index into its positions before which all tasks have ended.
         makes: for each position, the bytes of temporaries that its task is the first to write.

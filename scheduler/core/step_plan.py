@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from .records import ANY, FILE, RW, HandleRecord, Mode, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind
+from .records import ANY, FILE, RW, HandleRecord, Mode, NodeId, R, Replay, SharedUse, Task, TaskId, UseSchedule, W, WorkerId, WorkerKind
 
 
 @dataclass(slots=True, eq=False)
@@ -351,3 +351,13 @@ def positions_by_partition(partitions: Sequence[int]) -> list[list[int]]:
         if partition >= 0:
             positions[partition].append(position)
     return positions
+
+
+def begin_replay(replay: Replay, nodes: Sequence[NodeId]) -> None:
+    """Reset an instance of a step for its next replay; `nodes` run its partitions, one each, unless the numbers differ."""
+    replay.failure = None
+    replay.num_unfinished = len(replay.tasks)
+    replay.done = bytearray(len(replay.tasks))
+    replay.frontier = 0
+    replay.partition_nodes = nodes if len(nodes) == len(replay.partitions) else ()
+    replay.heads = [0] * len(replay.partition_nodes)

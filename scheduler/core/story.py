@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from .dispatch import Dispatch
+from .errors import Stalled
 from .events import (
     CopyFailed,
     CopyFinished,
@@ -50,3 +52,12 @@ def _line(event: Event, subject: Task | HandleRecord | None) -> str | None:
     elif isinstance(event, WorkerJoined) and subject is None:
         return f"WorkerJoined: worker {event.worker.id} ({event.worker.kind}) on node {event.worker.node}"
     return None
+
+
+def stalled(history: Iterable[Event], dispatch: Dispatch, num_unfinished: int) -> Stalled:
+    """Return the error of a machine whose tasks wait although nothing is in progress."""
+    kinds = sorted({worker.kind for worker in dispatch.joined})
+    return Stalled(
+        f"{num_unfinished} tasks remain, {dispatch.num_ready} of them ready, but nothing runs or moves; workers are of kind {', '.join(kinds)}\n"
+        f"{tell(history)}"
+    )

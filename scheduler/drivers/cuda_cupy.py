@@ -100,7 +100,7 @@ def find_gpus(
 
 
 @contextmanager
-def _device_of_thread(cuda: Any, index: int) -> Iterator[None]:
+def device_of_thread(cuda: Any, index: int) -> Iterator[None]:
     """Make a card the calling thread's current device for the block only.
 
     The thread may be the program's, which works on a device of its own, or the worker of another GPU, whose kernels would fail on this one.
@@ -115,7 +115,7 @@ def _device_of_thread(cuda: Any, index: int) -> Iterator[None]:
 
 def _facts(cuda: Any, index: int) -> GpuFacts:
     properties = cuda.getDeviceProperties(index)
-    with _device_of_thread(cuda, index):
+    with device_of_thread(cuda, index):
         free, total = cuda.memGetInfo()
     name = properties["name"]
     name = name.decode() if isinstance(name, bytes) else str(name)
@@ -304,7 +304,7 @@ class CupyGpu:
 
     def visit(self) -> AbstractContextManager[None]:
         """Make this GPU the calling thread's current device for a block only."""
-        return _device_of_thread(self._cuda, self.index)
+        return device_of_thread(self._cuda, self.index)
 
     def enter(self, stream: Stream) -> None:
         """Direct kernels and library calls of the calling thread to a stream of this GPU."""

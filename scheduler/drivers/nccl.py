@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
-from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, NoGpu
+from .cuda_cupy import INSTALL, CupyGpu, GpuFacts, NoGpu, device_of_thread
 from .gpu import Gpu, Stream
 
 INSTALL_NCCL: Final = "pip install -e '.[nccl13]' for CUDA 13, or '.[nccl12]' for CUDA 12"
@@ -117,12 +117,8 @@ class CupyNccl:
 
     def free_nbytes(self) -> int:
         """Return the free bytes of the GPU's memory according to CUDA."""
-        before = self._cuda.getDevice()
-        self._cuda.setDevice(self._facts.index)
-        try:
+        with device_of_thread(self._cuda, self._facts.index):
             return int(self._cuda.memGetInfo()[0])
-        finally:
-            self._cuda.setDevice(before)
 
     def unique_id(self) -> UniqueId:
         """Return a new unique id."""

@@ -9,7 +9,6 @@ inside it leaves it half advanced. Either breaks the executor permanently: every
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,31 +42,26 @@ from ..core.machine import Machine
 from ..core.memory.memory_node import MemoryNode
 from ..core.performance_model import Models
 from ..core.policies import POLICIES, Placement
-from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId, WorkerKind
+from ..core.records import HOST, HandleRecord, Replay, Task, TaskId, W, Worker, WorkerId
 from ..drivers.callbacks import Watch
 from ..drivers.disk import Source, readers_nbytes
-from ..drivers.gpu import Ended, Gpu
+from ..drivers.gpu import Gpu
 from ..storage.performance_store import PerfStore, machine_fingerprint
 from ..storage.tier import DiskTier
+from .backlog import WINDOW, Backlog
 from .counters import counters_of
 from .failures import Failures
 from .holds import Holds
+from .reports import TaskReports
 from .trace import Trace
 from .waiting import Waiter, WaiterSet
-from .workers import WorkerPool, worker_name
-
-WINDOW: Final = 8192
-"""Number of unfinished plain tasks at which `submit` waits."""
-
-SWITCH_SECONDS: Final = 5e-4
-"""Longest time in seconds that a thread waits for the interpreter when it needs it for microseconds, to hand out the next task, while another thread
-computes in Python."""
+from .workers import WorkerPool
 
 ABANDONED: Final = object()
 """Token of an acquisition whose program was interrupted while it waited."""
 
 
-class Executor:
+class Executor(TaskReports):
     """The machine, and the pool of threads that executes its actions.
 
     Args:
@@ -85,8 +79,6 @@ class Executor:
         closing: whether workers should stop after their present kernel.
         endings: for each replay, the function to call with its first error, or None, when it has ended.
         failures: the failures so far.
-        watch: the program's callback for finished tasks.
-        pool: memory and threads of the nodes.
     """
 
     def __init__(
@@ -117,25 +109,20 @@ class Executor:
         self.machine = Machine(nodes, POLICIES[policy](self.models), eviction=eviction, prefetch=prefetch)
         self.models.memory = self.machine.memory
         self._stalls = self.machine.stalls
-        self.kinds: set[WorkerKind] = set()
         self.endings: dict[Replay, Callable[[BaseException | None], None]] = {}
         self.failures = Failures()
         self._lock = threading.Lock()
         self.holds = Holds()
-        self._has_gpus = bool(gpus)
         self.pool = WorkerPool(self, budgets, None if disk is None else disk[0], gpus)
-        self._drained: list[Waiter] = []
-        self._throttled: list[Waiter] = []
+        self._backlog = Backlog(self.machine, self._lock, self.waiters)
         self._num_tasks = 0
         self._started = perf_counter()
 
     def start(self, cpu_workers: int, sim_gpus: int, bandwidth: float | None, *, aside: bool = False) -> None:
         """Start the threads and let the workers join, see `WorkerPool.start`."""
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         memory = self.machine.memory
         self.models.declare_links(len(memory.names), storage=memory.tier is not None, given=None if bandwidth is None else (0.0, bandwidth))
         for worker in self.pool.start(cpu_workers, sim_gpus, bandwidth, aside=aside):
-            self.kinds.add(worker.kind)
             self.bring(WorkerJoined(worker))
 
     def advance(self, event: TaskFinished | TaskFailed, worker: Worker, seconds: float | None) -> Task | None:
@@ -216,7 +203,7 @@ class Executor:
             try:
                 self._drain_inbox()
                 self._carry_out(
-                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=self._has_gpus))), None
+                    self.machine.handle(SourceAttached(handle, source, readers_nbytes(handle.size, source, has_gpus=bool(self.pool.gpus)))), None
                 )
                 self.pool.open_files()
             except DoesNotFit:
@@ -230,29 +217,6 @@ class Executor:
         self.failures.of_copy(error)
         if not self.closing:
             self.bring(CopyFailed(action.source, action.target, error))
-
-    def observe(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Record a task in the trace, if there is one."""
-        trace = self.trace
-        if trace is not None and trace.active:
-            trace.add_task(worker.id, task.name, task.id, start_ns, end_ns, worker.node, task.accesses)
-            if end_ns >= trace.counters_at_ns:
-                trace.add_counters(end_ns, [node.used for node in self.machine.memory.usage()], self.machine.num_ready)
-
-    def ended(self, worker: Worker, tasks: Sequence[Ended]) -> None:
-        """Record the durations of tasks that have ended on a GPU."""
-        for task, start_ns, end_ns in tasks:
-            if self.trace is not None:
-                self.observe(worker, task, start_ns, end_ns)
-        with self._lock:
-            for task, start_ns, end_ns in tasks:
-                if task.step is not None or task.model_key is not None:
-                    self.models.record(task, worker.kind, (end_ns - start_ns) * 1e-9)
-
-    def show(self, worker: Worker, task: Task, start_ns: int, end_ns: int) -> None:
-        """Call the program's callback with a finished task."""
-        node = worker.node
-        self.watch.show(task, worker_name(worker), self.machine.memory.name_of(node), self.pool.arenas[node].look, start_ns, end_ns)
 
     def fail(self, error: BaseException) -> None:
         """Break the executor: wake every waiting thread with the reason."""
@@ -288,18 +252,10 @@ class Executor:
         stalls = self._stalls
         if stalls.copying or stalls.dispatch.num_blocked or stalls.stalled:  # hot path: a property would add a call per event
             stalls.update(perf_counter_ns())
-        if self._drained or self._throttled:
-            remaining = self.machine.num_unfinished
-            if not remaining:
-                self._wake(self._drained)
-            if remaining <= WINDOW // 2:
-                self._wake(self._throttled)
+        reached = self._backlog.reached
+        if reached >= 0 and self.machine.num_unfinished <= reached:
+            self._backlog.wake()
         return mine
-
-    def _wake(self, waiters: list[Waiter]) -> None:
-        for waiter in waiters:
-            self.waiters.wake(waiter)
-        waiters.clear()
 
     def run_task(self, action: RunTask) -> None:
         """Post a task to its worker, or grant the program the data that it acquires."""
@@ -387,7 +343,7 @@ class Executor:
 
     def wait(self) -> BaseException | None:
         """Wait until no task is left; return the first failure since the last wait, or the stop that no call has reported."""
-        self._sleep(self._drained, 0)
+        self._backlog.wait(0)
         try:
             self.pool.wait_for_gpus()
         except BaseException as error:
@@ -398,18 +354,7 @@ class Executor:
     def throttle(self) -> None:
         """Wait until half of the window is free; do not wait if the program holds data, since tasks may wait for it."""
         if not self.machine.program.assigned:
-            self._sleep(self._throttled, WINDOW // 2)
-
-    def _sleep(self, waiters: list[Waiter], target: int) -> None:
-        waiter = self.waiters.enter()
-        try:
-            with self._lock:
-                if self.machine.num_unfinished <= target:
-                    return
-                waiters.append(waiter)
-            waiter.wait()
-        finally:
-            self.waiters.leave(waiter)
+            self._backlog.wait(WINDOW // 2)
 
     def stats(self, *, forget_recent_peak: bool) -> dict[str, Any]:
         """Return the counters since the start."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
@@ -21,6 +22,10 @@ from ..drivers.sim import CopyEngine
 from ..storage.arena import HostArena
 from ..storage.device import Arena, DeviceArena, PinnedRange
 from ..storage.tier import DiskTier
+
+SWITCH_SECONDS: Final = 5e-4
+"""Longest time in seconds that a thread waits for the interpreter when it needs it for microseconds, to hand out the next task, while another thread
+computes in Python."""
 
 SIM_DEPTH: Final = 3
 """Number of tasks admitted to a device at a time: one runs while the data of the next ones arrives."""
@@ -81,6 +86,7 @@ class WorkerPool:
             bandwidth: bytes per second of each simulated link; None for the speed of memory copies.
             aside: whether CPU workers stand aside, see `Worker`.
         """
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         num_devices = sim_gpus + len(self.gpus)
         kind: WorkerKind = "cuda" if self.gpus else "sim"
         nodes = [RAM, *(NodeId(1 + i) for i in range(num_devices))]

@@ -7,7 +7,6 @@ from .machine_pace import pace_of
 from .ordered_step import SUBMISSION, last_tier_bytes, least_last_bytes
 from .orders import candidates
 from .recompute import BLOCK, NONE, Value, Values
-from .repeated_structure import repetition
 from .weighing import Judge
 
 __all__ = [
@@ -30,6 +29,5 @@ __all__ = [
     "most_again",
     "pace_of",
     "plan_order",
-    "repetition",
     "what_is_asked",
 ]

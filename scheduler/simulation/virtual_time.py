@@ -235,29 +235,30 @@ def simulate(
         raise ValueError(
             f"policy must be one of {', '.join(POLICIES)}, replays and channels at least 1, got {policy!r}, {replays} and {channels}; change them"
         )
+    machine = _machine(nodes, policy, Given(duration, transfer), storage=storage, eviction=eviction, prefetch=prefetch)
+    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
+    return _replayed(driver, _loaded(driver, plan), replays, ahead=ahead)
+
+
+def _machine(nodes: Sequence[tuple[str, int]], policy: str, estimates: Given, *, storage: bool, eviction: str, prefetch: bool) -> Machine:
     last = len(nodes) - 1
     memories = [MemoryNode(name, budget, is_storage=storage and node == last) for node, (name, budget) in enumerate(nodes)]
-    estimates = Given(duration, transfer)
     machine = Machine(memories, POLICIES[policy](estimates), eviction=eviction, prefetch=prefetch)
     estimates.memory = machine.memory
-    driver = VirtualDriver(machine, workers, duration, transfer=transfer, channels=channels, host=host, aside=aside)
-    twin = _detached(plan)
-    num_tasks = len(twin.tasks)
-    for handle, own in zip(plan.uses, twin.uses, strict=True):
-        if plan.stays_in_file(handle):
-            driver.bring(SourceAttached(own, None))
-    instances = [twin.instantiate(_clone, num_tasks * (1 + which), computes_on_last=machine.computes_on_last) for which in range(2)]
-    outputs = [record for _, twins in instances for record in twins.values() if not record.released]
-    inputs = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
-    _load(driver, [*outputs, *inputs])
+    return machine
+
+
+def _replayed(driver: VirtualDriver, instances: Sequence[Replay], replays: int, *, ahead: bool) -> Simulation:
+    """Run the replays of a step by turns on its two instances; return the cost of the last one."""
+    num_tasks = len(instances[0].tasks)
 
     def start(number: int) -> None:
-        replay = instances[number % 2][0]
+        replay = instances[number % 2]
         replay.number, replay.first_order = number, num_tasks * (3 + number)
         driver.bring(StepStarted(replay))
 
     for number in range(replays):
-        replay = instances[number % 2][0]
+        replay = instances[number % 2]
         before = _measure(driver, num_tasks)
         if not ahead or number == 0:
             start(number)
@@ -265,7 +266,7 @@ def simulate(
             start(number + 1)
         driver.run(replay if ahead else None)
         if replay.num_unfinished:
-            raise SchedulerError(f"{replay.num_unfinished} tasks of the simulated step never ran\n{machine.story()}")
+            raise SchedulerError(f"{replay.num_unfinished} tasks of the simulated step never ran\n{driver.machine.story()}")
     return _difference(before, _measure(driver, num_tasks))
 
 
@@ -291,6 +292,19 @@ def _difference(before: Simulation, after: Simulation) -> Simulation:
     after.moved_bytes = {link: nbytes - before.moved_bytes.get(link, 0) for link, nbytes in after.moved_bytes.items()}
     after.num_evictions -= before.num_evictions
     return after
+
+
+def _loaded(driver: VirtualDriver, plan: StepPlan) -> list[Replay]:
+    """Return two instances of a step, after loading its inputs and their outputs."""
+    twin, last = _detached(plan), driver.machine.computes_on_last
+    for handle, own in zip(plan.uses, twin.uses, strict=True):
+        if plan.stays_in_file(handle):
+            driver.bring(SourceAttached(own, None))
+    instances = [twin.instantiate(_clone, len(twin.tasks) * (1 + which), computes_on_last=last) for which in range(2)]
+    outputs = [record for _, twins in instances for record in twins.values() if not record.released]
+    inputs = [handle for handle, use in reversed(twin.uses.items()) if use.needs_data and handle not in twin.owned and not twin.stays_in_file(handle)]
+    _load(driver, [*outputs, *inputs])
+    return [replay for replay, _ in instances]
 
 
 def _load(driver: VirtualDriver, handles: Sequence[HandleRecord]) -> None:

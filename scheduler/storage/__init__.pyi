@@ -1,5 +1,5 @@
 from .arena import HostArena
-from .cache_folder import user_cache
+from .cache_folder import replace_file, user_cache
 from .device import DeviceMemory
 from .file_pages import release_file_pages
 from .limits import check_budgets, default_ram_budget, filled_budgets, memory_budgets, memory_limit
@@ -18,5 +18,6 @@ __all__ = [
     "memory_budgets",
     "memory_limit",
     "release_file_pages",
+    "replace_file",
     "user_cache",
 ]

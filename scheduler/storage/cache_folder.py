@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,3 +20,24 @@ def user_cache() -> Path:
         return Path.home() / ".cache" / "nntask"
     except RuntimeError:
         return Path(os.devnull) / "nntask"
+
+
+def replace_file(path: Path, content: bytes) -> bool:
+    """Replace a file as a whole, by a temporary file in the same directory and a rename, so that a reader never sees a part of it.
+
+    Returns:
+        Whether the file was written. It is not on a full or read-only disk: a cache may stay as it was.
+    """
+    aside = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+    except OSError:
+        if aside is not None:
+            with suppress(OSError):
+                os.unlink(aside)
+        return False
+    return True

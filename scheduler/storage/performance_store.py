@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Any, Final
 from ..core.link_model import KEPT_COPIES, LinkModel
 from ..core.performance_model import KEPT, Key, Models, Series
 from ..core.records import FILE, FILE_NAME, NodeId
-from .cache_folder import user_cache
+from .cache_folder import replace_file, user_cache
 
 VERSION: Final = 2
 """Version of the file format; files of another version are ignored."""
@@ -99,7 +98,7 @@ class PerfStore:
         """
         tasks, links = self._read()
         for key, samples in tasks.items():
-            models.history.series[key] = Series(samples)
+            models.series[key] = Series(samples)
         num_links = 0
         ids = {name: node for node, name in self.names.items()}
         for (source, target), copies in links.items():
@@ -120,7 +119,7 @@ class PerfStore:
             Whether the file was written.
         """
         tasks, links = self._read()
-        known = {key: list(series.samples) for key, series in models.history.series.items() if series.samples}
+        known = {key: list(series.samples) for key, series in models.series.items() if series.samples}
         measured = {key: samples for key, samples in known.items() if tasks.get(key) != samples}
         tasks = {key: samples for key, samples in tasks.items() if key not in measured} | measured
         for (source, target), link in models.links.items():
@@ -132,23 +131,7 @@ class PerfStore:
             "tasks": [[*key, samples] for key, samples in list(tasks.items())[-MOST_SERIES:]],
             "links": [[*link, copies] for link, copies in sorted(links.items())],
         }
-        return self._write(json.dumps(content))
-
-    def _write(self, text: str) -> bool:
-        """Write a temporary file, then rename it; return whether that succeeded."""
-        aside = None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, aside = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
-            os.replace(aside, self.path)
-        except OSError:
-            if aside is not None:
-                with suppress(OSError):
-                    os.unlink(aside)
-            return False
-        return True
+        return replace_file(self.path, json.dumps(content).encode())
 
     def _read(self) -> Stored:
         """Return the series and links of the file; empty if it is absent, of another version or machine, or not in the format of `save`."""

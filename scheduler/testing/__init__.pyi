@@ -1,23 +1,6 @@
-from .cuda import FakeCuda, KernelParameter, KernelPointer
-from .driver import FakeDriver, FakeStep, collect_inside, fresh_machine
-from .gpu import FakeEvent, FakeGpu, FakeStream
-from .hazards import Access
-from .sequential import Run, Wrong, mix, truth
+from .driver import FakeDriver, FakeStep
+from .gpu import FakeGpu, FakeStream
+from .machines import collect_inside
+from .sequential import Run, Wrong, mix
 
-__all__ = [
-    "Access",
-    "FakeCuda",
-    "FakeDriver",
-    "FakeEvent",
-    "FakeGpu",
-    "FakeStep",
-    "FakeStream",
-    "KernelParameter",
-    "KernelPointer",
-    "Run",
-    "Wrong",
-    "collect_inside",
-    "fresh_machine",
-    "mix",
-    "truth",
-]
+__all__ = ["FakeDriver", "FakeGpu", "FakeStep", "FakeStream", "Run", "Wrong", "collect_inside", "mix"]

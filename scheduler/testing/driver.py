@@ -11,14 +11,11 @@ After every event `machine.validate()` runs, and every task is checked against `
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
 from ..core.actions import carry_out
-from ..core.dispatch import TASK_TRANSITIONS
-from ..core.event_log import Entry, EventLog, Revival, describe
 from ..core.events import (
     Action,
     CopyFailed,
@@ -39,11 +36,8 @@ from ..core.events import (
     TaskSubmitted,
     WorkerJoined,
 )
-from ..core.machine import Machine
 from ..core.memory.eviction_policies import DEFAULT_EVICTION
 from ..core.memory.extents import PAGE
-from ..core.memory.memory_node import MemoryNode
-from ..core.policies import POLICIES
 from ..core.records import (
     ANY,
     FILE,
@@ -63,6 +57,7 @@ from ..core.records import (
     WorkerKind,
 )
 from ..core.step_plan import RecordedTask, StepPlan
+from .machines import REACHABLE, collect_inside, fresh_machine
 from .sequential import Run, Wrong, mix, truth
 
 GARBAGE: Final = 0xDEADBEEFDEADBEEF
@@ -99,8 +94,6 @@ class FakeDriver:
         self.window = window
         self.machine = self.fresh_machine()
         self.memory: list[dict[int, int]] = [{} for _ in self.machine.memory.names]  # the number in each page, by its offset
-        self.log = EventLog()
-        self.actions: list[Entry] = []
         self.runs: list[Run] = []
         self.running: list[Task] = []
         self.copying: dict[CopyTile, int] = {}
@@ -111,8 +104,7 @@ class FakeDriver:
         self.steps_done: list[tuple[Replay, int]] = []
         self._current: dict[Task, Run] = {}
         self._states: dict[Task, str] = {}
-        self._num_tasks = 0
-        self._num_replays = 0
+        self._num_tasks = self._num_replays = 0
         if collect:
             collect_inside(self.machine)
         for number, (kind, node, depth) in enumerate(workers):
@@ -202,14 +194,15 @@ class FakeDriver:
         self._bring(event)
 
     def _bring(self, event: Event) -> None:
-        self.log.add(event)
-        actions = self.machine.handle(event)
-        self.actions += map(describe, actions)
-        for action in actions:
+        for action in self.advance(event):
             carry_out(action, self)
         self.machine.validate()
         self._check_files()
         self._check_transitions()
+
+    def advance(self, event: Event) -> list[Action]:
+        """Return the machine's actions after an event."""
+        return self.machine.handle(event)
 
     def copy_tile(self, action: CopyTile) -> None:
         """Start the copy: its target holds garbage until it ends."""
@@ -354,7 +347,8 @@ class FakeDriver:
         Raises:
             Wrong: an outcome or a buffer differs.
         """
-        self._flush_inbox()
+        while self.inbox:
+            self._bring(HandleReleased(self.inbox.pop(0)))
         if self.machine.num_unfinished or any(not run.ended for run in self.runs):
             raise Wrong(f"tasks never ended: {[run.task for run in self.runs if not run.ended]}")
         values = truth(self.runs, self.unreadable, self.files)
@@ -372,32 +366,12 @@ class FakeDriver:
             if isinstance(expected, int) and (not held or set(held.values()) != {expected}):
                 raise Wrong(f"{handle!r} should hold {expected:#x} but the nodes hold {held}")
 
-    def _flush_inbox(self) -> None:
-        while self.inbox:
-            self._bring(HandleReleased(self.inbox.pop(0)))
-
-    def check_log(self) -> None:
-        """Check that the event log, replayed on a new machine, gives the same actions.
-
-        Raises:
-            Wrong: an action differs.
-        """
-        machine = self.fresh_machine()
-        actions = [describe(action) for event in Revival().events(self.log.entries) for action in machine.handle(event)]
-        if actions != self.actions:
-            position = next(
-                (i for i, pair in enumerate(zip(actions, self.actions, strict=False)) if pair[0] != pair[1]), min(len(actions), len(self.actions))
-            )
-            this, logged = actions[position : position + 1], self.actions[position : position + 1]
-            raise Wrong(f"the replayed log differs at action {position}: {this} instead of {logged}")
-
 
 class FakeStep:
     """A recorded step of a `FakeDriver`: two instances, with at most two replays in progress."""
 
     def __init__(self, driver: FakeDriver, plan: StepPlan) -> None:
-        self.driver = driver
-        self.plan = plan
+        self.driver, self.plan = driver, plan
         self.instances: list[tuple[Replay, dict[HandleRecord, HandleRecord]]] = []
         self.number = 0
 
@@ -424,44 +398,3 @@ class FakeStep:
 
     def _clone(self, handle: HandleRecord) -> HandleRecord:
         return self.driver.handle(handle.size // PAGE, f"{handle.name}'")
-
-
-def fresh_machine(pages: Sequence[int], policy: str, *, storage: bool, eviction: str, prefetch: bool = True) -> Machine:
-    """Return a machine whose nodes have the given numbers of pages."""
-    last = len(pages) - 1
-    nodes = [MemoryNode(f"node {at}", number * PAGE, is_storage=storage and at == last) for at, number in enumerate(pages)]
-    return Machine(nodes, POLICIES[policy](), eviction=eviction, prefetch=prefetch)
-
-
-def collect_inside(machine: Machine) -> None:
-    """Make every handler of a machine begin and end with a garbage collection."""
-    handlers = machine.handlers
-
-    def wrapped(handler: Callable[..., None]) -> Callable[..., None]:
-        def run(event: Event, actions: list[Action]) -> None:
-            gc.collect(0)
-            handler(event, actions)
-            gc.collect(0)
-
-        return run
-
-    for kind in list(handlers):
-        handlers[kind] = wrapped(handlers[kind])
-
-
-def _closure() -> dict[str, set[str]]:
-    reach: dict[str, set[str]] = {}
-    for (before, _), after in TASK_TRANSITIONS.items():
-        reach.setdefault(before, set()).add(after)
-    grown = True
-    while grown:
-        grown = False
-        for states in reach.values():
-            more = set().union(*(reach.get(state, set()) for state in states)) - states
-            states |= more
-            grown = grown or bool(more)
-    return reach
-
-
-REACHABLE: Final = _closure()
-"""States in which a task may be seen after each state, if several transitions happen within one event."""

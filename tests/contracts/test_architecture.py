@@ -99,7 +99,7 @@ def test_reaching_into_a_machine_is_noticed() -> None:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
     }
-    assert {part for part in parts if not part.startswith("_")} == {"handlers", "memory", "num_finished", "num_lost", "num_unfinished", "stalls"}
+    assert {part for part in parts if not part.startswith("_")} == {"handlers", "memory", "num_finished", "num_unfinished", "stalls"}
     assert reaches_into_a_machine(ast.parse("self.engine.machine._dispatch.joined")) == ["_dispatch"]
     assert reaches_into_a_machine(ast.parse("list(machine._replicas.copies)")) == ["_replicas"]
 

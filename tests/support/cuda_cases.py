@@ -39,13 +39,9 @@ FLOATS = {
     "rms_norm": (3,),
     "rms_norm_backward": (2, -1),
     "rotary": (1, 2),
-    "row_dots": (2,),
     "row_squares": (1, 2),
     "row_sums": (1,),
     "sgd": (1, 3, 4),
-    "softmax_apply": (1, 2),
-    "softmax_backward_apply": (2,),
-    "softmax_sums": (1, 2),
     "whole_attention": (4,),
     "whole_attention_backward": (4,),
 }

@@ -10,15 +10,15 @@ import numpy as np
 from support.weight_blocks import blocks_of, columns_of
 
 from tiles.block_format import BLOCK_FORMATS, ENCODED_FORMATS
-from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
+from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
 from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
-from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.reference.attention import FLOOR, NOTHING, Pair, Pattern, optional_tiles, scores
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head
@@ -461,7 +461,6 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
         lambda m: ([m(3, 5, 70), m(3, 70), m(3, 1, 70)], [2], {"first": False, "length": 9}),
     ],
     "mean_tokens_backward": [lambda m: ([m(3, 1, 7), m(3, 5, 7)], [1], {"length": 9})],
-    "multiply": [lambda m: ([m(5, 7), m(5, 7), m(5, 7)], [2], {})],
     "norm_apply": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(33), m(2, 9, 33)], [5], {}),
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), m(33), m(2, 9, 33)], [4], {}),
@@ -523,10 +522,6 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     ],
     "rotary_angles": [lambda m, t=t: ([m.positive(5), m(t, 5), m(t, 5)], [1, 2], {"start": 7}) for t in (4, 1100)],
     "rotary_angles_at": [lambda m, t=t: ([m.positive(5), m.ids(900, 2, t), m(2, t, 5), m(2, t, 5)], [2, 3], {}) for t in (4, 1100)],
-    "row_dots": [
-        lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [2], {"accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9)], [], {"accumulate": True}),
-    ],
     "row_squares": [
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [2], {"width": 70, "accumulate": False}),
         lambda m: ([m(2, 9, 33), m(2, 9), m(2, 9), _norm_room(m)], [], {"width": 70, "accumulate": True}),
@@ -537,14 +532,6 @@ CASES: dict[str, list[Callable[[Maker], Case]]] = {
     "sgd": [lambda m: _sgd(m, 0.0, False), lambda m: _sgd(m, 0.9, False), lambda m: _sgd(m, 0.9, True)],
     "silu_gate": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000)], [2], {})],
     "silu_gate_backward": [lambda m: ([m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000), m(9, 3000)], [3, 4], {})],
-    "softmax": [lambda m: ([m(2, 9, 333), m(2, 9, 333)], [1], {})],
-    "softmax_apply": [lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), m(2, 9, 33)], [3], {})],
-    "softmax_backward": [lambda m: ([m(2, 9, 333), m(2, 9, 333), m(2, 9, 333)], [2], {})],
-    "softmax_backward_apply": [lambda m: ([m(2, 9, 33), m(2, 9, 33), m(2, 9), m(2, 9, 33)], [3], {})],
-    "softmax_sums": [
-        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), _norm_room(m)], [1, 2], {"accumulate": False}),
-        lambda m: ([m(2, 9, 33), m(2, 9), m.positive(2, 9), _norm_room(m)], [], {"accumulate": True}),
-    ],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], [2], {})],
     "sum_squares": [lambda m: ([m(9, 3000), np.empty(1)], [1], {})],
     "swap_tokens": [lambda m, t=t, c=c: ([m(2, t, c), m(2, c, t)], [1], {}) for t, c in ((5, 7), (1, 40), (65, 33))],

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from scheduler.testing import KernelParameter, KernelPointer
+from support.fake_cuda import KernelParameter, KernelPointer
 
 _SIZES = {"float": 4, "bf16": 2, "int": 4, "u32": 4, "double": 8, "u64": 8, "long long": 8, "unsigned char": 1}
 _READ_BY = {"flash": 8}

@@ -8,7 +8,7 @@ import numpy as np
 
 from scheduler import Runtime
 from tiles import TileTensor
-from tiles.ops.elementwise import add, multiply, scale
+from tiles.ops.elementwise import add, copy, scale
 from tiles.ops.matmul import matmul
 
 SIZE, TILE = 192, 64
@@ -17,7 +17,7 @@ NBYTES = 4 * TILE * TILE
 
 
 def program(runtime: Runtime, seed: int, num_actions: int = 40) -> np.ndarray:
-    """Sums, products and scalings of matrices of 3 x 3 tiles, chosen by chance; some are read and written by the program in between."""
+    """Sums, products, copies and scalings of matrices of 3 x 3 tiles, chosen by chance; some are read and written by the program in between."""
     chance, rng = random.Random(seed), np.random.default_rng(seed)
     with runtime:
         tensors = []
@@ -31,7 +31,7 @@ def program(runtime: Runtime, seed: int, num_actions: int = 40) -> np.ndarray:
             if action == 0:
                 tensors[at] = add(tensors[a], tensors[b])
             elif action == 1:
-                tensors[at] = multiply(tensors[a], tensors[b])
+                tensors[at] = copy(tensors[a])
             elif action == 2:
                 tensors[at] = scale(tensors[a], 0.5)
             elif action == 3:

@@ -3,7 +3,7 @@
 
 `installed` puts them where our code imports them, so `CudaDevice`, `CupyGpu`, `Cublas` and `compiling` run as they are. What cuBLAS and ctypes refuse
 is refused here: types of arguments that were not declared, enumerations, leading dimensions, alignment, a workspace that a stream has taken away, the
-device of a handle. `scheduler.testing.FakeCuda` does the same for runtime and driver.
+device of a handle. `fake_cuda.FakeCuda` does the same for runtime and driver.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.cuda_emulator import CompiledSources
+from support.fake_cuda import FakeCuda, KernelParameter
+from support.fake_cuda_calls import CUDARuntimeError
 from support.gpu_training import Training
+from support.hazards import Access
 from support.kernel_declarations import declared_in
 from support.strict_nccl import StrictNccl
 
@@ -30,8 +33,6 @@ from nntask.hardware.gpus import CudaCards
 from nntask.models.gpt2 import GPT2Config
 from nntask.tiling.model_tiling import ModelTiling
 from scheduler.drivers import cuda_cupy
-from scheduler.testing import Access, FakeCuda, KernelParameter
-from scheduler.testing.cuda_calls import CUDARuntimeError
 from tiles.kernels.cuda import device, launch, products
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -41,7 +42,7 @@ _TYPES = {0: np.dtype(np.float32), 14: BF16}
 
 
 class SourceKernels:
-    """`testing.Kernels` of our sources: an image is the name of a source, its type of elements and its text.
+    """`fake_cuda.Kernels` of our sources: an image is the name of a source, its type of elements and its text.
 
     Args:
         folder: where libraries are built.

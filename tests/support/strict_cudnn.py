@@ -20,8 +20,9 @@ from types import ModuleType
 import ml_dtypes
 import numpy as np
 import pytest
+from support.fake_cuda import FakeCuda
+from support.hazards import Access
 
-from scheduler.testing import Access, FakeCuda
 from tiles.kernels.cuda import library_attention
 
 NAMES = (

@@ -1,4 +1,4 @@
-"""NCCL as CuPy 14 has it, between threads of one process: bytes move as between `scheduler.testing.FakeNetwork`'s ranks, and what NCCL refuses is
+"""NCCL as CuPy 14 has it, between threads of one process: bytes move as between `fake_nccl.FakeNetwork`'s ranks, and what NCCL refuses is
 refused (NCCL user guide: communicators, point-to-point, types).
 """
 
@@ -7,8 +7,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from scheduler.testing import Access, FakeCuda
-from scheduler.testing.nccl import FakeCommunicator, FakeNetwork, _Pair
+from support.fake_cuda import FakeCuda
+from support.fake_nccl import FakeCommunicator, FakeNetwork, _Pair
+from support.hazards import Access
 
 ID_NBYTES = 128
 UINT8 = 1

@@ -52,10 +52,6 @@ def _add(a: Tensor, b: Tensor, out: Tensor) -> dict[int, Tensor]:
     return {2: torch.add(a, b)}
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> dict[int, Tensor]:
-    return {2: torch.mul(a, b)}
-
-
 def _scale(x: Tensor, out: Tensor, *, alpha: float) -> dict[int, Tensor]:
     return {1: torch.mul(x, alpha)}
 
@@ -120,10 +116,6 @@ def _row_sums(x: Tensor, sums: Tensor, *, accumulate: bool) -> dict[int, Tensor]
     return {1: _onto(sums, x.sum(-1), accumulate)}
 
 
-def _row_dots(a: Tensor, b: Tensor, dots: Tensor, *, accumulate: bool) -> dict[int, Tensor]:
-    return {2: _onto(dots, (a * b).sum(-1), accumulate)}
-
-
 def _sum_squares(x: Tensor, out: Tensor) -> dict[int, Tensor]:
     return {1: x.double().square().sum().view(1)}
 
@@ -143,14 +135,6 @@ def _layer_norm_backward(x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, d
 
 def _rms_norm(x: Tensor, gamma: Tensor, y: Tensor, rstd: Tensor, *scratch: Tensor, eps: float, offset: float = 0.0) -> dict[int, Tensor]:
     return {2: F.rms_norm(x, gamma.shape, gamma + offset, eps)}
-
-
-def _softmax(x: Tensor, y: Tensor) -> dict[int, Tensor]:
-    return {1: F.softmax(x, -1)}
-
-
-def _softmax_backward(y: Tensor, dy: Tensor, dx: Tensor) -> dict[int, Tensor]:
-    return {2: torch.ops.aten._softmax_backward_data(dy, y, -1, y.dtype)}
 
 
 def _embedding(tokens: Tensor, table: Tensor, x: Tensor, *, v_start: int, vocab: int, accumulate: bool) -> dict[int, Tensor] | None:
@@ -218,15 +202,15 @@ TWINS: Final[dict[str, Twin]] = {
     for twin in (
         _accumulate, _activation, _activation_backward, _adam, _add, _add_into, _add_rows, _attention, _attention_delta, _batched_matmul,
         _cap, _column_sums, _copy, _embedding, _embedding_backward, _fill, _first_token, _gate, _gate_backward, _layer_norm,
-        _layer_norm_backward, _linear_bias, _matmul, _multiply, _rms_norm, _row_dots, _row_sums, _scale, _softmax, _softmax_backward,
+        _layer_norm_backward, _linear_bias, _matmul, _rms_norm, _row_sums, _scale,
         _sum_squares, _swap_tokens,
     )
 } | {"silu_gate": _gate, "silu_gate_backward": _gate_backward}  # fmt: skip
 
 _PARTS = (
     "add_rows_backward attention_apply attention_backward attention_lse attention_scores head_backward head_finish head_forward "
-    "mean_tokens mean_tokens_backward norm_apply norm_backward_apply norm_backward_sums norm_finish row_squares softmax_apply "
-    "softmax_backward_apply softmax_sums sum_scalars first_token_backward select_rows gather_rows "
+    "mean_tokens mean_tokens_backward norm_apply norm_backward_apply norm_backward_sums norm_finish row_squares "
+    "sum_scalars first_token_backward select_rows gather_rows "
 )
 _REASONS = {
     "random numbers by element are our own": "dropout keyed_uniform random_normal random_uniform",

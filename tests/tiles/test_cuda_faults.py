@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cuda_emulator import COMPILER
+from support.fake_cuda import FakeCuda
 from support.gpu_training import on_gpus
 from support.strict_cuda import STRICT_TRAINING, TIGHT, Libcublas, installed, opened
 
@@ -26,7 +27,6 @@ from scheduler.drivers.cuda_cupy import CupyGpu
 from scheduler.drivers.gpu import Flow
 from scheduler.storage import device as storage
 from scheduler.storage.device import DeviceArena, PinnedRange
-from scheduler.testing import FakeCuda
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda import device, launch, products
 from tiles.kernels.cuda.array import DeviceArray
@@ -184,7 +184,7 @@ FAULTS: dict[str, tuple[Fault, Callable[[FakeCuda], object], str]] = {
         "is recorded on a stream of device",
     ),
     "memory of another card": (
-        replaced(cuda_cupy, "_device_of_thread", lambda inner: lambda cuda, index: nullcontext()),
+        replaced(cuda_cupy, "device_of_thread", lambda inner: lambda cuda, index: nullcontext()),
         two,
         "is no memory|workspace is memory of|of device",
     ),

@@ -14,6 +14,7 @@ import pytest
 from support.cuda_emulator import COMPILER, Emulator
 from support.dask_nodes import nodes
 from support.deadline import DEADLINE
+from support.fake_cuda import FakeCuda
 from support.gpu_training import on_gpus
 from support.strict_cuda import STRICT_TRAINING, TIGHT, installed, opened
 
@@ -23,7 +24,6 @@ from nntask.optim.optimizers import AdamW
 from scheduler.core.errors import DeviceFailed, TaskError
 from scheduler.drivers.cuda_cupy import find_gpus
 from scheduler.drivers.nccl import CupyNccl
-from scheduler.testing import FakeCuda
 from tiles.kernels.catalog import kernel
 from tiles.kernels.cuda.array import DeviceArray
 from tiles.kernels.cuda.compiling import KernelBuildError

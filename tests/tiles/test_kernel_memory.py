@@ -18,7 +18,8 @@ import pytest
 from tiles.block_format import BLOCK_FORMATS
 from tiles.kernels.catalog import kernel, operations
 from tiles.kernels.cpu import blas
-from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import attention_scratch_nbytes as attention_scratch
+from tiles.kernels.cpu.attention_blocks import lse_scratch_nbytes as lse_scratch
 from tiles.kernels.cpu.attention_pattern import bias_scratch_nbytes as bias_scratch
 from tiles.kernels.cpu.cache import cache_scratch_nbytes as cached_scratch
 from tiles.kernels.cpu.loss import loss_scratch_nbytes as head_scratch
@@ -26,8 +27,6 @@ from tiles.kernels.cpu.norm import norm_scratch_nbytes as norm_scratch
 from tiles.kernels.cpu.optimizer import optimizer_scratch_nbytes as update_scratch
 from tiles.kernels.cpu.pages import paged_scratch_nbytes as paged_scratch
 from tiles.kernels.cpu.quantised import panel_scratch_nbytes
-from tiles.kernels.cpu.stored_attention import lse_scratch_nbytes as lse_scratch
-from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes as whole_scratch
 from tiles.kernels.reference.attention import Pair, Pattern
 from tiles.kernels.reference.buckets import Buckets
 from tiles.kernels.reference.loss import PLAIN, Head
@@ -108,14 +107,6 @@ def _attention_backward(m: Maker, p: float, stored: bool, group: int = 1) -> Cal
     args = [q, k, v, do, kept, m(1, h, tq), np.empty_like(q), np.empty_like(k), np.empty_like(v)]
     partials = np.empty(attention_scratch(tq, tk, m.dtype.itemsize, p), np.uint8)
     return [*args, *([KEY] if p else []), partials], {"at": _at(m, p), "stored": stored, "first_k": True, "first_q": True}
-
-
-def _whole_attention(m: Maker, backward: bool) -> Call:
-    tq, tk, h, size = _attention_sizes(m)
-    q, k, v, o = m(1, tq, h * size), m(1, tk, h * size), m(1, tk, h * size), m(1, tq, h * size)
-    room = np.empty(whole_scratch(h * tq, tq, tk, m.dtype.itemsize), np.uint8)
-    more = [m(1, tq, h * size), np.empty_like(q), np.empty_like(k), np.empty_like(v)] if backward else []
-    return [q, k, v, o, 5 * m(1, h, tq), *more, room], {"at": _at(m, 0.0)}
 
 
 def _patterned(m: Maker, backward: bool) -> Call:
@@ -379,7 +370,6 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "matmul": [lambda m, a=a, b=b: _product(m, a, b) for a in (False, True) for b in (False, True)],
     "mean_tokens": [lambda m, f=f: ([m.tile(), m(1, m.columns), m(1, 1, m.columns)], {"first": f, "length": m.rows}) for f in (False, True)],
     "mean_tokens_backward": [lambda m: ([m(1, 1, m.columns), m.tile()], {"length": m.rows})],
-    "multiply": _tiles(3),
     "norm_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.row(), m.row(), m.tile()], {})],
     "norm_backward_apply": [_norm_backward_apply],
     "norm_backward_sums": [
@@ -401,7 +391,6 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "rotary": [lambda m, p=p, n=n: _rotary(m, n or m.rows, p) for p in (False, True) for n in (1, 0)],
     "rotary_angles": [lambda m: ([m.row(), m(m.rows, m.columns), m(m.rows, m.columns)], {"start": 5})],
     "rotary_angles_at": [lambda m: ([m.row(), m.ids(5), m(1, m.rows, m.columns), m(1, m.rows, m.columns)], {})],
-    "row_dots": [lambda m, a=a: ([m.tile(), m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
     "row_squares": [lambda m: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"width": 70, "accumulate": True})],
     "row_sums": [lambda m, a=a: ([m.tile(), m.column()], {"accumulate": a}) for a in (False, True)],
     "scale": _tiles(2, alpha=0.25),
@@ -409,16 +398,9 @@ CASES: dict[str, list[Callable[[Maker], Call]]] = {
     "sgd": [lambda m, a=a, n=n, c=c: _sgd(m, a, n, c) for a, n in ((0.0, False), (0.9, False), (0.9, True)) for c in (False, True)],
     "silu_gate": _tiles(3),
     "silu_gate_backward": _tiles(5),
-    "softmax": _tiles(2),
-    "softmax_apply": [lambda m: ([m.tile(), m.column(), m.column(), m.tile()], {})],
-    "softmax_backward": _tiles(3),
-    "softmax_backward_apply": [lambda m: ([m.tile(), m.tile(), m.column(), m.tile()], {})],
-    "softmax_sums": [lambda m, a=a: ([m.tile(), m.column(), m.column(), _norm_room(m)], {"accumulate": a}) for a in (False, True)],
     "sum_scalars": [lambda m: ([np.array([1.5]), np.array([2.5]), np.empty(1)], {})],
     "sum_squares": [lambda m: ([m.tile(), np.empty(1)], {})],
     "swap_tokens": [lambda m: ([m.tile(), m(1, m.columns, m.rows)], {})],
-    "whole_attention": [lambda m: _whole_attention(m, False)],
-    "whole_attention_backward": [lambda m: _whole_attention(m, True)],
 }
 
 

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import tracemalloc
-from collections.abc import Callable
-
 import ml_dtypes
 import numpy as np
 import pytest
 from support.kernel_cases import (
     CASES,
-    Case,
     Maker,
-    _adam,
-    _product,
 )
 
 from scheduler import REDUX, RW, InlineRuntime, R, W
 from tiles import TileTensor
 from tiles.emission import emit
 from tiles.kernels.catalog import kernel, operations
-from tiles.kernels.cpu.attention import attention_scratch_nbytes as attention_scratch
-from tiles.kernels.reference.attention import Pair
 
 
 def test_every_kernel_has_a_twin_and_a_case() -> None:
     """No kernel without a readable reference and a case here."""
-    assert operations("cpu") == operations("reference") == sorted(CASES)
+    assert operations("reference") == sorted(CASES)
+    assert set(CASES) - set(operations("cpu")) == {"whole_attention", "whole_attention_backward"}  # only GPUs have a library for these
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("op", "number"), [(op, i) for op, cases in CASES.items() for i in range(len(cases))])
+@pytest.mark.parametrize(("op", "number"), [(op, i) for op in operations("cpu") for i in range(len(CASES[op]))])
 def test_cpu_equals_reference(op: str, number: int, dtype: type) -> None:
     """All arguments agree afterwards; pure outputs start as NaN, so nothing may read them."""
     args, outputs, constants = CASES[op][number](Maker(dtype))
@@ -47,54 +40,7 @@ def test_cpu_equals_reference(op: str, number: int, dtype: type) -> None:
             np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance, err_msg=f"argument {at}")
 
 
-BIG: dict[str, Callable[[Maker], Case]] = {
-    "activation_backward": lambda m: ([m(512, 512), m(512, 512), m(512, 512)], [2], {"kind": "gelu_new"}),
-    "adam": lambda m: _adam_big(m),
-    "attention": lambda m: _attention_big(m),
-    "dropout": lambda m: (
-        [m(512, 512), np.array([1, 2], np.uint64), m(512, 512)],
-        [2],
-        {"p": 0.1, "stream": 0, "shape": (512, 512), "origin": (0, 0)},
-    ),
-    "layer_norm": lambda m: ([m(512, 768), m(768), m(768), m(512, 768), m(512), m(512)], [3], {"eps": 1e-5}),
-    "layer_norm_backward": lambda m: (
-        [m(512, 768), m(768), m(512), m(512), m(512, 768), m(512, 768), m(768), m(768)],
-        [5],
-        {"accumulate": False, "residual": False},
-    ),
-    "linear_bias": lambda m: ([m(512, 256), m(256, 512), m(512), m(512, 512)], [3], {"trans_b": False}),
-    "matmul": lambda m: ([m(512, 256), m(256, 512), m(512, 512)], [2], _product(False, False, True)),
-    "softmax": lambda m: ([m(512, 512), m(512, 512)], [1], {}),
-    "embedding_backward": lambda m: ([m.ids(100, 4, 256), m(4, 256, 64), m(100, 64)], [2], {"v_start": 0, "accumulate": False}),
-    "random_normal": lambda m: ([m(512, 512)], [0], {"std": 1.0, "seed": 1, "stream": 0, "shape": (512, 512), "origin": (0, 0)}),
-}
-
-
-def _adam_big(make: Maker) -> Case:
-    args, outputs, constants = _adam(make, True, True)
-    return [make(512, 512), make(512, 512), make(512, 512), make.positive(512, 512), *args[4:]], outputs, constants
-
-
-def _attention_big(make: Maker) -> Case:
-    args = [make(1, 256, 64) for _ in range(4)] + [make(1, 1, 256) for _ in range(3)]
-    at = Pair(64, 0.125, True, 0, 0, 0, 0, 1, 256)
-    return [*args, np.empty(attention_scratch(256, 256, 4), np.uint8)], [3, 4, 5, 6], {"at": at, "first": True, "last": True}
-
-
-@pytest.mark.parametrize("op", BIG)
-def test_no_big_temporaries(op: str) -> None:
-    """Kernels on megabyte tiles allocate little beyond their arguments: pieces, never copies of a tile."""
-    args, _, constants = BIG[op](Maker(np.float32))
-    fast = kernel(op, "cpu")
-    fast(*args, **constants)  # first call: caches of the kernel itself
-    tracemalloc.start()
-    fast(*args, **constants)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 256 << 10, f"{op} allocated {peak >> 10} KiB"
-
-
-@pytest.mark.parametrize("op", ["silu_gate", "softmax", "scale", "multiply"])
+@pytest.mark.parametrize("op", ["silu_gate", "scale", "cap"])
 def test_16_bit_tiles_go_through_fp32(op: str) -> None:
     """A kernel without a twin for bf16 sees fp32 copies of 16-bit tiles and its output is rounded once."""
     runtime = InlineRuntime()

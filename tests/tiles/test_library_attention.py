@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import strict_cudnn
 from support.cuda_emulator import COMPILER
+from support.fake_cuda import FakeCuda
 from support.gpu_bench import KernelBench
 from support.gpu_training import on_gpus
 from support.kernel_cases import Maker
@@ -18,10 +19,9 @@ from support.strict_cuda import installed, opened
 from support.strict_cudnn import StrictCudnn
 
 from scheduler import InlineRuntime, TaskRuntime
-from scheduler.testing import FakeCuda
 from tiles import TileTensor
 from tiles.kernels.catalog import kernel
-from tiles.kernels.cpu.whole_attention import whole_scratch_nbytes
+from tiles.kernels.cpu.attention_blocks import whole_scratch_nbytes
 from tiles.kernels.cuda import library_attention
 from tiles.kernels.cuda.device import SPARE_NBYTES
 from tiles.kernels.reference.attention import Pair

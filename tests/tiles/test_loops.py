@@ -60,13 +60,9 @@ def test_nan_stays_nan(bits: int) -> None:
     x.view(np.uint32)[2, 37] = bits
     y, mean, rstd = np.empty_like(x), np.empty(4, np.float32), np.empty(4, np.float32)
     numbers = np.ones(100, np.float32)
-    for op, run in {
-        "softmax": lambda: kernel("softmax", "cpu")(x, y),
-        "layer_norm": lambda: kernel("layer_norm", "cpu")(x, numbers, numbers, y, mean, rstd, eps=1e-5),
-    }.items():
-        run()
-        assert np.isnan(y[2]).all(), op
-        assert np.isfinite(y[[0, 1, 3]]).all(), op
+    kernel("layer_norm", "cpu")(x, numbers, numbers, y, mean, rstd, eps=1e-5)
+    assert np.isnan(y[2]).all()
+    assert np.isfinite(y[[0, 1, 3]]).all()
     kernel("activation", "cpu")(x, y, kind="gelu_new")
     assert np.argwhere(np.isnan(y)).tolist() == [[2, 37]]
     peak, total = np.full(4, -np.inf, np.float32), np.zeros(4, np.float32)
@@ -132,8 +128,8 @@ def test_bits_do_not_depend_on_addresses(offset: int) -> None:
 def test_a_machine_compiles_once(tmp_path: Path) -> None:
     """A second process finds the loop on disk."""
     code = (
-        "import numpy as np\nfrom tiles.kernels.cpu.numba import exp_loops\nx = np.ones((1, 8), np.float32)\n"
-        "exp_loops.softmax(x, x.copy())\nprint(len(exp_loops.softmax.stats.cache_hits), len(exp_loops.softmax.stats.cache_misses))"
+        "import numpy as np\nfrom tiles.kernels.cpu.numba.exp_loops import capped as loop\nloop(np.ones((1, 8), np.float32), np.float32(1))\n"
+        "print(len(loop.stats.cache_hits), len(loop.stats.cache_misses))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     runs = [

@@ -1,6 +1,6 @@
-from .catalog import bf16_kernel, bf16_operations, kernel, operations
+from .catalog import bf16_kernel, kernel
 from .cpu import kernel_versions
-from .cpu.attention import attention_scratch_nbytes
+from .cpu.attention_blocks import attention_scratch_nbytes
 from .cpu.blas import fp32_products, gemm, set_blas_threads
 from .cpu.loss import loss_scratch_nbytes
 from .cpu.onednn.library import bf16_products, has_bf16_products
@@ -39,7 +39,6 @@ __all__ = [
     "attention_scratch_nbytes",
     "attention_seconds",
     "bf16_kernel",
-    "bf16_operations",
     "bf16_products",
     "device",
     "fp32_products",
@@ -50,7 +49,6 @@ __all__ = [
     "load_block_loops",
     "load_update_loops",
     "loss_scratch_nbytes",
-    "operations",
     "set_blas_threads",
     "shape_of",
     "takes_heads",

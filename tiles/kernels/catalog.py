@@ -53,9 +53,3 @@ def bf16_kernel(op: str) -> Native | None:
     """Return the kernel of operation `op` for bf16 tiles; None if there is none."""
     load()
     return registry.registered_bf16(op)
-
-
-def bf16_operations() -> list[str]:
-    """Return the names of all operations that have a kernel for bf16 tiles."""
-    load()
-    return registry.registered_bf16_operations()

@@ -18,9 +18,8 @@ import numpy as np
 from scheduler import REDUX, RW, SCRATCH, Access, Handle, R, W
 
 from ..emission import emit, scratch
-from ..kernels.cpu.attention_blocks import attention_scratch_nbytes, lse_scratch_nbytes
+from ..kernels.cpu.attention_blocks import attention_scratch_nbytes, lse_scratch_nbytes, whole_scratch_nbytes
 from ..kernels.cpu.attention_pattern import bias_scratch_nbytes
-from ..kernels.cpu.whole_attention import whole_scratch_nbytes
 from ..kernels.cuda.library_attention import takes_heads
 from ..kernels.reference.attention import PLAIN, Pair, Pattern
 from ..kernels.reference.buckets import Buckets

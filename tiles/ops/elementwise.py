@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -17,20 +17,18 @@ from .grid import same_axis, same_tiling
 
 def add(a: TileTensor, b: TileTensor) -> TileTensor:
     """a + b."""
-    return _binary("add", a, b)
+    return _each("add", [a, b], "add")[0]
 
 
-def multiply(a: TileTensor, b: TileTensor) -> TileTensor:
-    """a * b."""
-    return _binary("multiply", a, b)
-
-
-def _binary(op: str, a: TileTensor, b: TileTensor, **constants: Any) -> TileTensor:
-    same_tiling(a, b)
-    out = a.like(name=op)
-    for x, y, z in zip(a.handles, b.handles, out.handles, strict=True):
-        emit(a.runtime, op, [(x, R), (y, R), (z, W)], **constants)
-    return out
+def _each(op: str, inputs: Sequence[TileTensor], *names: str, **constants: Any) -> list[TileTensor]:
+    """Emit one task per tile over the inputs; return its outputs, tensors like the first input of the given names."""
+    first = inputs[0]
+    same_tiling(*inputs)
+    outputs = [first.like(name=name) for name in names]
+    for number in range(first.tiling.num_tiles):
+        accesses: list[Access] = [(tensor.handles[number], R) for tensor in inputs]
+        emit(first.runtime, op, [*accesses, *((tensor.handles[number], W) for tensor in outputs)], **constants)
+    return outputs
 
 
 def accumulate(addend: TileTensor, total: TileTensor) -> None:
@@ -42,10 +40,7 @@ def accumulate(addend: TileTensor, total: TileTensor) -> None:
 
 def scale(a: TileTensor, alpha: float) -> TileTensor:
     """alpha * a."""
-    out = a.like(name="scale")
-    for x, y in zip(a.handles, out.handles, strict=True):
-        emit(a.runtime, "scale", [(x, R), (y, W)], alpha=alpha)
-    return out
+    return _each("scale", [a], "scale", alpha=alpha)[0]
 
 
 def cast(a: TileTensor, dtype: npt.DTypeLike) -> TileTensor:
@@ -100,20 +95,13 @@ def _check_rows(x: TileTensor, p: TileTensor) -> None:
 def activation(x: TileTensor, kind: str) -> TileTensor:
     """activation(x) for kind "gelu_new", "gelu", "relu", "silu", "tanh", or a registered one."""
     _check_kind(kind)
-    out = x.like(name="activation")
-    for a, y in zip(x.handles, out.handles, strict=True):
-        emit(x.runtime, "activation", [(a, R), (y, W)], kind=kind)
-    return out
+    return _each("activation", [x], "activation", kind=kind)[0]
 
 
 def activation_backward(x: TileTensor, dy: TileTensor, kind: str) -> TileTensor:
     """dx = dy * activation'(x)."""
     _check_kind(kind)
-    same_tiling(x, dy)
-    out = x.like(name="d activation")
-    for a, g, d in zip(x.handles, dy.handles, out.handles, strict=True):
-        emit(x.runtime, "activation_backward", [(a, R), (g, R), (d, W)], kind=kind)
-    return out
+    return _each("activation_backward", [x, dy], "d activation", kind=kind)[0]
 
 
 def _check_kind(kind: str) -> None:
@@ -124,18 +112,16 @@ def _check_kind(kind: str) -> None:
 def gated(gates: TileTensor, up: TileTensor, kind: str) -> TileTensor:
     """activation(gates) * up, for the kinds of `activation`."""
     _check_kind(kind)
-    return _binary("silu_gate", gates, up) if kind == "silu" else _binary("gate", gates, up, kind=kind)
+    if kind == "silu":
+        return _each("silu_gate", [gates, up], "silu_gate")[0]
+    return _each("gate", [gates, up], "gate", kind=kind)[0]
 
 
 def gated_backward(gates: TileTensor, up: TileTensor, dy: TileTensor, kind: str) -> tuple[TileTensor, TileTensor]:
     """Gradients (dgates, dup) of `gated`."""
     _check_kind(kind)
-    same_tiling(gates, up, dy)
-    dgates, dup = gates.like(name="d gate"), up.like(name="d up")
-    op = "silu_gate_backward" if kind == "silu" else "gate_backward"
-    constants: dict[str, Any] = {} if kind == "silu" else {"kind": kind}
-    for a, u, g, da, du in zip(gates.handles, up.handles, dy.handles, dgates.handles, dup.handles, strict=True):
-        emit(gates.runtime, op, [(a, R), (u, R), (g, R), (da, W), (du, W)], **constants)
+    op, constants = ("silu_gate_backward", {}) if kind == "silu" else ("gate_backward", {"kind": kind})
+    dgates, dup = _each(op, [gates, up, dy], "d gate", "d up", **constants)
     return dgates, dup
 
 
@@ -143,19 +129,12 @@ def capped(x: TileTensor, most: float) -> TileTensor:
     """most * tanh(x / most)."""
     if not most > 0:
         raise ValueError(f"a cap must be above 0, got {most}")
-    out = x.like(name="capped")
-    for a, y in zip(x.handles, out.handles, strict=True):
-        emit(x.runtime, "cap", [(a, R), (y, W)], most=most)
-    return out
+    return _each("cap", [x], "capped", most=most)[0]
 
 
 def capped_backward(y: TileTensor, dy: TileTensor, most: float) -> TileTensor:
     """dx = dy * (1 - (y / most)^2), from the output y of `capped`."""
-    same_tiling(y, dy)
-    out = y.like(name="d capped")
-    for a, g, d in zip(y.handles, dy.handles, out.handles, strict=True):
-        emit(y.runtime, "cap_backward", [(a, R), (g, R), (d, W)], most=most)
-    return out
+    return _each("cap_backward", [y, dy], "d capped", most=most)[0]
 
 
 def rotary_angles(frequencies: TileTensor, length: int, tile: int) -> tuple[TileTensor, TileTensor]:

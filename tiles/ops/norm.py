@@ -1,4 +1,4 @@
-"""Normalisations and softmax over the last axis: one fused task if a row is one tile, else sums chained over the row's tiles.
+"""Normalisations over the last axis: one fused task if a row is one tile, else sums chained over the row's tiles.
 
 Legend: x (..., C); mean, rstd (...,); gamma, beta (C,).
 """
@@ -23,16 +23,7 @@ from .grid import chained, leading, same_axis, same_tiling, statistics
 
 def layer_norm(x: TileTensor, gamma: TileTensor, beta: TileTensor, eps: float) -> tuple[TileTensor, TileTensor, TileTensor]:
     """y = (x - mean) * rstd * gamma + beta. Returns (y, mean, rstd)."""
-    _check(x, gamma, beta)
-    y, mean, rstd = x.like(name="layer_norm"), statistics(x, "mean"), statistics(x, "rstd")
-    between = _between(x, "sums", "squares") if x.grid[-1] > 1 else []
-    for row in leading(x):
-        if x.grid[-1] == 1:
-            tile = (*row, 0)
-            accesses: list[Access] = [(x[tile], R), (gamma[0,], R), (beta[0,], R), (y[tile], W), (mean[row], W), (rstd[row], W)]
-            emit(x.runtime, "layer_norm", accesses, eps=eps)
-        else:
-            _norm_row(x, gamma, beta, y, (mean, rstd, *between), row, eps)
+    _, y, mean, rstd = _norm(x, None, gamma, beta, eps)
     return y, mean, rstd
 
 
@@ -40,51 +31,46 @@ def residual_layer_norm(
     x: TileTensor, r: TileTensor, gamma: TileTensor, beta: TileTensor, eps: float
 ) -> tuple[TileTensor, TileTensor, TileTensor, TileTensor]:
     """s = x + r; y = layer_norm(s). Returns (s, y, mean, rstd)."""
-    same_tiling(x, r)
-    if x.grid[-1] > 1:
-        s = add(x, r)
-        return s, *layer_norm(s, gamma, beta, eps)
-    _check(x, gamma, beta)
-    s, y, mean, rstd = x.like(name="residual"), x.like(name="layer_norm"), statistics(x, "mean"), statistics(x, "rstd")
-    for row in leading(x):
-        tile = (*row, 0)
-        accesses: list[Access] = [(x[tile], R), (r[tile], R), (gamma[0,], R), (beta[0,], R)]
-        accesses += [(s[tile], W), (y[tile], W), (mean[row], W), (rstd[row], W)]
-        emit(x.runtime, "residual_layer_norm", accesses, eps=eps)
+    s, y, mean, rstd = _norm(x, r, gamma, beta, eps)
     return s, y, mean, rstd
 
 
 def rms_norm(x: TileTensor, gamma: TileTensor, eps: float, offset: float = 0.0) -> tuple[TileTensor, TileTensor]:
     """y = x * rstd * (gamma + offset). Returns (y, rstd)."""
-    _check(x, gamma)
-    y, rstd = x.like(name="rms_norm"), statistics(x, "rstd")
-    cut = x.grid[-1] > 1
-    zero = fill(statistics(x, "zero"), 0.0) if cut else None
-    between = _between(x, "unused mean", "squares") if cut else []
-    for row in leading(x):
-        if zero is None:
-            tile = (*row, 0)
-            shift, constants = _shift(gamma, offset)
-            emit(x.runtime, "rms_norm", [(x[tile], R), (gamma[0,], R), (y[tile], W), (rstd[row], W), *shift], eps=eps, **constants)
-        else:
-            _norm_row(x, gamma, None, y, (zero, rstd, *between), row, eps, offset)
+    _, y, rstd = _norm(x, None, gamma, None, eps, offset)
     return y, rstd
 
 
 def residual_rms_norm(x: TileTensor, r: TileTensor, gamma: TileTensor, eps: float, offset: float = 0.0) -> tuple[TileTensor, TileTensor, TileTensor]:
     """s = x + r; y = rms_norm(s). Returns (s, y, rstd)."""
-    same_tiling(x, r)
+    s, y, rstd = _norm(x, r, gamma, None, eps, offset)
+    return s, y, rstd
+
+
+def _norm(x: TileTensor, r: TileTensor | None, gamma: TileTensor, beta: TileTensor | None, eps: float, offset: float = 0.0) -> list[TileTensor]:
+    """Normalise x, or x + r; without `beta` it is an RMS norm. Returns [s, y, mean, rstd], without the mean for an RMS norm."""
+    op, vectors = ("rms_norm", [gamma]) if beta is None else ("layer_norm", [gamma, beta])
+    _check(x, *vectors)
+    if r is not None:
+        same_tiling(x, r)
+        if x.grid[-1] > 1:  # only whole rows have a kernel that adds and normalises
+            x, r = add(x, r), None
+    s, y = x if r is None else x.like(name="residual"), x.like(name=op)
+    moments = [statistics(x, name) for name in (["rstd"] if beta is None else ["mean", "rstd"])]
     if x.grid[-1] > 1:
-        s = add(x, r)
-        return s, *rms_norm(s, gamma, eps, offset)
-    _check(x, gamma)
-    s, y, rstd = x.like(name="residual"), x.like(name="rms_norm"), statistics(x, "rstd")
+        zero = [fill(statistics(x, "zero"), 0.0)] if beta is None else []
+        between = _between(x, "unused mean" if beta is None else "sums", "squares")
+        for row in leading(x):
+            _norm_row(x, gamma, beta, y, (*zero, *moments, *between), row, eps, offset)
+        return [s, y, *moments]
     for row in leading(x):
         tile = (*row, 0)
-        accesses: list[Access] = [(x[tile], R), (r[tile], R), (gamma[0,], R), (s[tile], W), (y[tile], W), (rstd[row], W)]
+        accesses: list[Access] = [(tensor[tile], R) for tensor in (x, r) if tensor is not None]
+        accesses += [(vector[0,], R) for vector in vectors]
+        accesses += [(tensor[tile], W) for tensor in (s, y) if tensor is not x]
         shift, constants = _shift(gamma, offset)
-        emit(x.runtime, "residual_rms_norm", [*accesses, *shift], eps=eps, **constants)
-    return s, y, rstd
+        emit(x.runtime, op if r is None else f"residual_{op}", [*accesses, *((moment[row], W) for moment in moments), *shift], eps=eps, **constants)
+    return [s, y, *moments]
 
 
 def head_norm(x: TileTensor, gamma: TileTensor, eps: float, offset: float = 0.0) -> tuple[TileTensor, TileTensor]:
@@ -279,38 +265,6 @@ def _contribution(gamma: TileTensor, total: TileTensor | None, c: int) -> Access
         return total[c,], REDUX
     view = TileView((gamma.tiling.extents((c,))[0],), np.dtype(np.float64 if gamma.dtype == np.float64 else np.float32))
     return gamma.runtime.handle(view.nbytes, view, name="scratch", data_class="scratch"), SCRATCH
-
-
-def softmax(x: TileTensor) -> TileTensor:
-    """y = softmax(x) over the last axis."""
-    y = x.like(name="softmax")
-    peak, total = statistics(x, "row maximum"), statistics(x, "row sum")
-    for row in leading(x):
-        if x.grid[-1] == 1:
-            emit(x.runtime, "softmax", [(x[*row, 0], R), (y[*row, 0], W)])
-            continue
-        for c in range(x.grid[-1]):
-            mode = chained(c)
-            emit(x.runtime, "softmax_sums", [(x[*row, c], R), (peak[row], mode), (total[row], mode), _scratch(x)], accumulate=c > 0)
-        for c in range(x.grid[-1]):
-            emit(x.runtime, "softmax_apply", [(x[*row, c], R), (peak[row], R), (total[row], R), (y[*row, c], W)])
-    return y
-
-
-def softmax_backward(y: TileTensor, dy: TileTensor) -> TileTensor:
-    """dx = y * (dy - sum(y * dy))."""
-    same_tiling(y, dy)
-    dx = y.like(name="d softmax")
-    dots = statistics(y, "row dots")
-    for row in leading(y):
-        if y.grid[-1] == 1:
-            emit(y.runtime, "softmax_backward", [(y[*row, 0], R), (dy[*row, 0], R), (dx[*row, 0], W)])
-            continue
-        for c in range(y.grid[-1]):
-            emit(y.runtime, "row_dots", [(y[*row, c], R), (dy[*row, c], R), (dots[row], chained(c))], accumulate=c > 0)
-        for c in range(y.grid[-1]):
-            emit(y.runtime, "softmax_backward_apply", [(y[*row, c], R), (dy[*row, c], R), (dots[row], R), (dx[*row, c], W)])
-    return dx
 
 
 def _scratch(x: TileTensor) -> Access:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..performance_model import Estimates, NoEstimates
 from .base import Policy, PolicyFactory
 from .costs import Candidate, explain
 from .expected import DataAware, DataAwareSorted, ExpectedEnd
@@ -45,15 +44,12 @@ __all__ = [
     "DataAware",
     "DataAwareSorted",
     "Eager",
-    "Estimates",
     "ExpectedEnd",
     "Explained",
     "LocalityStealing",
-    "NoEstimates",
     "Pinned",
     "Placement",
     "Policy",
-    "PolicyFactory",
     "Prio",
     "Reuse",
     "explain",

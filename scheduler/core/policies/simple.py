@@ -12,43 +12,6 @@ from ..performance_model import NO_ESTIMATES, Estimates
 from ..records import RAM, NodeId, Task, Worker, WorkerId, WorkerKind
 
 
-class Eager:
-    """The policy eager: first ready, first served."""
-
-    keeps_partitions = False
-
-    def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
-        self._queues: dict[tuple[WorkerKind, ...], deque[tuple[int, Task]]] = {}
-        self._num = 0
-        self._num_pushed = 0
-
-    def join(self, worker: Worker) -> None:
-        """Do nothing: all workers share the tasks."""
-
-    def push(self, task: Task, worker: Worker | None) -> None:
-        """Append the task."""
-        queue = self._queues.get(task.kinds)
-        if queue is None:
-            queue = self._queues[task.kinds] = deque()
-        self._num_pushed += 1
-        queue.append((self._num_pushed, task))
-        self._num += 1
-
-    def pop(self, worker: Worker) -> Task | None:
-        """Return the task that has been ready longest among those that the worker can run."""
-        first: deque[tuple[int, Task]] | None = None
-        for kinds, queue in self._queues.items():
-            if queue and worker.kind in kinds and (first is None or queue[0][0] < first[0][0]):
-                first = queue
-        if first is None:
-            return None
-        self._num -= 1
-        return first.popleft()[1]
-
-    def __len__(self) -> int:
-        return self._num
-
-
 class Prio:
     """The policy prio: highest priority first, then submission order, which stays close to the memory peak of the program as written."""
 
@@ -70,7 +33,7 @@ class Prio:
         self._num += 1
 
     def pop(self, worker: Worker) -> Task | None:
-        """Return the most urgent task that the worker can run."""
+        """Return the first task, in the order of the policy, that the worker can run."""
         best: list[tuple[int, int, int, Task]] | None = None
         for kinds, heap in self._heaps.items():
             if heap and worker.kind in kinds and (best is None or heap[0] < best[0]):
@@ -82,6 +45,20 @@ class Prio:
 
     def __len__(self) -> int:
         return self._num
+
+
+class Eager(Prio):
+    """The policy eager: first ready, first served."""
+
+    def __init__(self, estimates: Estimates = NO_ESTIMATES) -> None:
+        super().__init__(estimates)
+        self._num_pushed = 0
+
+    def push(self, task: Task, worker: Worker | None) -> None:
+        """Append the task."""
+        self._num_pushed += 1
+        heapq.heappush(self._heaps.setdefault(task.kinds, []), (self._num_pushed, 0, 0, task))
+        self._num += 1
 
 
 class LocalityStealing:

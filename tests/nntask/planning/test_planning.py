@@ -496,7 +496,7 @@ def test_measured_durations_are_used() -> None:
     plan = capture(run).plan
     models = Models()
     for task in plan.tasks:
-        models.history.series[task.name, footprint(task), "cpu"] = Series([1.0, 1.0])  # type: ignore[arg-type]
+        models.series[task.name, footprint(task), "cpu"] = Series([1.0, 1.0])  # type: ignore[arg-type]
     target = replace(this_machine(run.machine), models=models)
     known = durations(plan, target)
     assert known.num_measured == known.num_kinds

@@ -14,7 +14,7 @@ from scheduler import Codelet, DoesNotFit, HandleLost, InlineRuntime, Runtime, S
 from scheduler.core.errors import RuntimeBroken
 from scheduler.core.events import TaskFinished
 from scheduler.core.machine import Machine
-from scheduler.execution.executor import WINDOW
+from scheduler.execution.backlog import WINDOW
 from scheduler.testing import collect_inside
 
 MIB = 1 << 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.event_log import EventLog, describe
 
 from scheduler.core.actions import carry_out
 from scheduler.core.errors import DoesNotFit, InvalidEvent
-from scheduler.core.event_log import EventLog, Revival, describe
 from scheduler.core.events import (
     CopyFinished,
     CopyTile,
@@ -247,6 +247,6 @@ def test_random_programs_stay_within_the_bound_and_replay(seed: int) -> None:
     assert len(program.running) == 60
     assert peak <= (12 + workers * largest) * PAGE
     machine, again = program.fresh(), []
-    for event in Revival().events(program.log.entries):
+    for event in program.log.events():
         again += map(describe, machine.handle(event))
     assert again == program.seen

@@ -227,7 +227,7 @@ def test_tasks_admitted_ahead_shrink_to_what_fits() -> None:
     for at in range(9):
         assert states(large[at]) == ["running"]
         assert worker.assigned == [large[at].task]
-        assert len(driver.machine.blocked(SIM)) <= worker.depth
+        assert len(driver.machine._dispatch.blocked[SIM]) <= worker.depth
         driver.finish(large[at])
         while driver.copying:
             driver.end(0)

@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from scheduler.core import event_log as eventlog
 from scheduler.core.events import Action
 from scheduler.core.memory.prefetch import AHEAD, TASKS, Lookahead
-from scheduler.core.records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, UseSchedule, W
-from scheduler.testing import FakeDriver, FakeStep, Wrong
+from scheduler.core.records import RW, SCRATCH, HandleRecord, NodeId, R, Replay, W
+from scheduler.testing import FakeDriver, FakeStep
 
 RAM, SIM = NodeId(0), NodeId(1)
 TILES, PAGES = 4, 6
@@ -193,20 +192,6 @@ def test_policies_that_do_not_follow_the_plan_write_nothing_by_it(eviction: str)
         assert driver.routes == []
         driver.end(0)
     driver.check()
-
-
-def test_a_log_that_forgets_what_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What leaves decides, so it is part of the log."""
-    driver, _ = started(READS)
-    driver.drain()
-    driver.check_log()
-
-    def forgetful(places: tuple[list[int], list[bool], list[int]], replay: Replay | None = None) -> UseSchedule:
-        return UseSchedule(places[0], places[1], frozenset(), replay)
-
-    monkeypatch.setattr(eventlog, "_load_schedule", forgetful)
-    with pytest.raises((Wrong, KeyError)):  # it differs, or a copy ends that nobody began
-        driver.check_log()
 
 
 class Checking(Lookahead):

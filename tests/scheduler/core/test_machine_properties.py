@@ -8,12 +8,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from support.event_log import LoggedDriver
 from support.search import examples
 
 from scheduler.core import dependencies as graph
 from scheduler.core.errors import SchedulerError, TierFailed
 from scheduler.core.events import Action
-from scheduler.core.machine import Machine
+from scheduler.core.losses import Losses
 from scheduler.core.memory import coherence
 from scheduler.core.memory import victim_selection as victims
 from scheduler.core.memory.eviction_policies import EVICTION_POLICIES
@@ -22,7 +23,7 @@ from scheduler.core.memory.replicas import Replicas
 from scheduler.core.memory.transfers import Copies
 from scheduler.core.policies import POLICIES, Pinned
 from scheduler.core.records import ANY, FILE, RW, SCRATCH, HandleRecord, Mode, NodeId, R, Replica, Task, W
-from scheduler.testing import FakeDriver, FakeStep, Wrong
+from scheduler.testing import FakeStep, Wrong
 
 MODES: tuple[Mode, ...] = (R, W, RW)
 LAYOUTS = (
@@ -62,7 +63,7 @@ class Programs(RuleBasedStateMachine):
     def begin(self, layout: tuple, policy: str, eviction: str, window: int, roomy: bool, files: int) -> None:
         pages, workers, storage = layout
         pages = [page * (3 if roomy else 1) for page in pages]
-        self.driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
+        self.driver = LoggedDriver(pages, workers, policy, storage=storage, eviction=eviction, window=window, collect=self.collect)
         self.handles: list[HandleRecord] = [self.driver.handle(1 + at % 3) for at in range(4)]
         self.written: set[HandleRecord] = set()
         for handle in self.handles[:files]:
@@ -191,11 +192,11 @@ def test_random_programs_end_where_some_tiles_are_tiny(monkeypatch: pytest.Monke
     run(Programs, examples(50), 40)
 
 
-def failing_disk(chance: Random) -> FakeDriver:
+def failing_disk(chance: Random) -> LoggedDriver:
     """A random program with a recorded step, over a disk and files that fail to give back, now and then, and a disk that perhaps fails to take."""
     pages, workers, storage = chance.choice(DISKS)
     policy, eviction = chance.choice(sorted(POLICIES)), chance.choice(sorted(EVICTION_POLICIES))
-    driver = FakeDriver(pages, workers, policy, storage=storage, eviction=eviction, window=chance.choice((1, 3, ANY)))
+    driver = LoggedDriver(pages, workers, policy, storage=storage, eviction=eviction, window=chance.choice((1, 3, ANY)))
     handles = [driver.handle(1 + at % 2) for at in range(8)]
     for handle in handles:
         if chance.random() < 0.4:
@@ -283,18 +284,18 @@ def allocate_twice(self: ExtentAllocator, size: int, wanted: int = -1) -> int | 
     return offset
 
 
-def keep_half_updated(self: Machine, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-    """`Machine._keep_stale` that does not ask what earlier tasks of the replay have done to the data."""
+def keep_half_updated(self: Losses, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
+    """`Losses._keep_stale` that does not ask what earlier tasks of the replay have done to the data."""
     if task.step is None or handle.lost is not None or coherence.best_source(handle, None) is None:
         return False
     if handle not in task.step.stale:
-        self._num_stale += 1
+        self.count += 1
     task.step.stale[handle] = reason
     return True
 
 
-def keep_for_all(self: Machine, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
-    """`Machine._keep_stale` after which the rest of the replay reads what has missed an update."""
+def keep_for_all(self: Losses, task: Task, handle: HandleRecord, reason: str, actions: list[Action]) -> bool:
+    """`Losses._keep_stale` after which the rest of the replay reads what has missed an update."""
     return task.step is not None and task.step.updated.get(handle) is task and handle.lost is None
 
 
@@ -308,15 +309,15 @@ MUTANTS = {
     "hands an extent out twice": [(ExtentAllocator, "allocate", allocate_twice)],
     "drops dirty data without writing it back": [(coherence, "is_needed", lambda replica: False)],
     "lost data stays readable": [
-        (Machine, "_reads_lost_data", lambda self, task: False),
+        (Losses, "cancels", lambda self, task: False),
         (Replicas, "drop_unpinned", lambda self, handle, actions: None),
     ],
     "pinned tasks go to any worker": [(Pinned, "push", lambda self, task, worker: self.policy.push(task, worker))],
     "a copy of a file passes for a backing replica": [(coherence, "wants_backing", takes_copies_for_backing)],
     "a file outlives a write": [(Replicas, "drop", keep_files)],
-    "a cancelled task loses what it should have updated": [(Machine, "_keep_stale", lambda self, *_: False)],
-    "a replay reads what has missed an update of its own": [(Machine, "_keep_stale", keep_for_all)],
-    "half of the updates of a replay pass for none": [(Machine, "_keep_stale", keep_half_updated)],
+    "a cancelled task loses what it should have updated": [(Losses, "_keep_stale", lambda self, *_: False)],
+    "a replay reads what has missed an update of its own": [(Losses, "_keep_stale", keep_for_all)],
+    "half of the updates of a replay pass for none": [(Losses, "_keep_stale", keep_half_updated)],
     "a copy keeps no pin": [(Copies, "wait_for", lambda self, target, task: None)],
 }
 

@@ -15,7 +15,7 @@ from support.search import search
 
 from scheduler import Codelet, Cost
 from scheduler.core.link_model import DISK_LINK, FEW_PAIRS, LARGE, MEMORY_LINK, MOST_LATENCY, LinkModel
-from scheduler.core.performance_model import KEPT, UNKNOWN_SECONDS, History, Models, Rate, Series, footprint
+from scheduler.core.performance_model import KEPT, RATES, UNKNOWN_SECONDS, Models, Series, footprint
 from scheduler.core.records import HandleId, HandleRecord, NodeId, Task, TaskId
 from scheduler.storage.performance_store import MOST_SERIES, PerfStore, default_directory, machine_fingerprint
 from tiles import TileView
@@ -32,38 +32,38 @@ def task(codelet: Codelet | None = None, shape: tuple[int, ...] = (4, 4), dtype:
     return Task(TaskId(0), codelet, "gemm", ("cpu",), ((handle, "R"),), constants)
 
 
-def test_history_is_a_mean_without_the_first_sample() -> None:
+def test_a_series_is_a_mean_without_the_first_sample() -> None:
     """The cold first sample is dropped and a spike moves nothing."""
-    history = History()
-    assert history.estimate(KEY) is None
+    series = Series()
+    assert series.typical is None
     for seconds in (9.0, 1.0, 1.2, 50.0, 1.1):
-        history.add(KEY, seconds)
-    assert history.estimate(KEY) == pytest.approx(1.1)
-    history.add(KEY, 1.0)
-    assert history.estimate(KEY) == pytest.approx(1.075)
+        series.add(seconds)
+    assert series.typical == pytest.approx(1.1)
+    series.add(1.0)
+    assert series.typical == pytest.approx(1.075)
 
 
 @given(st.lists(st.floats(0.0, 1e3), min_size=2, max_size=3 * KEPT))
 @settings(derandomize=True, deadline=None)
 def test_the_estimate_is_of_the_latest(samples: list[float]) -> None:
     """The mean of the last `KEPT` without those beyond twice their median, the first ever not counted."""
-    history = History()
+    series = Series()
     for seconds in samples:
-        history.add(KEY, seconds)
+        series.add(seconds)
     latest = samples[1:][-KEPT:]
     limit = 2 * statistics.median(latest) if latest else 0.0
-    assert history.estimate(KEY) == pytest.approx(statistics.mean(each for each in latest if each <= limit))
+    assert series.typical == pytest.approx(statistics.mean(each for each in latest if each <= limit))
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=9, max_size=40), st.lists(st.floats(10.0, 1e6), max_size=4), st.randoms(use_true_random=False))
 @settings(derandomize=True, deadline=None)
 def test_spikes_do_not_move_the_model(samples: list[float], spikes: list[float], dice) -> None:  # type: ignore[no-untyped-def]
     """A few durations out of all proportion leave the estimate among the others."""
-    history, mixed = History(), [*samples[1:], *spikes]
+    series, mixed = Series(), [*samples[1:], *spikes]
     dice.shuffle(mixed)
     for seconds in (samples[0], *mixed):
-        history.add(KEY, seconds)
-    estimate = history.estimate(KEY)
+        series.add(seconds)
+    estimate = series.typical
     assert estimate is not None
     assert 0.9 <= estimate <= 1.1
 
@@ -79,9 +79,9 @@ def test_footprints_tell_apart_what_costs_differently() -> None:
 
 def test_unmeasured_tasks_are_guessed_from_their_cost() -> None:
     """Whichever of operations and bytes binds; what was measured beats the guess; a task without cost gets a constant."""
-    models = Models({"cpu": Rate(128.0, 16.0)})
-    assert models.task_seconds(task(COST), "cpu") == 4.0  # 64 bytes at 16 a second, against 128 operations at 128
-    assert Models({"cpu": Rate(16.0, 64.0)}).task_seconds(task(COST), "cpu") == 8.0
+    models, large = Models(), task(COST, (1000, 1))
+    assert models.task_seconds(task(COST), "cpu") == 64 / RATES["cpu"].nbytes > 128 / RATES["cpu"].flops
+    assert models.task_seconds(large, "cpu") == 2e9 / RATES["cpu"].flops > 4000 / RATES["cpu"].nbytes
     assert models.task_seconds(task(), "cpu") == UNKNOWN_SECONDS
     for seconds in (7.0, 3.0):
         models.record(task(COST), "cpu", seconds)
@@ -96,7 +96,7 @@ def test_the_key_of_a_task_is_computed_once() -> None:
     assert one.model_key == ("gemm", footprint(one))
     one.model_key = ("other", 5)
     models.record(one, "cpu", 1.0)
-    assert ("other", 5, "cpu") in models.history.series
+    assert ("other", 5, "cpu") in models.series
 
 
 @given(
@@ -203,7 +203,7 @@ def measured() -> Models:
     """Models with a series and a link."""
     models = Models()
     for seconds in (9.0, 1.0, 2.0, 3.0):
-        models.history.add(KEY, seconds)
+        models.series.setdefault(KEY, Series()).add(seconds)
     models.record_copy(RAM, GPU, 1000, 0.5)
     return models
 
@@ -214,10 +214,10 @@ def test_models_survive_a_round_trip(tmp_path: Path) -> None:
     assert store(tmp_path).save(measured())
     later = Models()
     assert store(tmp_path, "ram", "sim", "gpu").load(later) == 2
-    assert later.history.estimate(KEY) == 2.0
+    assert later.measured(KEY) == 2.0
     assert later.transfer_seconds(RAM, NodeId(2), 1000) == 0.5
-    later.history.add(KEY, 100.0)  # the first of this process is cold again
-    assert later.history.estimate(KEY) == 2.0
+    later.series.setdefault(KEY, Series()).add(100.0)  # the first of this process is cold again
+    assert later.measured(KEY) == 2.0
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
@@ -226,28 +226,28 @@ def test_saving_keeps_what_only_the_file_knew(tmp_path: Path) -> None:
     store(tmp_path).save(measured())
     other = Models()
     for _ in range(2):
-        other.history.add(("norm", 2, "sim"), 3.0)
+        other.series.setdefault(("norm", 2, "sim"), Series()).add(3.0)
     store(tmp_path).save(other)
     both = Models()
     store(tmp_path).load(both)
-    assert (both.history.estimate(KEY), both.history.estimate(("norm", 2, "sim"))) == (2.0, 3.0)
+    assert (both.measured(KEY), both.measured(("norm", 2, "sim"))) == (2.0, 3.0)
 
 
 def test_the_series_measured_last_are_kept(tmp_path: Path) -> None:
     """A file has a bounded number of series; those that no run has measured for longest go, whatever their names."""
     first, later = Models(), Models()
     for number in range(MOST_SERIES):
-        first.history.series["task", number, "cpu"] = Series([0.5, 0.5])
+        first.series["task", number, "cpu"] = Series([0.5, 0.5])
     assert store(tmp_path).save(first)
     store(tmp_path).load(later)
-    later.history.add(("task", 0, "cpu"), 1.0)
-    later.history.add(("task", 0, "cpu"), 1.0)
+    later.series.setdefault(("task", 0, "cpu"), Series()).add(1.0)
+    later.series.setdefault(("task", 0, "cpu"), Series()).add(1.0)
     for _ in range(2):
-        later.history.add(("another", 1, "cpu"), 2.0)
+        later.series.setdefault(("another", 1, "cpu"), Series()).add(2.0)
     assert store(tmp_path).save(later)
     found = Models()
     store(tmp_path).load(found)
-    keys = list(found.history.series)
+    keys = list(found.series)
     assert len(keys) == MOST_SERIES
     assert {("task", 0, "cpu"), ("another", 1, "cpu")} == set(keys[-2:])
     assert ("task", 1, "cpu") not in keys
@@ -283,7 +283,7 @@ def test_corrupt_files_are_ignored(tmp_path_factory: pytest.TempPathFactory, dat
     one.path.write_bytes(broken)
     models = Models()
     assert one.load(models) == 0
-    assert not models.history.series
+    assert not models.series
     assert not models.links
     assert one.save(measured())
     assert one.load(models) == 2

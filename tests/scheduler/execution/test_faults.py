@@ -13,11 +13,27 @@ import pytest
 from scheduler import Codelet, HandleLost, Runtime, TaskError
 from scheduler.core.errors import RuntimeBroken
 from scheduler.core.memory.extents import PAGE
-from scheduler.testing.faults import FatalTrace
+from scheduler.execution.trace import Accesses, Trace
 
 COUNT = PAGE // 8
 DISK = {"cpu_workers": 2, "ram": 4 * PAGE}
 SIM = {"cpu_workers": 0, "sim_gpus": 1, "gpu_memory": 4 * PAGE, "ram": 64 * PAGE}
+
+
+class FatalTrace(Trace):
+    """A trace that raises `error` in the thread that reports a task, or with `copies` a copy, once it is `armed`: that thread of the runtime dies."""
+
+    def __init__(self, error: BaseException, *, copies: bool) -> None:
+        super().__init__()
+        self.error, self.copies, self.armed = error, copies, False
+
+    def add_task(self, worker: int, name: str, task: int, start_ns: int, end_ns: int, node: int, accesses: Accesses) -> None:
+        if self.armed and not self.copies:
+            raise self.error
+
+    def add_copy(self, source: int, target: int, name: str, nbytes: int, start_ns: int, end_ns: int, handle: int) -> None:
+        if self.armed and self.copies:
+            raise self.error
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), MemoryError("planted"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)

@@ -11,11 +11,12 @@ import pytest
 from support.toy_steps import PAGE, toy_step, wide_step
 
 from scheduler.core.step_plan import StepPlan
-from scheduler.planning import AUTO, PlannedOrder, choose_plan, plan_order, repetition
+from scheduler.planning import AUTO, PlannedOrder, choose_plan, plan_order
 from scheduler.planning.choose_order import plan_in
 from scheduler.planning.device_share import devices_of_share, devices_of_tasks, order_of_all, order_of_one, share_of
 from scheduler.planning.forecast import Pace, Spill
 from scheduler.planning.ordered_step import OrderedStep, PlanningMachine
+from scheduler.planning.repeated_structure import repetition
 from scheduler.planning.weighing import Weighing
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import strict_cudnn
 from support.cuda_emulator import COMPILER
+from support.fake_cuda import FakeCuda
 from support.objective_data import TEXTS, lines_in
 from support.strict_cuda import rehearsed
 from support.strict_cudnn import StrictCudnn
@@ -23,7 +24,6 @@ from nntask.hardware import gpu_attention
 from nntask.hardware.gpu_attention import gpus_with_cudnn
 from nntask.hardware.gpus import GpuPlan
 from scheduler.drivers.cuda_cupy import GpuFacts
-from scheduler.testing import FakeCuda
 from tiles.kernels import CudaDevice, WholeShape, attention_seconds
 from wrappers.cli import main
 

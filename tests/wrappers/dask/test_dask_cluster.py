@@ -27,6 +27,7 @@ from distributed import Client, Future, LocalCluster, rpc
 from support.commands import ROOT, numbers, same_state, start, wait_for_line, wait_for_step
 from support.dask_command import CONFIG, TRAIN, read
 from support.deadline import DEADLINE
+from support.fake_nccl import FakeNccl, FakeNetwork
 
 from nntask.config.cluster import ClusterSpec, cluster_of
 from nntask.config.resolution import resolve
@@ -39,7 +40,6 @@ from nntask.hardware.gpus import Cards
 from nntask.training.continuation import _besides
 from scheduler.drivers.cuda_cupy import GpuFacts
 from scheduler.drivers.nccl import Nccl
-from scheduler.testing.nccl import FakeNccl, FakeNetwork
 from wrappers.cli import main
 from wrappers.cli.options.sources import request
 from wrappers.dask.dashboard.plugin import install

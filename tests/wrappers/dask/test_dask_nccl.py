@@ -21,13 +21,13 @@ import pytest
 from distributed import LocalCluster
 from support.cuda_emulator import COMPILER, Emulator
 from support.dask_nodes import nodes, run_of, train
+from support.fake_nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 
 from nntask.config.settings import ResourceSettings
 from nntask.errors import ClusterError, DoesNotFit, UsageError
 from nntask.hardware import gpus
 from scheduler.drivers.cuda_cupy import CONTEXT_NBYTES, INSTALL, GpuFacts, NoGpu
 from scheduler.drivers.nccl import INSTALL_NCCL, Nccl, find_library
-from scheduler.testing.nccl import COMMUNICATOR_NBYTES, FakeNccl, FakeNetwork
 from wrappers.cli import main
 from wrappers.dask.training import exchange, nccl, nccl_link
 from wrappers.dask.training.cluster import ClusterWorker

@@ -20,10 +20,8 @@ from . import (  # noqa: F401
     quantised,
     random,
     select,
-    softmax,
     stored_attention,
     tokens,
-    whole_attention,
 )
 from .blas import fp32_products, set_blas_threads
 from .onednn import bf16, bf16_attention  # noqa: F401

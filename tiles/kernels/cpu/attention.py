@@ -17,7 +17,6 @@ import numpy.typing as npt
 from ..reference.attention import OptionalTiles, Pair, heads, optional_tiles
 from ..registry import register
 from .attention_blocks import Block, blocks, columns, drop, first_seen, mask_later, products, work_arrays
-from .attention_blocks import attention_scratch_nbytes as attention_scratch_nbytes  # with the kernels it is for
 from .attention_pattern import add_slopes, begin_floored, cap_slopes, change_scores, fill_empty
 from .blas import gemm
 from .elementwise import single

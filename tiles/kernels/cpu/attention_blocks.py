@@ -28,6 +28,11 @@ def attention_scratch_nbytes(num_queries: int, num_keys: int, itemsize: int, p: 
     return 2 * min(QUERIES, num_queries) * num_keys * itemsize + bias + (DRAW_BYTES if p else 0)
 
 
+def whole_scratch_nbytes(num_rows: int, num_queries: int, num_keys: int, itemsize: int) -> int:
+    """Return the working memory of a task over whole sequences: two numbers for each row of each head, and the working memory of a pair."""
+    return 2 * num_rows * itemsize + attention_scratch_nbytes(num_queries, num_keys, itemsize)
+
+
 def lse_scratch_nbytes(num_rows: int, num_keys: int, itemsize: int) -> int:
     """Return the working memory of one task that sums stored scores: a block of rows."""
     return min(num_rows, max(1, PIECE_BYTES // (num_keys * itemsize))) * num_keys * itemsize

@@ -22,7 +22,10 @@ DEVICE_ROWS = 32
 
 
 def bias_scratch_nbytes(batch: int, num_heads: int, tq: int, tk: int, count: int, itemsize: int) -> int:
-    """Return the working memory for a bias of `count` buckets: two rows of diagonals here; on a GPU those of all heads, and sums of the gradient."""
+    """Return the working memory for a bias of `count` buckets.
+
+    On a CPU, it is two rows with a number for each diagonal of a block; on a GPU, such a row for each head and partial sums of the table's gradient.
+    """
     here = 2 * (min(QUERIES, tq) + tk) * itemsize
     device = 4 * num_heads * (tq + tk - 1 + batch * -(-tq // DEVICE_ROWS) * count)
     return -(-max(here, device) // 8) * 8

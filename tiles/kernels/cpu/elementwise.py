@@ -92,12 +92,6 @@ def add(a: Array, b: Array, out: Array) -> None:
     np.add(a, b, out=out)
 
 
-@register("multiply", "cpu")
-def multiply(a: Array, b: Array, out: Array) -> None:
-    """out = a * b."""
-    np.multiply(a, b, out=out)
-
-
 @register("scale", "cpu")
 def scale(x: Array, out: Array, *, alpha: float) -> None:
     """out = alpha * x."""

@@ -31,7 +31,7 @@ def check_ids(ids: Array, vocab: int, lowest: int = 0) -> None:
 
 
 def _local(tokens: Array, v_start: int, num_rows: int) -> Iterator[tuple[slice, Array, Array]]:
-    """Yield (slice of positions, indices within it of ids in the table's tile, rows of the tile for all its ids), in the order of positions."""
+    """For each slice of positions, in order, yield the slice, the indices within it of ids that the tile has, and each id's row in the tile."""
     ids = tokens.reshape(-1)
     for piece in cut(ids.size, MOST_ROWS):
         local = ids[piece] - v_start

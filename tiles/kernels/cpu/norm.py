@@ -77,6 +77,12 @@ def _layer_norm_block(x: Array, gamma: Array, beta: Array, y: Array, mean: Array
     y += beta
 
 
+def _rms_norm_block(x: Array, gamma: Array, y: Array, rstd: Array, eps: float) -> None:
+    rstd[...] = 1.0 / np.sqrt(dot_rows(x, x) / x.shape[1] + eps)
+    np.multiply(x, rstd[:, None], out=y)
+    y *= gamma
+
+
 def _weights(gamma: Array, offset: float, rest: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
     """Return gamma + offset, stored in the scratch at the end of `rest`, and `rest` without the scratch; without an offset, both arguments."""
     if not offset:
@@ -124,10 +130,7 @@ def rms_norm(x: Array, gamma: Array, y: Array, rstd: Array, *scratch: Array, eps
         loops.rms_norm(x, gamma, y, rstd, np.float32(eps))
         return
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        a = x[block]
-        rstd[block] = 1.0 / np.sqrt(dot_rows(a, a) / x.shape[1] + eps)
-        np.multiply(a, rstd[block][:, None], out=y[block])
-        y[block] *= gamma
+        _rms_norm_block(x[block], gamma, y[block], rstd[block], eps)
 
 
 def _backward_block(scale: Array, dy: Array, gamma: Array, dx: Array, dgamma: Array, work: Array, center: bool) -> None:
@@ -347,7 +350,5 @@ def residual_rms_norm(x: Array, r: Array, gamma: Array, s: Array, y: Array, rstd
     gamma, _ = _weights(gamma, offset, scratch)
     x, r, s, y, rstd = rows(x), rows(r), rows(s), rows(y), rstd.reshape(-1)
     for block in row_blocks(x.shape[0], x.shape[1] * x.itemsize):
-        a = np.add(x[block], r[block], out=s[block])
-        rstd[block] = 1.0 / np.sqrt(dot_rows(a, a) / x.shape[1] + eps)
-        np.multiply(a, rstd[block][:, None], out=y[block])
-        y[block] *= gamma
+        np.add(x[block], r[block], out=s[block])
+        _rms_norm_block(s[block], gamma, y[block], rstd[block], eps)

@@ -53,7 +53,7 @@ def optimizer_scratch_nbytes(size: int, itemsize: int, penalty: bool, clip: bool
 
 
 def _work(like: Array, rest: tuple[Array, ...], two: bool) -> Array:
-    """Return one or `two` arrays for temporaries of a piece, in the declared scratch if `rest` ends with it  # (n, elements of a piece)."""
+    """Return an array for temporaries of a piece, or if `two` a pair, in the declared scratch if `rest` ends with it  # (n, elements)."""
     if not two:
         return np.empty((1, OWN_BYTES // like.itemsize), like.dtype)
     if rest and rest[-1].dtype == np.uint8:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.attention import NOTHING, PLAIN, Pair, Pattern
+from ..reference.pages import append_to_pages
 from ..registry import register, register_bf16
 from . import attention as whole
 from .cache import cache_scratch_nbytes
@@ -20,23 +21,13 @@ from .elementwise import single
 
 Array = npt.NDArray[Any]
 
+for _enter in (register("append_to_pages", "cpu"), register_bf16("append_to_pages", takes=lambda views, constants: True)):
+    _enter(append_to_pages)  # copies single rows
+
 
 def paged_scratch_nbytes(num_heads: int, length: int, itemsize: int) -> int:
     """Return the working memory of one task: the scores of all heads of one token with one page."""
     return cache_scratch_nbytes(1, num_heads, length, itemsize)
-
-
-@register_bf16("append_to_pages", takes=lambda views, constants: True)
-@register("append_to_pages", "cpu")
-def append_to_pages(k: Array, v: Array, positions: Array, table: Array, keys: Array, values: Array, *, first_page: int) -> None:
-    """keys[table[r, p / t] - first_page, p % t] = k[r] for position p of each row, and the same for values; element types are equal."""
-    num_pages, length, _ = keys.shape
-    for r in range(positions.shape[0]):
-        index, at = divmod(int(positions[r, 0]), length)
-        page = int(table[r, index]) - first_page
-        if 0 <= page < num_pages:
-            keys[page, at] = k[r, 0]
-            values[page, at] = v[r, 0]
 
 
 def _flops(views: Sequence[Any], constants: Mapping[str, Any]) -> float:

@@ -16,7 +16,6 @@ from ..reference.attention import FLOOR, Pair, optional_tiles
 from ..registry import register
 from .attention import attention_flops
 from .attention_blocks import QUERIES, block_survivors, blocks, columns, mask_later, products, seen_keys, work_arrays
-from .attention_blocks import lse_scratch_nbytes as lse_scratch_nbytes  # with the kernel it is for
 from .attention_pattern import change_scores, fill_empty
 from .blas import gemm
 from .elementwise import PIECE_BYTES, cut, row_blocks

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..cpu.attention import attention_flops
 from ..reference import attention as reference
 from ..reference.attention import OptionalTiles, optional_tiles
 from ..reference.buckets import Buckets
@@ -181,7 +182,7 @@ def _add_to_table(
     _source.each("attention_table_sums", _FLOAT, dtable.size, partial, dtable, *sizes)
 
 
-@register("whole_attention", "cuda")
+@register("whole_attention", "cuda", flops=attention_flops(2.0))
 def whole_attention(
     q: DeviceArray, k: DeviceArray, v: DeviceArray, o: DeviceArray, lse: DeviceArray, scratch: DeviceArray, *, at: reference.Pair
 ) -> None:
@@ -193,7 +194,7 @@ def whole_attention(
     attention(q, k, v, o, peak, total, lse, scratch, at=at, first=True, last=True)
 
 
-@register("whole_attention_backward", "cuda")
+@register("whole_attention_backward", "cuda", flops=attention_flops(5.0))
 def whole_attention_backward(
     q: DeviceArray,
     k: DeviceArray,

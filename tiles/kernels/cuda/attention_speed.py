@@ -16,7 +16,7 @@ import numpy as np
 from scheduler.drivers import CupyStream
 
 from ..catalog import kernel
-from ..cpu.whole_attention import whole_scratch_nbytes
+from ..cpu.attention_blocks import whole_scratch_nbytes
 from ..reference.attention import Pair
 from ..registry import BF16
 from .array import DeviceArray

@@ -6,15 +6,13 @@ If the cache is not writable, each run compiles for itself, which takes some sec
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-from scheduler.storage import user_cache
+from scheduler.storage import replace_file, user_cache
 
 from .launch import SOURCES
 
@@ -82,12 +80,7 @@ def build(name: str, element: str, capability: int, directory: Path | None = Non
     with suppress(OSError):
         return path.read_bytes()
     code = _compile(compiler, text, name, element, architecture, is_binary)
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        os.replace(aside, path)
+    replace_file(path, code)
     return code
 
 

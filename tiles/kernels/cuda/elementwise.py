@@ -31,12 +31,6 @@ def add(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
     _source.each("add", out.dtype, out.size, a, b, out)
 
 
-@register("multiply", "cuda")
-def multiply(a: DeviceArray, b: DeviceArray, out: DeviceArray) -> None:
-    """out = a * b."""
-    _source.each("multiply", out.dtype, out.size, a, b, out)
-
-
 @register("scale", "cuda")
 def scale(x: DeviceArray, out: DeviceArray, *, alpha: float) -> None:
     """out = alpha * x."""

@@ -1,4 +1,4 @@
-"""Normalisations and softmax on a GPU: a block of threads for each row."""
+"""Normalisations on a GPU: a block of threads for each row."""
 
 from __future__ import annotations
 
@@ -199,39 +199,3 @@ def norm_backward_apply(
     sums = (plain, weighted, extra, dx, np.float32(offset), _width(x), np.int32(width), np.int32(center))
     _source.each("norm_backward_apply", x.dtype, x.size, x, gamma, mean, rstd, dy, *sums)
     _gradients(x, mean, rstd, dy, dgamma, dbeta[0] if center else None, accumulate)
-
-
-@register("softmax", "cuda")
-def softmax(x: DeviceArray, y: DeviceArray) -> None:
-    """y = exp(x - max) / sum, over the last axis."""
-    _source.by_row("softmax", x, x, y, _width(x))
-
-
-@register("softmax_backward", "cuda")
-def softmax_backward(y: DeviceArray, dy: DeviceArray, dx: DeviceArray) -> None:
-    """dx = y * (dy - sum(y * dy))."""
-    _source.by_row("softmax_backward", y, y, dy, dx, _width(y))
-
-
-@register("softmax_sums", "cuda")
-def softmax_sums(x: DeviceArray, peak: DeviceArray, total: DeviceArray, scratch: DeviceArray, *, accumulate: bool) -> None:
-    """Update the running row maximum, and the sum of exponentials relative to it."""
-    _source.by_row("softmax_sums", x, x, peak, total, _width(x), np.int32(accumulate))
-
-
-@register("softmax_apply", "cuda")
-def softmax_apply(x: DeviceArray, peak: DeviceArray, total: DeviceArray, y: DeviceArray) -> None:
-    """y = exp(x - peak) / total."""
-    _source.each("softmax_apply", x.dtype, x.size, x, peak, total, y, _width(x))
-
-
-@register("row_dots", "cuda")
-def row_dots(a: DeviceArray, b: DeviceArray, dots: DeviceArray, *, accumulate: bool) -> None:
-    """dots (+)= sum of a * b over the tile's width."""
-    _source.by_row("row_dots", a, a, b, dots, _width(a), np.int32(accumulate))
-
-
-@register("softmax_backward_apply", "cuda")
-def softmax_backward_apply(y: DeviceArray, dy: DeviceArray, dots: DeviceArray, dx: DeviceArray) -> None:
-    """dx = y * (dy - dots)."""
-    _source.each("softmax_backward_apply", y.dtype, y.size, y, dy, dots, dx, _width(y))

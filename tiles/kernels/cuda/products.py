@@ -77,16 +77,16 @@ class Cublas:
     """cuBLAS for one thread and one stream.
 
     Args:
-        partials: address of `WORKSPACE_NBYTES` of the device's memory.
+        workspace: address of `WORKSPACE_NBYTES` of the device's memory.
         tf32: whether products of fp32 matrices may round their factors to 10 bits of mantissa.
 
     Raises:
         CublasError: cuBLAS does not start.
     """
 
-    def __init__(self, partials: int, *, tf32: bool) -> None:
+    def __init__(self, workspace: int, *, tf32: bool) -> None:
         self._library = _library()
-        self._partials = partials
+        self._workspace = workspace
         self._fp32 = _TF32 if tf32 else _FP32
         self._handle = ctypes.c_void_p()
         self._zero, self._one = ctypes.c_float(0.0), ctypes.c_float(1.0)
@@ -96,7 +96,7 @@ class Cublas:
     def use(self, stream: int) -> None:
         """Compute on `stream` from now on."""
         self._check(self._library.cublasSetStream_v2(self._handle, stream))
-        self._check(self._library.cublasSetWorkspace_v2(self._handle, self._partials, WORKSPACE_NBYTES))
+        self._check(self._library.cublasSetWorkspace_v2(self._handle, self._workspace, WORKSPACE_NBYTES))
 
     def multiply(self, product: ColumnMajor, alpha: float, accumulate: bool) -> None:
         """Start a product; sums are taken in fp32.

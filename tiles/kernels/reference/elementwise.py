@@ -67,12 +67,6 @@ def add(a: Array, b: Array, out: Array) -> None:
     out[...] = a + b
 
 
-@register("multiply", "reference")
-def multiply(a: Array, b: Array, out: Array) -> None:
-    """out = a * b."""
-    out[...] = a * b
-
-
 @register("scale", "reference")
 def scale(x: Array, out: Array, *, alpha: float) -> None:
     """out = alpha * x."""

@@ -1,4 +1,4 @@
-"""Layer norm (Ba et al. 2016, eq. 4), RMS norm (Zhang and Sennrich 2019, eq. 4) and softmax over the last axis, readable.
+"""Layer norm (Ba et al. 2016, eq. 4) and RMS norm (Zhang and Sennrich 2019, eq. 4) over the last axis, readable.
 
 Legend: x (..., c) a tile of width c of rows of width C; mean, rstd, sums (...,) one number per row. If the width is cut into tiles, sums are
 chained over them and a second pass finishes the row.
@@ -164,50 +164,6 @@ def norm_backward_apply(
     dgamma[...] = (dy * xhat).sum(axis=axes) + (dgamma if accumulate else 0)
     if center:
         arrays[2][...] = dy.sum(axis=axes) + (arrays[2] if accumulate else 0)
-
-
-@register("softmax", "reference")
-def softmax(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum, over the last axis."""
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    y[...] = e / e.sum(axis=-1, keepdims=True)
-
-
-@register("softmax_backward", "reference")
-def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = y * (dy - sum(y * dy))."""
-    dx[...] = y * (dy - (y * dy).sum(axis=-1, keepdims=True))
-
-
-@register("softmax_sums", "reference")
-def softmax_sums(x: Array, peak: Array, total: Array, scratch: Array, *, accumulate: bool) -> None:
-    """Online softmax (Milakov and Gimelshein 2018): running row maximum, and sum of exponentials relative to it."""
-    top = x.max(axis=-1)
-    if accumulate:
-        top = np.maximum(top, peak)
-        total *= np.exp(peak - top)
-    else:
-        total[...] = 0
-    total += np.exp(x - top[..., None]).sum(axis=-1)
-    peak[...] = top
-
-
-@register("softmax_apply", "reference")
-def softmax_apply(x: Array, peak: Array, total: Array, y: Array) -> None:
-    """y = exp(x - peak) / total."""
-    y[...] = np.exp(x - peak[..., None]) / total[..., None]
-
-
-@register("row_dots", "reference")
-def row_dots(a: Array, b: Array, dots: Array, *, accumulate: bool) -> None:
-    """dots (+)= sum of a * b over the tile's width."""
-    dots[...] = (a * b).sum(axis=-1) + (dots if accumulate else 0)
-
-
-@register("softmax_backward_apply", "reference")
-def softmax_backward_apply(y: Array, dy: Array, dots: Array, dx: Array) -> None:
-    """dx = y * (dy - dots)."""
-    dx[...] = y * (dy - dots[..., None])
 
 
 @register("residual_rms_norm", "reference")

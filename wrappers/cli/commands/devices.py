@@ -103,7 +103,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     store.load(models)
     threads = min(max(len(target.workers), 1), os.cpu_count() or 1)
     kernels: dict[str, Counter[str]] = {}
-    for name, _, kind in models.history.series:
+    for name, _, kind in models.series:
         kernels.setdefault(kind, Counter())[name] += 1
     links = {
         f"{store.names[source]}->{store.names[end]}": {

@@ -1,4 +1,4 @@
-"""Compiled loops with exponentials: GELU, softmax, attention weights, the loss; fp32 (see `compiled`).
+"""Compiled loops with exponentials: GELU, attention weights, the loss; fp32 (see `compiled`).
 
 exp is a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2] after Cody and Waite's reduction (1980), coefficients of Cephes' expf (Moshier 1989), within
 2 ulp. Numba's own math.exp calls the C library once per element.
@@ -128,32 +128,6 @@ def _exp_row(row: Array, count: int, shift: Any) -> Any:
     for j in range(count, row.size):
         row[j] = ZERO
     return total
-
-
-@compiled(REASSOCIATE)
-def softmax(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum over rows  # (R, N)."""
-    for i in range(x.shape[0]):
-        a, out = x[i], y[i]
-        top, total = _top(a, a.size, a[0]), ZERO
-        for j in range(a.size):
-            e = _exp(a[j] - top)
-            out[j] = e
-            total += e
-        factor = ONE / total
-        for j in range(a.size):
-            out[j] *= factor
-
-
-@compiled(REASSOCIATE)
-def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = y (dy - sum(y dy)) over rows  # (R, N)."""
-    for i in range(y.shape[0]):
-        a, g, out, dot = y[i], dy[i], dx[i], ZERO
-        for j in range(a.size):
-            dot += a[j] * g[j]
-        for j in range(a.size):
-            out[j] = a[j] * (g[j] - dot)
 
 
 @compiled(REASSOCIATE)

@@ -26,7 +26,7 @@ from ..embedding import embedding as lookup
 from ..loss import COLUMNS, add_blocks, blocks, logit_gradients, shaped
 from ..matmul import column_sums as fp32_column_sums
 from ..matmul import rows
-from . import library as onednn
+from . import operations as onednn
 
 Array = npt.NDArray[Any]
 Views = Sequence[Any]

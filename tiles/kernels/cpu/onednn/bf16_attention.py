@@ -19,13 +19,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...reference.attention import Pair, optional_tiles
+from ...reference.attention import OptionalTiles, Pair, optional_tiles
 from ...registry import BF16, register_bf16
 from ..attention import slopes, weigh, weigh_again
 from ..attention_blocks import QUERIES, Block, drop, seen_keys
 from ..attention_pattern import add_slopes, begin_floored, cap_slopes, change_scores, fill_empty
 from ..elementwise import cut
-from .library import convert, gemm
+from .operations import convert, gemm
 
 Array = npt.NDArray[Any]
 Views = Sequence[Any]
@@ -204,6 +204,24 @@ def _backward_scratch(views: Views, constants: Constants) -> int:
     return int(4 * width * (tq + tk) + 8 * width * tk + 12 * scores)
 
 
+def _begin_sums(total: Array, heads: Array, first: bool) -> None:
+    """total (H, tk, D) = the gradients heads (G, tk, D) so far, each at the first of the heads of queries that share it; 0 everywhere if `first`."""
+    if first or len(heads) < len(total):
+        total.fill(0)
+    if not first:
+        convert(heads, _groups(total, len(heads))[:, 0])
+
+
+def _weights_and_slopes(s: Array, ds: Array, lse: Array, delta: Array, more: OptionalTiles[Array], scratch: Array, block: _Block, at: Pair) -> None:
+    """Turn the scores `s` of a block into weights after dropout, and the gradients `ds` of the weights into those of the scores."""
+    for n, head in block.by_head():
+        change_scores(s[n], more, scratch, head, at)
+        weigh_again(s[n], lse[head.b, head.h, block.queries], head, at)
+        slopes(s[n], ds[n], delta[head.b, head.h, block.queries], more.key, scratch, head, at)
+        if more.dtable is not None:
+            add_slopes(ds[n], more, scratch, head, at)
+
+
 def _add_groups(total: Array, heads: Array) -> None:
     """heads (G, tk, D) = sums of total (H, tk, D) over the heads of queries that share each of them, in their order."""
     groups = _groups(total, len(heads))
@@ -235,11 +253,9 @@ def attention_backward(
     more = optional_tiles(extra, at, has_dtable=accumulate is not None)
     if accumulate is False and more.dtable is not None:
         more.dtable[...] = 0
-    size = at.head_size
-    tq, tk, width, most = _sizes((q, k), at)
+    size, (tq, tk, width, most) = at.head_size, _sizes((q, k), at)
     work, num_heads = _WorkArrays(own), width // size
-    buffers_s = work.take(np.float32, 2, most)
-    sums = [work.take(np.float32, num_heads, tk, size) for _ in range(2)]
+    buffers_s, sums = work.take(np.float32, 2, most), work.take(np.float32, 2, num_heads, tk, size)
     packed = [work.take(BF16, num_heads, t, size) for t in (tq, tk, tk, tq)]
     buffers_short = work.take(BF16, 2, most)
     if first_k:
@@ -247,23 +263,13 @@ def attention_backward(
     for b in range(q.shape[0]):
         hq, hk, hv, hdo = (_packed(x[b], size, buffer) for x, buffer in zip((q, k, v, do), packed, strict=True))
         for total, target in zip(sums, (dk, dv), strict=True):
-            heads = _heads(target[b], size)
-            if first_q or len(heads) < num_heads:
-                total.fill(0)
-            if not first_q:
-                convert(heads, _groups(total, len(heads))[:, 0])
+            _begin_sums(total, _heads(target[b], size), first_q)
         for block in _blocks(b, num_heads, tq, tk, at):
             window, seen = (block.heads, block.queries), (block.heads, block.keys)
-            s, ds = (_cut(buffer, block.shape) for buffer in buffers_s)
-            short, dshort = (_cut(buffer, block.shape) for buffer in buffers_short)
+            s, ds, short, dshort = (_cut(buffer, block.shape) for buffer in (*buffers_s, *buffers_short))
             _scores(hq, hk, s, block, at)
             gemm(hdo[window], hv[seen], ds, trans_b=True)  # (heads, queries, D) @ (heads, D, keys)
-            for n, head in block.by_head():
-                change_scores(s[n], more, scratch, head, at)
-                weigh_again(s[n], lse[b, head.h, block.queries], head, at)
-                slopes(s[n], ds[n], delta[b, head.h, block.queries], more.key, scratch, head, at)
-                if more.dtable is not None:
-                    add_slopes(ds[n], more, scratch, head, at)
+            _weights_and_slopes(s, ds, lse, delta, more, scratch, block, at)
             convert(s, short)
             if at.pattern.cap:
                 _scores(hq, hk, s, block, at)

@@ -37,11 +37,6 @@ KERNEL add(const T *a, const T *b, T *out, long long count) {
 }
 EXPORT(add)
 
-KERNEL multiply(const T *a, const T *b, T *out, long long count) {
-    EACH(i, count) out[i] = narrow<T>(widen(a[i]) * widen(b[i]));
-}
-EXPORT(multiply)
-
 KERNEL scale(const T *x, T *out, float alpha, long long count) {
     EACH(i, count) out[i] = narrow<T>(alpha * widen(x[i]));
 }

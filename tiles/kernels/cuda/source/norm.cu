@@ -1,4 +1,4 @@
-// Layer norm, RMS norm and softmax: one block per row, of a power of two of threads.
+// Layer norm, RMS norm and sums of exponentials: one block per row, of a power of two of threads.
 //
 // Where the width is cut into tiles, sums are chained over them and the row is finished in a second pass.
 
@@ -148,26 +148,6 @@ KERNEL norm_backward_apply(
 }
 EXPORT(norm_backward_apply)
 
-KERNEL softmax(const T *x, T *y, int width) {
-    SHARED(float, buffer);
-    float top = -INFINITE, sum = 0.0f;
-    COLUMNS_OF_ROW(j) top = larger(top, widen(ROW(x)[j]));
-    top = block_max(top, buffer);
-    COLUMNS_OF_ROW(j) sum += expf(widen(ROW(x)[j]) - top);
-    sum = block_sum(sum, buffer);
-    COLUMNS_OF_ROW(j) ROW(y)[j] = narrow<T>(expf(widen(ROW(x)[j]) - top) / sum);
-}
-EXPORT(softmax)
-
-KERNEL softmax_backward(const T *y, const T *dy, T *dx, int width) {
-    SHARED(float, buffer);
-    float dot = 0.0f;
-    COLUMNS_OF_ROW(j) dot += widen(ROW(y)[j]) * widen(ROW(dy)[j]);
-    dot = block_sum(dot, buffer);
-    COLUMNS_OF_ROW(j) ROW(dx)[j] = narrow<T>(widen(ROW(y)[j]) * (widen(ROW(dy)[j]) - dot));
-}
-EXPORT(softmax_backward)
-
 // running maximum and sum of exponentials of each row (Milakov and Gimelshein 2018); a row of -inf adds nothing
 KERNEL softmax_sums(const T *x, float *peak, float *total, int width, int accumulate) {
     SHARED(float, buffer);
@@ -182,25 +162,6 @@ KERNEL softmax_sums(const T *x, float *peak, float *total, int width, int accumu
     }
 }
 EXPORT(softmax_sums)
-
-KERNEL softmax_apply(const T *x, const float *peak, const float *total, T *y, int width, long long count) {
-    EACH(i, count) y[i] = narrow<T>(expf(widen(x[i]) - peak[i / width]) / total[i / width]);
-}
-EXPORT(softmax_apply)
-
-KERNEL row_dots(const T *a, const T *b, float *dots, int width, int accumulate) {
-    SHARED(float, buffer);
-    float dot = 0.0f;
-    COLUMNS_OF_ROW(j) dot += widen(ROW(a)[j]) * widen(ROW(b)[j]);
-    dot = block_sum(dot, buffer);
-    if (threadIdx.x == 0) dots[blockIdx.x] = accumulate ? dots[blockIdx.x] + dot : dot;
-}
-EXPORT(row_dots)
-
-KERNEL softmax_backward_apply(const T *y, const T *dy, const float *dots, T *dx, int width, long long count) {
-    EACH(i, count) dx[i] = narrow<T>(widen(y[i]) * (widen(dy[i]) - dots[i / width]));
-}
-EXPORT(softmax_backward_apply)
 
 KERNEL log_sum_exp(const float *peak, const float *total, float *lse, long long count) {
     EACH(i, count) lse[i] = peak[i] + logf(total[i]);

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from .cuda_calls import BAD_HANDLE, INVALID, MOST_SHARED, QueueOfWork
-from .cuda_streams import CudaStreams
-from .hazards import Access
+from support.fake_cuda_calls import BAD_HANDLE, INVALID, MOST_SHARED, QueueOfWork
+from support.fake_cuda_streams import CudaStreams
+from support.hazards import Access
 
 _FREE_SHARED, _MOST_THREADS, _MOST_ASIDE, _MOST_PARAMETERS = 48 << 10, 1024, 65535, 4096
 _OUT_OF_MEMORY, _NOT_FOUND = 2, 500

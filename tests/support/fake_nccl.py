@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
-from ..drivers.gpu import Gpu, Stream
-from ..drivers.nccl import Communicator, UniqueId
-from .gpu import FakeGpu, FakeStream
+from scheduler.drivers import Gpu, Stream, UniqueId
+from scheduler.drivers.nccl import Communicator
+from scheduler.testing import FakeGpu, FakeStream
 
 _APART_SECONDS: Final = 0.01
 """Seconds between the ends of two joins on a card, enough for a rank that does not wait for all of them to begin a transfer."""

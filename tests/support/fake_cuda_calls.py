@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, NamedTuple
 
-from .gpu import FakeGpu, FakeStream
-from .hazards import Access, Clock, Hazards
+from support.hazards import Access, Clock, Hazards
+
+from scheduler.testing import FakeGpu, FakeStream
 
 INVALID: Final = 1
 BAD_HANDLE: Final = 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from .cuda_calls import (
+from support.fake_cuda_calls import (
     BAD_HANDLE,
     NOT_READY,
     CudaCalls,
@@ -16,7 +16,7 @@ from .cuda_calls import (
     RecordedWork,
     StartableWork,
 )
-from .hazards import Access, Clock
+from support.hazards import Access, Clock
 
 _INVALIDATED, _ISOLATION, _CAPTURED_EVENT, _WRONG_THREAD = 901, 905, 907, 908
 _BLOCKING, _NO_TIMING = 1, 2
