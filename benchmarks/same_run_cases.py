@@ -11,6 +11,9 @@ from typing import Final
 import numpy as np
 
 TRAIN: Final = "train --dataset=text --dataset-path=text.txt --tokenizer=bytes --batch=4 --lr=1e-3 --sample-tokens=8 --ncpu=2"
+EXAMPLE: Final = "examples/gpt2_custom_training.py"
+NNTILE: Final = TRAIN.replace("train ", f"{EXAMPLE} ", 1)
+"""The same with NNTile's command line."""
 TILES: Final = "--seq-tile=9 --embd-tile=16 --inner-tile=50 --head-tile=2 --vocab-tile=75 --minibatch-tile=1"
 RAM: Final = "--ram=64MiB"
 HERE: Final = "--run-dir=run"
@@ -43,11 +46,12 @@ TEXT: Final = "--dataset=text --dataset-path=text.txt"
 START: Final = f"train --init-from=start {TEXT} --batch=4 --lr=1e-3 --sample-tokens=4 --ncpu=2"
 DEVICES: Final = f"{RAM} --steps=4 --ncpu=0 --gpu-memory=400KiB"
 BAD: Final = "train --config-path=gpt2.json --dataset=train.bin --dataset-path=data --batch=4 --steps=2 --ncpu=1 --sample-tokens=0"
+BAD_NNTILE: Final = BAD.replace("train ", f"{EXAMPLE} ", 1)
 PLAN: Final = f"plan {SMALL} --batch=4 --minibatch=2 --json"
 
 CASES: Final = (
     Case("in memory", (f"{TRAIN} {SMALL} {RAM} --steps=6 {VALIDATE} --save-every=3 {HERE}",)),
-    Case("one worker, recomputation, stored scores", (f"{TRAIN} {SMALL} {RAM} --steps=4 --ncpu=1 --recompute=block --no-flashattention {HERE}",)),
+    Case("one worker, recomputation, stored scores", (f"{NNTILE} {SMALL} {RAM} --steps=4 --ncpu=1 --recompute=block --no-flashattention {HERE}",)),
     Case("a quarter of the memory, and disk", (f"{TRAIN} {SMALL} {TIGHT} --steps=4 {VALIDATE} {HERE}",), allowance=0.3),
     Case(
         "a quarter of the memory, and disk, one worker",
@@ -84,7 +88,7 @@ CASES: Final = (
     Case(
         "accumulation, clipping, schedule",
         (
-            f"{TRAIN} {SMALL} {RAM} --steps=8 --minibatch=2 --grad-clip=0.5 --schedule=cosine --warmup-steps=3 --min-lr=1e-4 --weight-decay=0.1 "
+            f"{NNTILE} {SMALL} {RAM} --steps=8 --minibatch=2 --grad-clip=0.5 --schedule=cosine --warmup-steps=3 --min-lr=1e-4 --weight-decay=0.1 "
             f"--loss-reduction=sum --save-checkpoint=end.safetensors --save-optimizer=moments.safetensors {HERE}",
         ),
     ),
@@ -121,7 +125,7 @@ CASES: Final = (
             f"{BAD} --seq-len=17",
             f"{BAD} --ram=12XB",
             f"{BAD} --batch=500",
-            f"{BAD} --restrict=cuda",
+            f"{BAD_NNTILE} --restrict=cuda",
             f"{BAD} --resume=data",
             f"{BAD} --dataset-path=nowhere",
             f"{BAD} --order=forward",
@@ -141,11 +145,11 @@ CASES: Final = (
         (
             f"{BAD} --disk=/proc/x:1GB",
             f"{BAD} --disk=tier:100TB --dry-run --sim-gpu=1 --gpu-memory=100TB",
-            f"{BAD} --train=lora:8 --load-checkpoint=nope.safetensors",
-            f"{BAD} --train=lora:8 --load-checkpoint=empty.safetensors",
-            f"{BAD} --train=lora:8 --load-checkpoint=data",
-            f"{BAD} --train=lora:8 --load-checkpoint=nope.safetensors --dask=local:2 --lanes=2 --minibatch=2",
-            f"{BAD} --train=lora:8 --load-checkpoint=empty.safetensors --dask=local:2 --lanes=2 --minibatch=2",
+            f"{BAD} --train=lora:8 --init-from=nope.safetensors",
+            f"{BAD} --train=lora:8 --init-from=empty.safetensors",
+            f"{BAD} --train=lora:8 --init-from=nope/w.safetensors",
+            f"{BAD} --train=lora:8 --init-from=nope.safetensors --dask=local:2 --lanes=2 --minibatch=2",
+            f"{BAD} --train=lora:8 --init-from=empty.safetensors --dask=local:2 --lanes=2 --minibatch=2",
             f"{BAD} --dask=local:2 --lanes=2 --minibatch=2 --ram=10TB",
         ),
         exact=True,
@@ -157,17 +161,17 @@ CASES: Final = (
             f"{BAD} --disk=nope/a/b:100TB",
             f"{BAD} --disk=/proc/x:100TB",
             f"{BAD} --ram=10TB --dataset-path=nowhere",
-            f"{BAD} --ram=10TB --load-checkpoint=nope.safetensors",
+            f"{BAD} --ram=10TB --init-from=nope.safetensors",
             f"{BAD} --ram=10TB --run-dir=/proc/x",
             f"{BAD} --ram=10TB --trace=/proc/x/t.json",
             f"{BAD} --ram=10TB --trace=data",
             f"{BAD} --sim-gpu=1 --gpu-memory=10TB --run-dir=/proc/x",
             f"{BAD} --gpu-memory=10TB --run-dir=/proc/x",
-            f"{BAD} --train=lora:8 --load-checkpoint=nope.safetensors --run-dir=/proc/x",
+            f"{BAD} --train=lora:8 --init-from=nope.safetensors --run-dir=/proc/x",
             f"{BAD} --ram=10TB --seq-tile=1 --embd-tile=1 --inner-tile=1 --head-tile=1 --vocab-tile=1 --batch=4000",
-            f"{BAD} --restrict=cuda --config-path=none.json",
+            f"{BAD_NNTILE} --restrict=cuda --config-path=none.json",
             f"{BAD} --dask=local:2 --lanes=2 --minibatch=2 --disk=text.txt --run-dir=/proc/x",
-            f"{PLAN} --ram=10TB --train=lora:8 --load-checkpoint=nope.safetensors",
+            f"{PLAN} --ram=10TB --train=lora:8 --init-from=nope.safetensors",
             f"{PLAN} --disk=text.txt:100TB",
         ),
         exact=True,

@@ -1,4 +1,4 @@
-"""Attention of one layer, causal and bf16, forward and backward, on the card: our kernels, cuDNN behind `--gpu-attention cudnn`, and PyTorch's
+"""Attention of one layer, causal and bf16, forward and backward, on the card: our kernels, cuDNN behind `--attention cudnn`, and PyTorch's
 scaled_dot_product_attention."""
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def copies(work: Work, card: str) -> Row:
 def parts(work: Work, card: str) -> Row:
     """GPT-2 small on two parts of the card."""
     flags = f"{COARSE} --dtype=bf16 --batch=4 --minibatch=1 --minibatch-tile=1"
-    one, two = work.train(gpt2("gpt2"), flags, 8), work.train(gpt2("gpt2"), f"{flags} --split-gpu=2", 8)
+    one, two = work.train(gpt2("gpt2"), flags, 8), work.train(gpt2("gpt2"), f"{flags} --ngpu=1x2", 8)
     near = all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(one["losses"], two["losses"], strict=True))
     busy = all(two["peak_bytes"].get(f"cuda:{number}", 0) > 0 for number in range(2))
     rate = two["tokens_per_second"] / one["tokens_per_second"]

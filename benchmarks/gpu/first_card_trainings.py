@@ -155,7 +155,7 @@ def attention(here: Here) -> Iterator[Check]:
         yield f"{length} x {size}", run
 
     def auto() -> dict[str, Any]:
-        found = here.work.train(here.config("gpt2"), f"{here.sizes(16, 8)} --dtype=bf16 --gpu-attention=auto", here.steps(12))
+        found = here.work.train(here.config("gpt2"), f"{here.sizes(16, 8)} --dtype=bf16 --attention=auto", here.steps(12))
         plan = json.loads((here.work.folder / f"run{here.work.count}" / "plan.json").read_text())
         return {**plan["gpu_attention"], "tokens/s": round(found["tokens_per_second"])}
 

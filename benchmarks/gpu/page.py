@@ -41,7 +41,7 @@ shapes that cuDNN declines because it has no backward pass within 320 MiB of wor
 
 {times}
 
-`--gpu-attention auto` chose {chosen} for GPT-2 small, which then trained at {rate:,} tokens/s.
+`--attention auto` chose {chosen} for GPT-2 small, which then trained at {rate:,} tokens/s.
 
 `benchmarks/gpu/first_card_results` has the result of every check of `make first-card`. All checks passed: see
 [what a card has shown](../guides/gpus.md#what-a-card-has-shown).

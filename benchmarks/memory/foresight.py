@@ -152,12 +152,12 @@ def policies(args: argparse.Namespace, disk: str) -> dict[str, Any]:
 
 
 def _sched(flags: list[str]) -> dict[str, Any]:
-    machine: dict[str, Any] = _bench(["sched", "--counts=8", *flags])["machines"][0]
+    machine: dict[str, Any] = _bench(["schedules", "--counts=8", *flags])["machines"][0]
     return machine
 
 
 def _bench(flags: list[str]) -> dict[str, Any]:
-    argv = [sys.executable, "-m", "nntask", "bench", flags[0], "--json", *flags[1:]]
+    argv = [sys.executable, f"benchmarks/bounds/{flags[0]}.py", "--json", *flags[1:]]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=common.ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stdout}{done.stderr}")

@@ -2,7 +2,7 @@
 
     python benchmarks/memory/recompute.py --jobs 2          # three models, three links, three budgets; an hour and a half of two cores
     python benchmarks/memory/recompute.py --suite xl        # GPT-2 XL on one device of 20, 10, 6 and 4 GiB
-    python benchmarks/memory/recompute.py --suite bound     # the same beside the linear-programming bound (nntask bench bound); six minutes
+    python benchmarks/memory/recompute.py --suite bound     # the same beside the linear-programming bound (benchmarks/bounds/bound.py); six minutes
     python benchmarks/memory/recompute.py --suite runs      # GPT-2 small, trained: RAM with a disk, and simulated devices; a quarter of an hour
 
 Each writes benchmarks/results/recompute_SUITE.json. Budgets are shares of what the step needs at once where nothing moves, devices together. A plan
@@ -53,13 +53,13 @@ RUN_NEEDS: Final = 2_302_459_904
 RUNS: Final = {
     "RAM at 1/4, and a disk": [f"--ram={RUN_NEEDS // 4}", "--disk={disk}"],
     "RAM at 1/8, and a disk": [f"--ram={RUN_NEEDS // 8}", "--disk={disk}"],
-    "two simulated devices of 1/8 each, links of 1 GB/s": ["--sim-gpu=2", "--ncpu=0", f"--gpu-memory={RUN_NEEDS // 8}", "--sim-bandwidth=1GB/s"],
+    "two simulated devices of 1/8 each, links of 1 GB/s": ["--sim-gpu=2@1GB/s", "--ncpu=0", f"--gpu-memory={RUN_NEEDS // 8}"],
 }
 
 
 def plan(flags: list[str], *command: str) -> dict[str, Any]:
-    """The figures of a plan, or of another command."""
-    argv = [sys.executable, "-m", "nntask", *(command or ("plan",)), "--json", *flags]
+    """The figures of a plan, or of another script."""
+    argv = [sys.executable, *(command or ("-m", "nntask", "plan")), "--json", *flags]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=common.ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(argv)} ended with code {done.returncode}\n{done.stderr}")
@@ -90,7 +90,7 @@ def bound(args: argparse.Namespace) -> dict[str, Any]:
     """GPT-2 XL on one device that has less and less, beside the least of the bounds of all known orders."""
     rows, cases = [], {}
     for size in XL:
-        found = plan([*XL_FLAGS, f"--device={size}GiB@150TF"], "bench", "bound")
+        found = plan([*XL_FLAGS, f"--device={size}GiB@150TF"], "benchmarks/bounds/bound.py")
         cases[f"{size} GiB"] = found
         what, ours, least = f"GPT-2 XL, one device of {size} GiB", found["seconds_per_step"], found["bound_seconds"]
         rows.append(common.compare(what, "s a step", ours, "lower bound", least, better="less"))

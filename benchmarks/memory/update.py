@@ -61,7 +61,7 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
             found = {}
             for mode in ("device", "cpu"):
                 workers = ["--ncpu=0"] if mode == "device" else ["--ncpu=2"]
-                flags = [*RUN_FLAGS, f"--steps={STEPS}", f"--update-on={mode}", f"--sim-bandwidth={rate}", *workers]
+                flags = [*RUN_FLAGS, f"--steps={STEPS}", f"--update-on={mode}", f"--sim-gpu=2@{rate}", *workers]
                 found[mode] = train(flags, Path(folder) / f"{mode}-{rate.replace('/', '-')}")
                 cases[f"{rate}, {mode}"] = found[mode]
             if found["cpu"]["losses"] != found["device"]["losses"]:

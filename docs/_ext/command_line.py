@@ -1,7 +1,7 @@
 """Sphinx directives that make the reference of the command line from the code: commands, flags, environment variables, exit codes.
 
 The flags of a command are found by asking it for its help: what it would hand to tyro is taken instead of printed. So a page shows the flags that
-`--help` shows, in the same groups, with the same words.
+`--help-all` shows, in the same groups, with the same words.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def _escape(text: str) -> str:
 
 def flags_markdown(words: list[str], only: str = "") -> str:
     """The flags of a command as sections of `option` directives, of all groups or of the one with a title."""
+    from nntask.config import SUFFIXES
+
     settings, program = settings_of(words)
     begin, _, positional = program.partition(" ".join(words))
     lines = ["```text", f"{begin}{' '.join(words)}{positional} [flags]", "```", "", _escape(inspect.cleandoc(settings.__doc__ or "")), ""]
@@ -113,6 +115,8 @@ def flags_markdown(words: list[str], only: str = "") -> str:
                 continue
             lines += [f"### {title}", "", _escape(rest), ""]
         for field in fields:
+            if field.name in SUFFIXES:
+                continue
             has_default = field.default not in (None, "", True, False) and field.default is not dataclasses.MISSING
             default = f" *Default:* `{field.default}`." if has_default else ""
             text = _escape(texts.get(field.name, ""))

@@ -279,10 +279,13 @@ def trainer_markdown() -> str:
 
 def flags_markdown() -> str:
     """Return the table of flags that `nntask train` refuses for a model without tiles."""
+    from nntask.config import SUFFIXES
     from wrappers.torch.flags import REFUSED
 
     flags: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, (nothing, why) in REFUSED.items():
+        if name.replace("-", "_") in SUFFIXES:
+            continue
         flags[why, nothing[0] is True].append(name)
     return table(
         ["flag", "reason and remedy"], [[", ".join(f"`--{'no-' if off else ''}{name}`" for name in each), why] for (why, off), each in flags.items()]

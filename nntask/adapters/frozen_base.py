@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ..checkpoints.store import STATE, Checkpoint
+from ..config.init_from import model_directory, weights_file
 from ..config.settings import TrainSettings, from_dict
 from ..config.validation import rank_of
 from ..errors import DataError
@@ -193,8 +194,9 @@ def frozen_base_to_start_from(settings: TrainSettings, resumed: Checkpoint | Non
         return None
     if resumed is not None:
         return _recorded(resumed)
-    files = settings.checkpoints
-    if files.init_from:
-        path = Path(files.init_from).resolve()
+    begin = settings.checkpoints.init_from
+    if (directory := model_directory(begin)) is not None:
+        path = directory.resolve()
         return FrozenBase("gguf" if is_gguf(path) else "directory", str(path))
-    return FrozenBase("file", str(Path(files.load_checkpoint).resolve())) if files.load_checkpoint else FrozenBase("seed")
+    file = weights_file(begin)
+    return FrozenBase("seed") if file is None else FrozenBase("file", str(file.resolve()))

@@ -1,11 +1,14 @@
 from .cluster import ClusterSpec, check_plain, check_shared, cluster_of
 from .disk import disk_of, has_size
 from .environment import flags_from, unknown_variables
+from .init_from import brings_config, checkpoint_at, model_directory
 from .objective import image_shape, with_head
-from .output_paths import OUTPUT_FLAGS, words_of
+from .old_settings import INSTEAD, OLD_SETTINGS, lost, translated
 from .resolution import TINY, model_spec, resolve, resolve_untiled, sized
 from .run_config import LanguageRun, ModelSpec, OptimizerSpec, RunConfig
 from .settings import (
+    EXPERT,
+    SUFFIXES,
     CheckpointSettings,
     ClusterSettings,
     MachineSettings,
@@ -15,15 +18,20 @@ from .settings import (
     ResourceSettings,
     TilingSettings,
     TrainSettings,
+    flag_of,
     from_dict,
+    typed,
 )
 from .tile_sizes import open_tiles, retiled
 from .units import LARGEST, format_least, format_size, is_size, parse_rate, parse_size
 from .validation import check_most, check_prompt, check_values, checked_length, trace_range
 
 __all__ = [
+    "EXPERT",
+    "INSTEAD",
     "LARGEST",
-    "OUTPUT_FLAGS",
+    "OLD_SETTINGS",
+    "SUFFIXES",
     "TINY",
     "CheckpointSettings",
     "ClusterSettings",
@@ -39,14 +47,17 @@ __all__ = [
     "RunConfig",
     "TilingSettings",
     "TrainSettings",
+    "brings_config",
     "check_most",
     "check_plain",
     "check_prompt",
     "check_shared",
     "check_values",
     "checked_length",
+    "checkpoint_at",
     "cluster_of",
     "disk_of",
+    "flag_of",
     "flags_from",
     "format_least",
     "format_size",
@@ -54,6 +65,8 @@ __all__ = [
     "has_size",
     "image_shape",
     "is_size",
+    "lost",
+    "model_directory",
     "model_spec",
     "open_tiles",
     "parse_rate",
@@ -63,7 +76,8 @@ __all__ = [
     "retiled",
     "sized",
     "trace_range",
+    "translated",
+    "typed",
     "unknown_variables",
     "with_head",
-    "words_of",
 ]

@@ -49,7 +49,7 @@ def cluster_of(asked: ClusterSettings) -> ClusterSpec | None:
     """Return the cluster that flags ask for; None for this machine alone.
 
     Raises:
-        UsageError: --dask is not an address, or --link-bandwidth is not a size.
+        UsageError: --dask is not an address, or RATE in --transport is not one.
     """
     if not asked.dask:
         return None
@@ -58,7 +58,7 @@ def cluster_of(asked: ClusterSettings) -> ClusterSpec | None:
         address=asked.dask,
         num_local=local,
         num_nodes=local if asked.nodes is None else asked.nodes,
-        link_rate=float(parse_size(asked.link_bandwidth, "--link-bandwidth")) if asked.link_bandwidth else None,
+        link_rate=float(parse_size(asked.link_bandwidth.removesuffix("/s"), "RATE in --transport")) if asked.link_bandwidth else None,
         transport=asked.transport,
     )
 
@@ -69,20 +69,22 @@ def check_cluster(settings: TrainSettings) -> None:
     Raises:
         UsageError: a rule is broken.
     """
-    cluster, run, observe = settings.cluster, settings.run, settings.observe
+    cluster, observe = settings.cluster, settings.observe
     if not cluster.dask:
-        if cluster.transport != "dask":
-            raise UsageError(f"--transport {cluster.transport} is about a Dask cluster; add --dask ADDRESS, or drop it")
-        for flag, value in (("--nodes", cluster.nodes), ("--link-bandwidth", cluster.link_bandwidth or None)):
-            if value is not None:
-                raise UsageError(f"{flag} {value} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it")
+        for flag, is_set in {
+            f"--transport {cluster.transport}": cluster.transport != "dask",
+            f"--transport dask@{cluster.link_bandwidth}": bool(cluster.link_bandwidth),
+            f"--nodes {cluster.nodes}": cluster.nodes is not None,
+        }.items():
+            if is_set:
+                raise UsageError(f"{flag} is about a Dask cluster; add --dask ADDRESS or --dask local:{cluster.nodes or 2}, or drop it")
         return
     local = local_nodes(cluster.dask)
     if local is not None and cluster.nodes is not None and cluster.nodes > local:
         raise UsageError(
             f"--nodes must be at most the {local} workers of --dask {cluster.dask}, got {cluster.nodes}; the nearest legal value is {local}"
         )
-    cluster_of(cluster)  # reads --link-bandwidth
+    cluster_of(cluster)  # checks RATE in --transport
     if settings.resources.update_on != "device":
         raise UsageError(
             f"--update-on {settings.resources.update_on} is for one machine, and the nodes of --dask share updates by ZeRO-1; drop one of them"
@@ -95,11 +97,8 @@ def check_cluster(settings: TrainSettings) -> None:
     if cluster.transport == "nccl":
         _check_nccl(settings)
     alone: dict[str, object] = {
-        "--trace": observe.trace,
-        "--trace-steps": observe.trace_steps,
+        "--trace-steps": observe.trace_steps or observe.trace,
         "--explain": observe.explain,
-        "--nforward": run.nforward or run.nforward_warmup,
-        "--nbackward": run.nbackward or run.nbackward_warmup,
         "--auto-tile measured": settings.tiling.auto_tile == "measured",
     }
     for flag, asked in alone.items():
@@ -132,8 +131,8 @@ def _check_nccl(settings: TrainSettings) -> None:
             "with its own (CUDA_VISIBLE_DEVICES=0 dask worker ADDRESS), or use --transport dask"
         )
     if cluster.link_bandwidth:
-        raise UsageError(f"--link-bandwidth {cluster.link_bandwidth} limits Dask's connections, and --transport nccl uses others; drop one of them")
-    without = {"--ngpu 0": resources.ngpu == 0, "--restrict cpu": resources.restrict == "cpu", f"--sim-gpu {resources.sim_gpu}": resources.sim_gpu}
+        raise UsageError(f"--transport nccl@{cluster.link_bandwidth} has a rate, which is only for dask; use --transport nccl")
+    without = {"--ngpu 0": resources.ngpu == 0, f"--sim-gpu {resources.sim_gpu}": resources.sim_gpu}
     for flag, asked in without.items():
         if asked:
             raise UsageError(f"--transport nccl sends from GPUs and {flag} leaves them out; drop one of them")

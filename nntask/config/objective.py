@@ -35,7 +35,7 @@ def check_objective(data: DataSettings) -> None:
         UsageError: a value breaks its rule.
     """
     if not 0.0 < data.mask_probability < 1.0:
-        raise UsageError(f"--mask-probability must be above 0 and below 1, got {data.mask_probability:g}; for example {USUAL_MASK}")
+        raise UsageError(f"SHARE in --objective must be above 0 and below 1, got {data.mask_probability:g}; for example masked:{USUAL_MASK}")
 
 
 def with_head(settings: TrainSettings, config: ModelConfig) -> ModelConfig:
@@ -102,14 +102,11 @@ def with_objective(settings: TrainSettings, config: LanguageConfig) -> TrainSett
     if data.chat_template and form != "chat":
         raise UsageError(f"--chat-template {data.chat_template} is for JSON lines with {MESSAGES}, which these data are not; drop it")
     if form == "pairs" and data.mask_probability != USUAL_MASK:
-        raise UsageError(f"--mask-probability {data.mask_probability:g} is for plain texts, whose spans are hidden, got pairs; drop it")
+        raise UsageError(f"--objective seq2seq:{data.mask_probability:g} hides spans of plain texts, got pairs; use --objective seq2seq")
     if kind == "seq2seq":
         data = replace(data, target_len=_target_len(settings, form, config))
     if kind != "causal":
         run = replace(run, sample_tokens=0)
-    objective = _objective(settings, replace(data, objective=kind), form, config)
-    if settings.optimizer.loss_reduction == "sum" and not objective.is_plain:
-        raise UsageError("--loss-reduction sum is over the tokens of a step, of which these data count only some; drop it")
     return replace(settings, data=replace(data, objective=kind), run=run)
 
 
@@ -134,7 +131,9 @@ def _check_flags(settings: TrainSettings, kind: Kind) -> None:
     data, run = settings.data, settings.run
     what = f"a model that {_WITHOUT[kind]}"
     if data.mask_probability != USUAL_MASK and kind not in ("masked", "seq2seq"):
-        raise UsageError(f"--mask-probability {data.mask_probability:g} is for --objective masked and seq2seq, got {what}; drop it")
+        raise UsageError(
+            f"--objective {kind}:{data.mask_probability:g} hides tokens, which is for masked and seq2seq, got {what}; use --objective {kind}"
+        )
     if data.target_len is not None and kind != "seq2seq":
         raise UsageError(f"--target-len {data.target_len} is for --objective seq2seq, got {what}; drop it")
     if data.document_boundaries and kind not in ("causal", "masked"):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final
 
 from ..adapters.frozen_base import frozen_base_to_start_from
 from ..adapters.lora import LoRA, largest_rank
@@ -24,6 +24,7 @@ from ..hardware.machine_spec import MachineSpec, devices_of, with_budgets, with_
 from ..models.interface import LanguageConfig, ModelConfig
 from ..tiling.model_tiling import ModelTiling, divisors
 from .cluster import cluster_of
+from .init_from import brings_config, directory_or_file, model_directory, weights_file
 from .objective import objective_of, with_objective
 from .run_config import (
     LanguageRun,
@@ -47,6 +48,8 @@ DEFAULT_STEPS: Final = 200
 TINY: Final = "tiny"
 """Default model."""
 RUNS: Final = Path("runs")
+CHECKPOINTS: Final = "checkpoints"
+"""Name of the directory of checkpoints in that of a run."""
 
 
 def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None = None, machine: MachineSpec | None = None) -> RunConfig:
@@ -65,7 +68,7 @@ def resolve(settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | 
     """
     there = with_budgets(devices_of(settings.resources, settings.model.dtype), settings.resources) if machine is None else machine
     asked, settings, tiling = sized(settings, config, resumed, lambda: there.gpus.device_class)
-    if settings.model.gpu_attention == "cudnn":
+    if settings.model.attention == "cudnn":
         there = with_cudnn(there)
     check_rank(settings, largest_rank(config))
     return RunConfig(
@@ -112,7 +115,7 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             settings.resources.update_on,
         ),
         "optimizer": OptimizerSpec(
-            cast(Literal["adamw", "adam", "sgd"], optimizer.optimizer),  # `filled` has replaced the other name of adamw
+            optimizer.optimizer,
             lr,
             optimizer.weight_decay,
             optimizer.optimizer_eps,
@@ -121,8 +124,8 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             optimizer.momentum,
             optimizer.grad_clip,
         ),
-        "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.start_lr, optimizer.full_lr_iter),
-        "length": Length(settings.run.steps or 0, settings.run.nepochs, settings.run.nepochs_warmup),
+        "schedule": ScheduleSpec(optimizer.schedule, lr, warmup_steps, optimizer.min_lr, optimizer.warmup_start_lr),
+        "length": Length(settings.run.steps or 0, settings.run.nepochs),
         "saving": Saving(0 if begin.save_every is None else begin.save_every, begin.save_every != 0, begin.keep_checkpoints),
         "data": data_spec(settings, config, resumed),
         "machine": machine,
@@ -131,11 +134,12 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
             is_continued,
             resumed,
             frozen_base_to_start_from(settings, resumed),
-            Path(begin.init_from) if begin.init_from and not is_continued else None,
-            Path(begin.load_checkpoint) if begin.load_checkpoint and resumed is None else None,
-            Path(begin.load_optimizer) if begin.load_optimizer and resumed is None else None,
+            None if is_continued else model_directory(begin.init_from),
+            None if is_continued else weights_file(begin.init_from),
+            None,
         ),
         "traced": trace_range(settings.observe.trace_steps),
+        "sums_loss": False,
         "settings": settings,
     }
 
@@ -150,7 +154,7 @@ def sized(
 
     Raises:
         UsageError: a rule is broken, or the run differs from the one it continues, which is reported first.
-        DataError: --tile-table is not a tile table.
+        DataError: the file in --auto-tile is not a tile table.
     """
     settings = _with_recorded_attention(settings, resumed)
     with _differing_first(settings, resumed):
@@ -167,22 +171,14 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
     Raises:
         UsageError: a rule is broken.
     """
-    model, tiling, optimizer, run, checkpoints = (
-        settings.model,
-        settings.tiling,
-        settings.optimizer,
-        settings.run,
-        settings.checkpoints,
-    )
-    if model.model is None and model.config_path is None and not checkpoints.init_from:
+    model, tiling, optimizer, run = settings.model, settings.tiling, settings.optimizer, settings.run
+    if model.model is None and model.config_path is None and not brings_config(settings.checkpoints.init_from):
         model = replace(model, model=TINY)
     small = model.model is not None and is_small(model.model)
-    if model.fp32_fast_tf32:
-        model = replace(model, dtype="tf32", fp32_fast_tf32=False)
     length = checked_length(model.seq_len, config, config.n_positions)
     model = replace(model, seq_len=length)
     batch = tiling.batch if tiling.batch is not None else (8 if small else 1)
-    lanes = tiling.lanes if tiling.lanes is not None else (4 if tiling.redux else 1)
+    lanes = 1 if tiling.lanes is None else tiling.lanes
     minibatch = batch if tiling.minibatch == -1 else tiling.minibatch
     _divides("--minibatch", minibatch, "--batch", batch)
     per_tile = tiling.minibatch_tile
@@ -191,17 +187,15 @@ def filled(settings: TrainSettings, config: LanguageConfig) -> TrainSettings:
         _divides("--minibatch-tile", per_tile, "--minibatch", minibatch)
     if tiling.seq_tile is not None and tiling.seq_tile > length:
         raise UsageError(f"--seq-tile must be at most the sequence length {length}, got {tiling.seq_tile}; the nearest legal value is {length}")
-    tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes, redux=False)
+    tiling = replace(tiling, batch=batch, minibatch=minibatch, minibatch_tile=per_tile, lanes=lanes)
     lr = optimizer.lr if optimizer.lr is not None else (1e-3 if small else 3e-4)
-    warmup = optimizer.warmup_steps if optimizer.warmup_steps is not None else (0 if optimizer.full_lr_iter > 1 else 10)
-    kind = "adamw" if optimizer.optimizer == "fusedadamw" else optimizer.optimizer
+    warmup = 10 if optimizer.warmup_steps is None else optimizer.warmup_steps
     alpha, rank = optimizer.lora_alpha, rank_of(settings)
     alpha = float(rank) if alpha is None and rank is not None else alpha
-    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, optimizer=kind, lora_alpha=alpha)
-    asked = run.nepochs + run.nepochs_warmup + run.nforward + run.nbackward + run.nforward_warmup + run.nbackward_warmup
-    if run.steps is None and not asked:
+    optimizer = replace(optimizer, lr=lr, warmup_steps=warmup, lora_alpha=alpha)
+    if run.steps is None and not run.nepochs:
         run = replace(run, steps=DEFAULT_STEPS)
-    return with_objective(replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run, checkpoints=checkpoints), config)
+    return with_objective(replace(settings, model=model, tiling=tiling, optimizer=optimizer, run=run), config)
 
 
 def is_small(preset: str) -> bool:
@@ -222,8 +216,8 @@ def model_spec(settings: TrainSettings, config: ModelConfig, tiling: ModelTiling
         seq_len=known(settings.model.seq_len),
         dtype=dtype_of(settings.model.dtype),
         seed=settings.data.seed,
-        flash=settings.model.flashattention,
-        library=settings.model.gpu_attention == "cudnn",
+        flash=settings.model.attention != "stored",
+        library=settings.model.attention == "cudnn",
         adapters=adapters_of(settings),
     )
 
@@ -253,17 +247,18 @@ def data_spec(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoi
 def with_tokenizer(settings: TrainSettings) -> TrainSettings:
     """Return settings with the tokenizer of the model of --init-from, if that has one and the settings name no other."""
     data, files = settings.data, settings.checkpoints
-    is_open = bool(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
-    if is_open and has_tokenizer(Path(files.init_from)):
-        return replace(settings, data=replace(data, tokenizer_path=files.init_from))
+    is_open = brings_config(files.init_from) and data.tokenizer == "auto" and not data.tokenizer_path and not files.resume
+    if is_open and has_tokenizer(path := directory_or_file(files.init_from)):
+        return replace(settings, data=replace(data, tokenizer_path=str(path)))
     return settings
 
 
 def name_of(settings: TrainSettings) -> str:
     """Return the name of a run: its model's."""
     path, begin = settings.model.config_path, settings.checkpoints.init_from
-    if begin:
-        return Path(begin).resolve().name
+    if brings_config(begin):
+        source = Path(begin).resolve()
+        return (source.parent.parent if source.parent.name == CHECKPOINTS else source).name
     return Path(path).stem if path else known(settings.model.model)
 
 
@@ -314,11 +309,11 @@ def _differing_first(settings: TrainSettings, resumed: Checkpoint | None) -> Ite
 
 
 def _with_recorded_attention(settings: TrainSettings, resumed: Checkpoint | None) -> TrainSettings:
-    """Inherit `gpu_attention` from the resumed run if it is still "auto", because the bits of results depend on it."""
-    if resumed is None or settings.model.gpu_attention != "auto":
+    """Inherit `attention` from the resumed run if it is still "auto", because the bits of results depend on it."""
+    if resumed is None or settings.model.attention != "auto":
         return settings
     stored = from_dict(resumed.state["settings"], str(resumed.path / STATE))
-    return replace(settings, model=replace(settings.model, gpu_attention=stored.model.gpu_attention))
+    return replace(settings, model=replace(settings.model, attention=stored.model.attention))
 
 
 def _differences(settings: TrainSettings, resumed: Checkpoint) -> list[str]:

@@ -108,19 +108,12 @@ class ScheduleSpec:
     lr: float
     warmup_steps: int
     min_lr: float
-    start_lr: float
-    full_lr_iter: int
+    warmup_start_lr: float | None
 
     def over(self, steps: int) -> Schedule:
         """Return the learning rate of each of `steps` steps."""
         return make_schedule(
-            self.kind,
-            self.lr,
-            steps=steps,
-            warmup_steps=self.warmup_steps,
-            min_lr=self.min_lr,
-            start_lr=self.start_lr,
-            full_lr_iter=self.full_lr_iter,
+            self.kind, self.lr, steps=steps, warmup_steps=self.warmup_steps, warmup_start_lr=self.warmup_start_lr, min_lr=self.min_lr
         )
 
 
@@ -129,12 +122,12 @@ class Length:
     """Length of training: `steps` steps, or if that is 0 `epochs` passes over the data.
 
     Args:
-        warmup_epochs: number of passes before the others, which do not count in the closing figures.
+        warmup_epochs: number of first passes of these that do not count in the closing figures.
     """
 
     steps: int
     epochs: int
-    warmup_epochs: int
+    warmup_epochs: int = 0
 
     @property
     def least(self) -> int:
@@ -145,8 +138,7 @@ class Length:
         """Return the number of optimizer steps, and how many of them belong to warm-up epochs."""
         if self.steps:
             return self.steps, 0
-        warmup = self.warmup_epochs * batches_per_epoch
-        return warmup + self.epochs * batches_per_epoch, warmup
+        return self.epochs * batches_per_epoch, self.warmup_epochs * batches_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +165,8 @@ class Start:
             own checkpoint, because the nodes of a cluster have changed, still has the flags of a new run.
         resumed: checkpoint to continue from; None for none.
         frozen_base: frozen weights that the adapters belong to; None if all weights are trained.
-        directory: model directory of a new run that trains all weights; None for none.
-        weights, optimizer: files that are read before the first step; None for none.
+        directory: model directory or GGUF file of a new run that trains all weights; None for none.
+        weights, optimizer: files with nntask's names that are read before the first step; None for none.
     """
 
     is_continued: bool
@@ -220,6 +212,7 @@ class LanguageRun:
         machine: machine of this process; each node of a cluster has its own.
         cluster: cluster whose nodes train; None for this machine alone.
         traced: first and last traced step; None for all steps, if any are traced.
+        sums_loss: whether losses are printed and written as sums over the tokens of a step instead of means.
         settings: settings of the user, with every default filled in.
     """
 
@@ -236,6 +229,7 @@ class LanguageRun:
     cluster: ClusterSpec | None
     start: Start
     traced: tuple[int, int] | None
+    sums_loss: bool
     settings: TrainSettings
 
     def in_order(self, order: str) -> Self:

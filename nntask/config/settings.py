@@ -1,7 +1,7 @@
-"""All settings of a training run, as plain data: one field per flag of ``nntask train``, in groups.
+"""All settings of a training run, as plain data in groups.
 
-The name of a field with dashes is its flag, and the text under it is the flag's help. An unset value is None, and `resolution.resolve` fills it in.
-`LOCKED` lists the groups that a resumed run must share with the run it continues; the others may differ.
+The name of a field with dashes is its flag, and the text under it is the flag's help. A field in `SUFFIXES` has no flag of its own but is the second
+part of another flag's value. An unset value is None, and `resolution.resolve` fills it in. `old_settings` translates names of earlier versions.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from ..errors import DataError
+from .old_settings import OLD_SETTINGS, translated
 
 T = TypeVar("T")
 
 Period = int  # number of steps; 0 means never
-StorageDtype = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """The model."""
+    """Model and arithmetic."""
 
     model: str | None = None
     """built-in model; nntask models lists all, such as gpt2, llama-1b, bert-base (default: tiny)"""
@@ -32,49 +32,48 @@ class ModelSettings:
     """number of tokens per sequence, at most n_positions of the config (default: n_positions, at most 4096)"""
     dtype: Literal["auto", "fp32", "tf32", "bf16", "fp64"] = "auto"
     """arithmetic: fp32 (also auto), tf32 (fp32 with TF32 products on GPUs), bf16 (bf16 values, fp32 masters and sums), or fp64"""
-    fp32_fast_tf32: bool = False
-    """old name of --dtype tf32"""
     dropout: float | None = None
     """probability of all dropouts in the model (default: the config's)"""
-    flashattention: bool = True
-    """compute attention without storing the full score matrix; --no-flashattention stores the scores"""
-    gpu_attention: Literal["own", "cudnn", "auto"] = "own"
-    """attention on GPUs: own kernels, cuDNN (for bf16 in tiles of whole sequences; other rounding), or auto, which times both and keeps the faster"""
+    attention: Literal["flash", "stored", "cudnn", "auto"] = "flash"
+    """flash (no stored scores), stored (all scores in memory), cudnn (bf16 on GPUs; rounds differently), or auto (the faster of flash and cudnn)"""
+
+    @property
+    def gpu_attention(self) -> Literal["own", "cudnn", "auto"]:
+        """Library that computes attention on GPUs: nntask's kernels, cuDNN, or the faster one, before it is known which."""
+        return self.attention if self.attention in ("cudnn", "auto") else "own"
 
 
 @dataclass(frozen=True, slots=True)
 class TilingSettings:
-    """Division of the batch and of tensors into tiles. In tile flags, -1 means the whole dimension."""
+    """Batch and tiles. In the flags of tiles, -1 is the whole dimension."""
 
     batch: int | None = None
     """number of sequences per optimizer step (default: 8 for tiny and llama-tiny, else 1)"""
     minibatch: int = -1
     """number of sequences in flight at once, a divisor of --batch; gradients accumulate (-1: the whole batch)"""
     minibatch_tile: int | None = None
-    """number of sequences per tile, a divisor of the minibatch"""
+    """number of sequences per tile, a divisor of the minibatch (default: from a table)"""
     seq_tile: int | None = None
-    """number of tokens per tile"""
+    """number of tokens per tile (default: from a table)"""
     embd_tile: int | None = None
-    """number of features per tile"""
+    """number of features (n_embd) per tile (default: from a table)"""
     inner_tile: int | None = None
-    """number of features of the feed-forward layer per tile"""
+    """number of features of the feed-forward layer per tile (default: from a table)"""
     head_tile: int | None = None
-    """number of query heads per tile; heads that share a key/value head must be in the same tile"""
+    """number of query heads per tile; heads that share a key/value head stay together (default: from a table)"""
     vocab_tile: int | None = None
-    """number of rows of the embedding and of the head per tile"""
+    """number of vocabulary rows of the embedding and of the output layer per tile (default: from a table)"""
     auto_tile: Literal["table", "measured"] = "table"
-    """source of tile sizes that are not given: a table, or measured for a search that times steps of the model in different tiles"""
+    """source of tile sizes that are not set: table, or measured, which times steps; table@FILE and measured@FILE also use your own table"""
     tile_table: str = ""
-    """TOML file of tile sizes for single model shapes, which overrides the built-in table; --auto-tile measured writes its result there"""
-    redux: bool = False
-    """sum gradients in 4 parallel lanes instead of one chain, like --lanes 4"""
+    """TOML file of tile sizes for single model shapes, which overrides the built-in table; a search writes its result there"""
     lanes: int | None = None
-    """number of parallel partial sums of gradients; changes rounding, like a tile size (default: 1)"""
+    """number of partial sums of each gradient, which are computed in parallel and rounded differently; --dask needs several (default: 1)"""
 
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """The training data."""
+    """Data, and what to learn from them."""
 
     dataset: str = "stdlib"
     """training data: stdlib (this machine's Python library), text (any files, also parquet), WikiText-103, train.bin, jsonl, or images"""
@@ -83,13 +82,13 @@ class DataSettings:
     val_path: str = ""
     """validation text or tokens (default: held-out texts, or val.bin in the directory of train.bin)"""
     dataset_select: int = -1
-    """number of texts to use, from the first (rows of WikiText-103, sequences of train.bin); -1 for all"""
+    """use only the first N texts (rows of WikiText-103, sequences of train.bin); -1 uses all"""
     tokenizer: str = "auto"
-    """bpe (trained on the text, with the model's vocabulary size), bytes, or a name on the Hub; auto is bpe if installed"""
+    """bpe (trained on the text), bytes, or the name of a tokenizer on the Hugging Face Hub; auto is bpe if the tokenizers package is installed"""
     tokenizer_path: str = ""
     """directory with tokenizer.json; a missing tokenizer from the Hub is downloaded to it"""
     objective: Literal["causal", "masked", "seq2seq", "classify"] | None = None
-    """training objective: causal (next token), masked (masked tokens), seq2seq (output from input), or classify (default: the config's)"""
+    """causal (next token), masked, seq2seq (output from input) or classify; masked:P and seq2seq:P hide a share P (default: the config's)"""
     mask_probability: float = 0.15
     """share of tokens to predict for --objective masked, and to hide in spans for seq2seq on plain texts"""
     target_len: int | None = None
@@ -104,54 +103,48 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """The trained weights and the optimizer."""
+    """Optimizer, learning rate and adapters."""
 
     train: str = "all"
     """weights to train: all, or lora:RANK for LoRA adapters of that rank on frozen weights (Hu et al., 2021)"""
     lora_alpha: float | None = None
-    """factor of adapters, which add lora_alpha / RANK times their product (default: the rank)"""
+    """scale of LoRA adapters, whose product is multiplied by alpha / RANK (default: the rank)"""
     lora_dropout: float = 0.0
-    """dropout probability of the inputs of adapters"""
-    optimizer: Literal["fusedadamw", "adamw", "adam", "sgd"] = "fusedadamw"
-    """optimizer; fusedadamw is another name of adamw"""
+    """dropout probability of the inputs of LoRA adapters"""
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """optimization algorithm, with the update rules of torch.optim"""
     lr: float | None = None
     """peak learning rate (default: 1e-3 for tiny and llama-tiny, else 3e-4)"""
     weight_decay: float = 0.0
-    """weight decay of matrices; vectors have none"""
+    """weight decay of matrices; biases and norms have none"""
     optimizer_eps: float = 1e-8
-    """epsilon of Adam"""
+    """epsilon of Adam, added to the denominator"""
     beta1: float = 0.9
-    """decay of Adam's first moment"""
+    """decay of Adam's average gradient"""
     beta2: float = 0.95
-    """decay of Adam's second moment"""
+    """decay of Adam's average squared gradient"""
     momentum: float = 0.0
     """momentum of --optimizer sgd"""
     grad_clip: float = 0.0
-    """largest norm of the whole gradient, which is scaled down to it; 0 is off"""
+    """clip the norm of the whole gradient to this value; 0 does not clip"""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """learning rate schedule after the warm-up; wsd is constant, then decays over the last fifth"""
     warmup_steps: int | None = None
-    """number of steps of linear warm-up (default: 10, or 0 with --full-lr-iter)"""
+    """number of steps of linear warm-up (default: 10)"""
+    warmup_start_lr: float | None = None
+    """learning rate of step 1; it then grows linearly and reaches --lr at step --warmup-steps (default: --lr / --warmup-steps)"""
     min_lr: float = 0.0
     """learning rate at the end of --schedule linear, cosine or wsd"""
-    start_lr: float = 0.0
-    """learning rate of step 1 with --full-lr-iter"""
-    full_lr_iter: int = 1
-    """step at which a linear warm-up from --start-lr reaches --lr"""
-    loss_reduction: Literal["mean", "sum"] = "mean"
-    """reduction of the printed loss over the tokens of a step; gradients are always those of the mean"""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Length of the run, validation and sampling."""
+    """Length of training, validation and samples."""
 
     steps: int | None = None
-    """number of optimizer steps; overrides --nepochs (default: 200 without --nepochs and timing loops)"""
+    """number of optimizer steps, which overrides --nepochs (default: 200 without --nepochs)"""
     nepochs: int = 0
     """number of passes over the data"""
-    nepochs_warmup: int = 0
-    """number of passes before --nepochs that train but are not timed"""
     eval_every: Period = 0
     """validate every N steps and at the end; 0 means never"""
     eval_batches: int = 8
@@ -160,14 +153,6 @@ class RunSettings:
     """number of tokens of text to sample at the end, at most those that fit a sequence; 0 for none"""
     prompt: str = ""
     """beginning of the sampled text"""
-    nforward: int = 0
-    """number of timed forward passes over a minibatch of random tokens, before training"""
-    nforward_warmup: int = 0
-    """number of forward passes before the timed ones"""
-    nbackward: int = 0
-    """number of timed forward and backward passes; the backward part is reported"""
-    nbackward_warmup: int = 0
-    """number of backward passes before the timed ones"""
     check_finite: bool = False
     """check for NaN after every task, and name the first task and tile that has one"""
     dry_run: bool = False
@@ -176,7 +161,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """Checkpoints and initial weights."""
+    """Initial weights, checkpoints, and the directory of the run."""
 
     run_dir: str = ""
     """directory of the run (default: runs/<time>-<model>)"""
@@ -185,37 +170,25 @@ class CheckpointSettings:
     save_every: Period | None = None
     """save a checkpoint every N steps and at the end; 0 means never (default: only at the end)"""
     keep_checkpoints: int = 3
-    """number of newest checkpoints to keep"""
+    """keep only the newest N checkpoints of the run"""
     init_from: str = ""
-    """model directory of transformers or GGUF file to start from, instead of --model; models of other families run through PyTorch"""
-    load_checkpoint: str = ""
-    """safetensors file of weights to start from"""
-    save_checkpoint: str = ""
-    """safetensors file to write the weights to at the end"""
-    save_checkpoint_dtype: StorageDtype = "fp32"
-    """element type of --save-checkpoint"""
-    load_optimizer: str = ""
-    """safetensors file of optimizer state to start from"""
-    save_optimizer: str = ""
-    """safetensors file to write the optimizer state to at the end"""
-    save_optimizer_dtype: StorageDtype = "fp32"
-    """element type of --save-optimizer"""
+    """weights to start from: a Hugging Face directory, a GGUF file, a run or checkpoint, or with --model or --config-path a safetensors file"""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineSettings:
-    """The machine. Numbers differ by rounding between CPU and GPUs; no other setting here changes them."""
+    """Devices and memory. Numbers differ by rounding between CPU and GPUs; no other setting here changes them."""
 
     ncpu: int | None = None
     """number of CPU workers (default: one per core that this process may use, or 0 if GPUs are used)"""
     ngpu: int | None = None
-    """number of GPUs, the first ones that CUDA lists (default: all if CuPy is installed); they run all tasks that have a CUDA kernel"""
+    """number of GPUs; -1 is all and requires one, and NxP divides each of N GPUs into P devices (default: all if CuPy is installed)"""
     split_gpu: int = 1
     """number of devices that each GPU is divided into, with memory, kernels and copies of their own"""
     graphs: bool = True
-    """run the tasks of a step that fits the GPU's memory fused, as CUDA graphs; --no-graphs starts every kernel on its own"""
+    """run a step that fits the GPU's memory as CUDA graphs; --no-graphs launches every kernel on its own"""
     sim_gpu: int = 0
-    """number of simulated devices: further CPU workers, each with a memory of its own"""
+    """number of simulated GPUs, which compute on the CPU with memories of their own; N@RATE, e.g. 2@8GB/s, limits the speed of their links"""
     gpu_memory: str = ""
     """memory budget of each GPU or simulated device, e.g. 1GiB, or a share of a GPU, e.g. 0.25 (default: 0.9 of its free memory, or --ram)"""
     sim_bandwidth: str = ""
@@ -225,55 +198,51 @@ class MachineSettings:
     disk: str = ""
     """disk tier below RAM, DIR or DIR:SIZE: a temporary file in DIR of at most SIZE bytes (default: the free space)"""
     sched: Literal["auto", "eager", "prio", "lws", "dm", "dmda", "dmdas", "reuse"] = "auto"
-    """scheduling policy of tasks"""
+    """policy that assigns tasks to workers, under the names that StarPU uses"""
     evict: Literal["next-use", "lru", "fifo"] = "next-use"
-    """eviction policy of a full memory"""
+    """which data leave a full memory: next-use (needed last), lru (least recently used), or fifo (oldest)"""
     prefetch: bool = True
-    """move tiles to a memory before tasks need them there"""
+    """copy data to a memory before tasks need them there; --no-prefetch copies on demand"""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceSettings(MachineSettings):
-    """The machine. Losses differ by rounding between CPU and GPUs; no other setting here changes them."""
+    """Devices and memory. Losses differ by rounding between CPU and GPUs; no other setting here changes them."""
 
     order: str = "auto"
-    """order in which a step is executed if memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
+    """order of a step's tasks if memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
     recompute: str = "auto"
-    """values to recompute in the backward pass: auto (if memory is short), none, block (all but inputs of blocks), or operations, e.g. layer_norm"""
+    """activation checkpointing: auto (if memory is short), none, block (keep inputs of blocks only), or operations, e.g. layer_norm"""
     update_on: Literal["device", "cpu", "auto"] = "device"
-    """workers that update weights: device, cpu (CPU workers, optimizer state in RAM, other rounding than on GPUs), or auto for the faster forecast"""
-    strict: bool = False
-    """refuse tasks without a CUDA kernel on a machine with GPUs, instead of running them on the CPU"""
-    restrict: Literal["none", "cpu", "cuda"] = "none"
-    """devices that kernels may use: cpu uses no GPU, cuda needs one, and tasks without a CUDA kernel still run on the CPU"""
+    """where the optimizer runs: device, cpu (its state stays in RAM), or auto for the faster one by forecast"""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The cluster. No setting here changes a loss."""
+    """Several machines. No setting here changes a loss."""
 
     dask: str = ""
     """train on a Dask cluster: the address of its scheduler, or local:N for N workers on this machine; needs --lanes"""
     nodes: int | None = None
-    """number of Dask workers to wait for and to use (default: those that have joined, at most one per lane)"""
+    """number of Dask workers to wait for and to use (default: all that have joined, at most one per lane)"""
     link_bandwidth: str = ""
     """largest number of bytes per second that each Dask worker sends to others, e.g. 100MB (default: no limit)"""
     transport: Literal["dask", "nccl"] = "dask"
-    """connections for gradients and parameters between nodes: Dask's, or NCCL from GPU to GPU, which is unencrypted and not yet measured"""
+    """how nodes exchange gradients: dask, dask@RATE (at most RATE sent by each, e.g. dask@100MB/s), or nccl from GPU to GPU, unencrypted"""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveSettings:
-    """Traces and reports."""
+    """Metrics, traces and explanations."""
 
     trace: str = ""
     """write a Chrome trace to this file, compressed if its name ends in .gz (default with --trace-steps: trace.json.gz in the run's directory)"""
     trace_steps: str = ""
-    """A:B, trace only steps A to B, both included (default: all); nntask report draws them"""
+    """trace steps A:B, both included, or all, for nntask report; @FILE sets the file (default: trace.json.gz in the run's directory)"""
     report_to: Literal["none", "tensorboard"] = "none"
-    """tensorboard also writes the figures of each step in metrics.jsonl as TensorBoard events to the folder tensorboard of the run"""
+    """tensorboard also writes the metrics of each step as event files to the folder tensorboard of the run"""
     explain: str = ""
-    """name of a task, or a part of it: print the cost of its first three placements on each worker, and the chosen worker"""
+    """print for a task, by a part of its name, why it was placed on its worker, three times"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +261,35 @@ class TrainSettings:
 
 
 LOCKED: Final = ("model", "tiling", "data", "optimizer")
+"""Groups that a resumed run must share with the run that it continues; the others may differ."""
+
+EXPERT: Final = frozenset(
+    (
+        *("attention", "minibatch_tile", "seq_tile", "embd_tile", "inner_tile", "head_tile", "vocab_tile", "auto_tile", "target_len", "lora_dropout"),
+        *("optimizer_eps", "beta1", "momentum", "warmup_start_lr", "prompt", "check_finite", "graphs", "sched", "evict", "prefetch", "order"),
+        *("update_on", "nodes", "transport", "trace_steps", "explain"),
+    )
+)
+"""Settings whose flags only ``--help-all`` shows."""
+
+
+class Suffix(NamedTuple):
+    """Place of a setting in the value of another setting's flag: ``--FLAG VALUE SEPARATOR PART``."""
+
+    flag: str
+    separator: str
+    name: str
+
+
+SUFFIXES: Final[Mapping[str, Suffix]] = {
+    "sim_bandwidth": Suffix("sim_gpu", "@", "RATE"),
+    "split_gpu": Suffix("ngpu", "x", "PARTS"),
+    "link_bandwidth": Suffix("transport", "@", "RATE"),
+    "trace": Suffix("trace_steps", "@", "FILE"),
+    "tile_table": Suffix("auto_tile", "@", "FILE"),
+    "mask_probability": Suffix("objective", ":", "SHARE"),
+}
+"""Settings without a flag of their own."""
 
 
 _NAMES: Final = ("model", "config_path", "dataset_path", "val_path", "tokenizer_path", "chat_template")
@@ -312,12 +310,27 @@ def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
         for f in fields(before):
             was, value = getattr(before, f.name), getattr(after, f.name)
             if was != value and f.name not in _NAMES:
-                found.append(f"--{f.name.replace('_', '-')} (was {was}, is {value})")
+                found.append(f"{flag_of(f.name)} (was {was}, is {value})")
     return found
 
 
+def typed(group: Any, name: str) -> str:
+    """Return the value of a setting as its flag takes it, with the settings in `SUFFIXES` that belong to it and are not the default."""
+    defaults = {f.name: f.default for f in fields(group)}
+    inner = [other for other, suffix in SUFFIXES.items() if suffix.flag == name and getattr(group, other) != defaults[other]]
+    suffixes = [f"{SUFFIXES[other].separator}{getattr(group, other)}" for other in inner]
+    value = getattr(group, name)
+    return "".join(["" if value is None else str(value), *suffixes])
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting, for messages; of one in `SUFFIXES`, its part of the flag."""
+    suffix = SUFFIXES.get(name)
+    return f"--{name.replace('_', '-')}" if suffix is None else f"{suffix.name} in --{suffix.flag.replace('_', '-')}"
+
+
 def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSettings:
-    """Return settings from the nested dict of `dataclasses.asdict`; unknown entries are ignored.
+    """Return settings from the nested dict of `dataclasses.asdict`, of this version or an earlier one; unknown entries are ignored.
 
     Args:
         values: nested dict of the values.
@@ -326,16 +339,24 @@ def from_dict(values: Mapping[str, Mapping[str, Any]], source: str) -> TrainSett
     Raises:
         DataError: a value has another type than its flag.
     """
-    groups = {}
-    for f in fields(TrainSettings):
-        group: Any = f.default_factory
-        kinds = typing.get_type_hints(group)
-        known = {key: value for key, value in values.get(f.name, {}).items() if key in kinds}
-        for key, value in known.items():
-            if not _is_of(value, kinds[key]):
-                raise DataError(f"settings.{f.name}.{key} in {source} must be {_words_for(kinds[key])}, got {value!r}; use another checkpoint")
-        groups[f.name] = group(**known)
-    return TrainSettings(**groups)
+    kinds = {f.name: typing.get_type_hints(f.default_factory) for f in fields(TrainSettings)}
+    flat: dict[str, Any] = {}
+    for group, of_group in kinds.items():
+        known_kinds = {**OLD_SETTINGS, **of_group}
+        for key, value in values.get(group, {}).items():
+            if key in known_kinds:
+                if not _is_of(value, known_kinds[key]):
+                    raise DataError(
+                        f"settings.{group}.{key} in {source} must be {_words_for(known_kinds[key])}, got {value!r}; use another checkpoint"
+                    )
+                flat[key] = value
+    flat = translated(flat)
+    return TrainSettings(**{f.name: _group(f.default_factory, flat) for f in fields(TrainSettings)})
+
+
+def _group(group: Any, flat: Mapping[str, Any]) -> Any:
+    """Return a group of settings with its values in `flat`."""
+    return group(**{f.name: flat[f.name] for f in fields(group) if f.name in flat})
 
 
 def _is_of(value: object, kind: Any) -> bool:

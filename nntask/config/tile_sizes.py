@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from ..hf.model_directory import block_sizes
 from ..models.interface import ModelConfig
 from ..tiling.model_tiling import ModelTiling, default_tiling
 from ..tiling.tile_table import read_table, shape_of
+from .init_from import model_directory
 from .run_config import RunConfig
 from .settings import TrainSettings, known
 from .validation import rank_of
@@ -24,7 +24,7 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
         device: device class, a key of the built-in table.
 
     Raises:
-        DataError: --tile-table is not a tile table.
+        DataError: the file in --auto-tile is not a tile table.
     """
     cut = settings.tiling
     minibatch, length = cut.minibatch, known(settings.model.seq_len)
@@ -35,9 +35,10 @@ def table_tiling(settings: TrainSettings, config: ModelConfig, device: str) -> M
 
 def _in_blocks(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> ModelTiling:
     """Return the tiling in whole blocks of the frozen weights, if these are quantised and any size is open."""
-    if rank_of(settings) is None or not settings.checkpoints.init_from or not open_tiles(settings):
+    if rank_of(settings) is None or not open_tiles(settings):
         return tiling
-    return tiling.in_blocks(config, block_sizes(Path(settings.checkpoints.init_from)))
+    directory = model_directory(settings.checkpoints.init_from)
+    return tiling if directory is None else tiling.in_blocks(config, block_sizes(directory))
 
 
 def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:

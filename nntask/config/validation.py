@@ -16,8 +16,9 @@ from ..errors import UsageError
 from ..models.interface import LanguageConfig
 from .cluster import check_cluster
 from .disk import disk_of
+from .init_from import brings_config
 from .objective import check_objective, image_shape
-from .settings import ModelSettings, TrainSettings
+from .settings import TrainSettings, flag_of
 from .units import LARGEST, fraction_of, is_size, parse_size
 
 DEFAULT_LENGTH: Final = 4096
@@ -28,22 +29,16 @@ _COUNTS: Final = (
     ("model", "seq_len", 1),
     ("run", "steps", 1),
     ("run", "nepochs", 0),
-    ("run", "nepochs_warmup", 0),
     ("run", "eval_every", 0),
     ("run", "eval_batches", 1),
     ("run", "sample_tokens", 0),
-    ("run", "nforward", 0),
-    ("run", "nforward_warmup", 0),
-    ("run", "nbackward", 0),
-    ("run", "nbackward_warmup", 0),
     ("data", "seed", 0),
     ("data", "target_len", 1),
     ("optimizer", "warmup_steps", 0),
-    ("optimizer", "full_lr_iter", 1),
     ("checkpoints", "save_every", 0),
     ("checkpoints", "keep_checkpoints", 1),
     ("resources", "ncpu", 0),
-    ("resources", "ngpu", 0),
+    ("resources", "ngpu", -1),
     ("resources", "split_gpu", 1),
     ("resources", "sim_gpu", 0),
     ("cluster", "nodes", 1),
@@ -77,7 +72,7 @@ _RANGES: Final = (
     ("optimizer", "momentum", 0.0, 1.0, True),
     ("optimizer", "grad_clip", 0.0, float("inf"), True),
     ("optimizer", "min_lr", 0.0, float("inf"), True),
-    ("optimizer", "start_lr", 0.0, float("inf"), True),
+    ("optimizer", "warmup_start_lr", 0.0, float("inf"), True),
 )
 _LORA: Final = re.compile(r"lora:(\d{1,9})")
 _ORDER: Final = re.compile(r"auto|submission|eager-update|layers(:[1-9]\d*)?|turn:[1-7]/8|forward")
@@ -112,14 +107,14 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
     for group, name, least in _COUNTS:
         value = getattr(getattr(settings, group), name)
         if value is not None and value < least:
-            what = "at least 1" if least else "0 or more"
-            raise UsageError(f"{_flag(name)} must be {what}, got {value}; the nearest legal value is {least}")
+            what = {0: "0 or more", 1: "at least 1"}.get(least, "0 or more, or -1 for all")
+            raise UsageError(f"{flag_of(name)} must be {what}, got {value}; the nearest legal value is {least}")
         check_most(name, value)
     for group, name in _OR_WHOLE:
         value = getattr(getattr(settings, group), name)
         if value is not None and (value == 0 or value < -1):
             raise UsageError(
-                f"{_flag(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
+                f"{flag_of(name)} must be at least 1, or -1 for the whole, got {value}; the nearest legal value is {1 if value == 0 else -1}"
             )
         check_most(name, value)
     for group, name, low, high, open_end in _RANGES:
@@ -127,7 +122,7 @@ def check_values(settings: TrainSettings, *, is_imaginary: bool = False) -> None
         if value is not None and not (low <= value < high if open_end else low <= value <= high):
             limit = f"a finite number of at least {low:g}" if high == float("inf") else f"at least {low:g} and below {high:g}"
             near = f"the nearest legal value is {low:g}" if value < low else f"for example {0.001 if high == float('inf') else high / 2:g}"
-            raise UsageError(f"{_flag(name)} must be {limit}, got {value:g}; {near}")
+            raise UsageError(f"{flag_of(name)} must be {limit}, got {value:g}; {near}")
     check_objective(settings.data)
     _check_combinations(settings)
     _check_adapters(settings)
@@ -171,62 +166,32 @@ def check_most(name: str, value: int | None) -> None:
     """
     most, why = _MOST.get(name, (LARGEST, ""))
     if value is not None and value > most:
-        raise UsageError(f"{_flag(name)} must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}")
+        raise UsageError(f"{flag_of(name)} must be at most {most}{why and ', because '}{why}, got {value}; the nearest legal value is {most}")
 
 
 def _check_combinations(settings: TrainSettings) -> None:
-    model, tiling, resources = settings.model, settings.tiling, settings.resources
+    model, resources = settings.model, settings.resources
     if model.model is not None and model.config_path is not None:
         raise UsageError(f"--model {model.model} and --config-path {model.config_path} both name a model; drop one of them")
     begin = settings.checkpoints.init_from
-    for flag, value in (("--model", model.model), ("--config-path", model.config_path), ("--load-checkpoint", settings.checkpoints.load_checkpoint)):
-        if begin and value:
+    for flag, value in (("--model", model.model), ("--config-path", model.config_path)):
+        if brings_config(begin) and value:
             raise UsageError(f"--init-from {begin} brings its own config and weights, and {flag} {value} names others; drop one of them")
-    if resources.restrict == "cuda" and (resources.ngpu == 0 or resources.sim_gpu):
-        what = "--ngpu 0" if resources.ngpu == 0 else f"--sim-gpu {resources.sim_gpu}"
-        raise UsageError(f"--restrict=cuda needs a GPU and {what} leaves them out; drop one of them")
-    if resources.restrict == "cpu" and resources.ngpu:
-        raise UsageError(f"--restrict=cpu leaves the {resources.ngpu} GPUs of --ngpu without work; drop one of them")
     if resources.ngpu and resources.sim_gpu:
         raise UsageError(f"devices are real or simulated, got --ngpu {resources.ngpu} and --sim-gpu {resources.sim_gpu}; drop one of them")
     if model.dtype == "fp64" and resources.ngpu:
         raise UsageError(f"--dtype fp64 has no CUDA kernels, and --ngpu {resources.ngpu} asks for GPUs; use --ngpu 0, or another --dtype")
     if model.gpu_attention != "own" and settings.cluster.dask:
-        raise UsageError(
-            f"--gpu-attention {model.gpu_attention} is for training on one machine, got --dask {settings.cluster.dask}; use --gpu-attention own"
-        )
-    if model.gpu_attention == "cudnn":
-        _check_cudnn(model)
-    if model.fp32_fast_tf32 and model.dtype not in ("auto", "fp32", "tf32"):
-        raise UsageError(f"--fp32-fast-tf32 means --dtype tf32, got --dtype {model.dtype}; drop one of them")
-    if tiling.redux and tiling.lanes not in (None, 4):
-        raise UsageError(f"--redux means --lanes 4, got --lanes {tiling.lanes}; drop --redux")
-    if settings.optimizer.full_lr_iter > 1 and settings.optimizer.warmup_steps:
-        raise UsageError(
-            f"--full-lr-iter {settings.optimizer.full_lr_iter} and --warmup-steps {settings.optimizer.warmup_steps} are both warm-ups; drop one"
-        )
+        raise UsageError(f"--attention {model.attention} is for training on one machine, got --dask {settings.cluster.dask}; use --attention flash")
+    if model.attention == "cudnn" and model.dtype != "bf16":
+        raise UsageError(f"--attention cudnn computes in bf16, got --dtype {model.dtype}; add --dtype bf16, or use --attention flash")
     if settings.optimizer.momentum and settings.optimizer.optimizer != "sgd":
         raise UsageError(
             f"--momentum {settings.optimizer.momentum:g} belongs to --optimizer sgd, not {settings.optimizer.optimizer}; drop it, or set --beta1"
         )
-    if resources.restrict == "cpu" and resources.sim_gpu:
-        raise UsageError(f"--restrict=cpu leaves the {resources.sim_gpu} devices of --sim-gpu without work; drop one of them")
     if settings.run.prompt and not settings.run.sample_tokens:
         raise UsageError("--prompt is for the text sampled after training, and --sample-tokens 0 asks for none; drop one of them")
     check_cluster(settings)
-
-
-def _check_cudnn(model: ModelSettings) -> None:
-    """Check that cuDNN can compute attention somewhere in the run.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    flag = "--gpu-attention cudnn"
-    if model.dtype != "bf16":
-        raise UsageError(f"{flag} computes in bf16, got --dtype {model.dtype}; add --dtype bf16, or use --gpu-attention own")
-    if not model.flashattention:
-        raise UsageError(f"{flag} keeps no scores, which --no-flashattention asks for; drop one of them")
 
 
 def rank_of(settings: TrainSettings) -> int | None:
@@ -246,7 +211,7 @@ def rank_of(settings: TrainSettings) -> int | None:
 
 def _check_adapters(settings: TrainSettings) -> None:
     """Check --train against the flags that only adapters have, or cannot have."""
-    optimizer, files = settings.optimizer, settings.checkpoints
+    optimizer = settings.optimizer
     if rank_of(settings) is None:
         for flag, value in (("--lora-alpha", optimizer.lora_alpha), ("--lora-dropout", optimizer.lora_dropout or None)):
             if value is not None:
@@ -254,18 +219,6 @@ def _check_adapters(settings: TrainSettings) -> None:
         return
     if optimizer.lora_alpha is not None and not 0 < optimizer.lora_alpha < float("inf"):
         raise UsageError(f"--lora-alpha must be a finite number above 0, got {optimizer.lora_alpha:g}; for example twice the rank")
-    instead = {
-        "--save-checkpoint": (files.save_checkpoint, "writes the weights of a whole model", "drop it, and write one with nntask export --merge"),
-        "--save-optimizer": (
-            files.save_optimizer,
-            "writes the optimizer state of a whole model",
-            "drop it; the run's checkpoints have the adapters'",
-        ),
-        "--load-optimizer": (files.load_optimizer, "reads the optimizer state of a whole model", "drop it; --resume continues with the adapters'"),
-    }
-    for flag, (path, what, advice) in instead.items():
-        if path:
-            raise UsageError(f"{flag} {path} {what} and --train {optimizer.train} trains adapters; {advice}")
 
 
 def check_rank(settings: TrainSettings, limit: int) -> None:
@@ -283,16 +236,16 @@ def check_rank(settings: TrainSettings, limit: int) -> None:
 
 
 def trace_range(text: str, flag: str = "--trace-steps") -> tuple[int, int] | None:
-    """Return the first and last step of A:B; None for all.
+    """Return the first and last step of A:B; None for "all" and for no text.
 
     Raises:
-        UsageError: the text is not A:B with 1 <= A <= B.
+        UsageError: the text is neither "all" nor A:B with 1 <= A <= B.
     """
-    if not text:
+    if text in ("", "all"):
         return None
     match = _TRACE_STEPS.fullmatch(text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UsageError(f"{flag} must be A:B with 1 <= A <= B, got {text!r}; for example 10:12")
+        raise UsageError(f"{flag} must be all, or A:B with 1 <= A <= B, got {text!r}; for example 10:12")
     return int(match[1]), int(match[2])
 
 
@@ -313,7 +266,3 @@ def checked_length(seq_len: int | None, config: LanguageConfig, usual: int) -> i
 def nearest(legal: Iterable[int], value: int) -> int:
     """Return the element of `legal` closest to `value`, the smaller of two."""
     return min(legal, key=lambda n: (abs(n - value), n))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

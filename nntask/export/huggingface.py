@@ -46,7 +46,8 @@ _OURS: Final = re.compile(
 _KIND_NAMES: Final = {STORAGE["fp32"]: "float32", STORAGE["fp16"]: "float16", STORAGE["bf16"]: "bfloat16"}
 
 
-_METADATA: Final = {"format": "pt"}
+METADATA: Final = {"format": "pt"}
+"""Metadata of a file that transformers loads."""
 Done = TypeVar("Done")
 
 
@@ -193,7 +194,7 @@ def _write_weights(config: Any, weights: Mapping[str, Weight], directory: Path, 
     layout = FileLayout(ranges)
     for name, array in config.names.from_hf(layout.arrays(), config).items():
         target = layout.range_of(array)
-        for window, piece in _pieces(weights[name], kind):
+        for window, piece in pieces(weights[name], kind):
             target[window].write(as_stored(name, piece, kind))
     num_weights = sum(prod(shape) for shape in shapes.values())
     return Exported(tuple(shards), num_weights * kind.itemsize, num_weights)
@@ -221,7 +222,7 @@ def _index(shards: Mapping[str, Mapping[str, tuple[int, ...]]], shapes: Mapping[
 
 
 def new_file(
-    path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]], metadata: Mapping[str, str] = METADATA
 ) -> dict[str, FileRange]:
     """Create a safetensors file with its header and its final size, and return the byte range of each tensor, to be written by the caller.
 
@@ -233,15 +234,15 @@ def new_file(
     Raises:
         OSError: the file exists, or the disk is full or failed.
     """
-    header, spans = header_of(tensors, {**_METADATA, **(metadata or {})})
+    header, spans = header_of(tensors, metadata)
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     os.pwrite(file.fd, header, 0)
-    os.ftruncate(file.fd, len(header) + max(last for _, last in spans.values()))
+    os.ftruncate(file.fd, len(header) + max((last for _, last in spans.values()), default=0))
     begins = {name: len(header) + first for name, (first, _) in spans.items()}
     return {name: FileRange(file, kind, begins[name], shape, strides_of(shape, kind)) for name, (shape, kind) in tensors.items()}
 
 
-def _pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
+def pieces(source: Weight, kind: np.dtype[Any]) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
     """Yield (window, values) for windows that cover a weight; values of another type than `kind` come in the merge type, to be rounded only once."""
     held = kind if source.dtype == kind else merge_dtype(source.dtype)
     for window in windows(source.shape, held.itemsize):

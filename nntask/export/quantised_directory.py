@@ -18,7 +18,7 @@ from ..io.block_ranges import QUANTISED
 from ..io.strided_ranges import FileRange, strides_of
 from ..io.translated_files import DecodedBlocks
 from .conversion import Conversion, Converted, Convertible, copy_weights, is_turned, kinds_of, staying
-from .huggingface import check_apart, check_replaceable, new_file, write_directory, write_json, write_tokenizer
+from .huggingface import METADATA, check_apart, check_replaceable, new_file, write_directory, write_json, write_tokenizer
 
 _TYPES: Final = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 _FP32: Final = np.dtype(np.float32)
@@ -57,7 +57,7 @@ def _new_file(path: Path, source: Convertible, kinds: Mapping[str, str]) -> tupl
             stored[name] = (rows, BLOCK_FORMATS[kinds[name]].row_bytes(columns)), np.dtype(np.uint8)
         else:
             stored[name] = shape, _TYPES.get(kinds[name], dtypes[name])
-    ranges = new_file(path, stored, {QUANTISED: json.dumps(formats)} if formats else {})
+    ranges = new_file(path, stored, {**METADATA, QUANTISED: json.dumps(formats)} if formats else METADATA)
     return {name: _decoded(each, source, name, shapes[name], formats.get(name, "")) for name, each in ranges.items()}, ranges
 
 

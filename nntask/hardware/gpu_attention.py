@@ -42,16 +42,16 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
         DoesNotFit: no budget remains.
     """
     if not gpus.devices:
-        raise UsageError("--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own, or continue on a machine with a GPU")
+        raise UsageError("--attention cudnn is about GPUs, and none is used; use --attention flash, or continue on a machine with a GPU")
     if not _has_frontend():
         raise UsageError(
-            f"--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --gpu-attention own"
+            f"--attention cudnn needs nvidia-cudnn-frontend, which is not installed; {INSTALL_CUDNN}, or begin a run with --attention flash"
         )
     left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
     if left <= 0:
         raise DoesNotFit(
-            f"--gpu-attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and this is {format_size(gpus.nbytes)}; "
-            "raise --gpu-memory, or begin a run with --gpu-attention own"
+            f"--attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and this is {format_size(gpus.nbytes)}; "
+            "raise --gpu-memory, or begin a run with --attention flash"
         )
     return replace(gpus, nbytes=left, has_cudnn=True)
 

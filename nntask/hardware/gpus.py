@@ -23,6 +23,8 @@ from ..config.settings import ResourceSettings
 from ..config.units import format_size, fraction_of, parse_rate, parse_size
 from ..errors import DoesNotFit, UsageError
 
+ALL_GPUS: Final = -1
+"""Value of --ngpu for all GPUs, of which there must be one."""
 DEFAULT_SHARE: Final = 0.9
 """Share of the free memory of a card, apart from `CONTEXT_NBYTES` for each of its parts."""
 
@@ -130,13 +132,14 @@ def gpus_of(resources: ResourceSettings, dtype: str) -> GpuPlan:
         UsageError: the flags ask for GPUs that are not available.
         DoesNotFit: the budget is above the memory of a card.
     """
-    if resources.ngpu == 0 or resources.restrict == "cpu" or (resources.ngpu is None and resources.sim_gpu):
+    if resources.ngpu == 0 or (resources.ngpu is None and resources.sim_gpu):
         return NO_GPUS
-    must = resources.ngpu is not None or resources.restrict == "cuda"
+    must = resources.ngpu is not None
     try:
-        chosen = cards.choose(resources.ngpu)
+        chosen = cards.choose(None if resources.ngpu == ALL_GPUS else resources.ngpu)
         if not chosen and must:
-            raise NoGpu(f"--restrict=cuda needs a GPU, and CuPy, through which GPUs are used, is not installed; drop --restrict=cuda, or {INSTALL}")
+            flag = f"--ngpu {resources.ngpu}"
+            raise NoGpu(f"{flag} needs a GPU, and CuPy, through which GPUs are used, is not installed; drop {flag}, or {INSTALL}")
     except NoGpu as error:
         if must:
             raise UsageError(str(error)) from error
@@ -157,9 +160,9 @@ def check_links(resources: ResourceSettings) -> None:
         UsageError: the rate is malformed, or there are no simulated devices.
     """
     if resources.sim_bandwidth:
-        parse_rate(resources.sim_bandwidth, "--sim-bandwidth")
+        parse_rate(resources.sim_bandwidth, "RATE in --sim-gpu")
         if not resources.sim_gpu:
-            raise UsageError(f"--sim-bandwidth {resources.sim_bandwidth} is about simulated devices and there are none; add --sim-gpu 1, or drop it")
+            raise UsageError(f"--sim-gpu 0@{resources.sim_bandwidth} has a rate of links and no device; use --sim-gpu 1@{resources.sim_bandwidth}")
 
 
 def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
@@ -175,9 +178,7 @@ def check_devices(resources: ResourceSettings, gpus: GpuPlan) -> None:
     if resources.ncpu == 0 and not resources.sim_gpu:
         raise UsageError("--ncpu 0 needs a device: add --sim-gpu 1, or use --ncpu 1")
     flags = {
-        "--ngpu": resources.ngpu or "",
-        "--split-gpu": resources.split_gpu if resources.split_gpu > 1 else "",
-        "--restrict": resources.restrict if resources.restrict == "cuda" else "",
+        "--ngpu": f"{resources.ngpu or 0}x{resources.split_gpu}" if resources.split_gpu > 1 else resources.ngpu or "",
         "--gpu-memory": resources.gpu_memory if not resources.sim_gpu else "",
     }
     for flag, value in flags.items():
@@ -279,11 +280,11 @@ def _told_once() -> Callable[[str], None]:
     return tell
 
 
-def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, *, strict: bool) -> dict[str, int]:
+def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int) -> dict[str, int]:
     """Return name -> number of a step's tasks that run on the CPU although there are GPUs, because their codelets have no CUDA kernel.
 
     Raises:
-        UsageError: there are such tasks, and --strict is set or no CPU worker can run them.
+        UsageError: there are such tasks, and no CPU worker can run them.
     """
     if not gpus.devices:
         return {}
@@ -291,8 +292,6 @@ def check_fallbacks(tasks: Iterable[RecordedTask], gpus: GpuPlan, num_cpu: int, 
         Counter(task.name for task in tasks if "cuda" not in task.kinds and not (isinstance(task.codelet, Codelet) and task.codelet.cpu_only))
     )
     names = ", ".join(sorted(counts))
-    if counts and strict:
-        raise UsageError(f"--strict refuses tasks without a CUDA kernel, and there are some of {names}; drop --strict, or use --ngpu 0")
     if counts and not num_cpu:
         raise UsageError(f"tasks of {names} have no CUDA kernel, and there is no CPU worker to run them; add --ncpu 1, or use --ngpu 0")
     return counts

@@ -126,7 +126,7 @@ def devices_of(resources: ResourceSettings, dtype: str, *, checks: bool = True) 
         num_cpu=num_cpu_workers(resources.ncpu, gpus),
         gpus=gpus,
         num_simulated=resources.sim_gpu,
-        link_rate=parse_rate(resources.sim_bandwidth, "--sim-bandwidth") if resources.sim_bandwidth else None,
+        link_rate=parse_rate(resources.sim_bandwidth, "RATE in --sim-gpu") if resources.sim_bandwidth else None,
         scheduling=Scheduling(
             policy_of(resources.sched, resources.sim_gpu or len(gpus.devices)), resources.evict, resources.prefetch, resources.graphs
         ),

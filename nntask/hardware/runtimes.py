@@ -44,7 +44,7 @@ def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
     """Return the runtime of a run on its machine.
 
     Args:
-        trace: trace to use instead of the one that --trace asks for.
+        trace: trace to use instead of the one that --trace-steps asks for.
 
     Raises:
         DoesNotFit, StorageError: `open_runtime` raises it.

@@ -1,8 +1,7 @@
 """Learning rates as pure functions of the step number, which counts from 1.
 
-Two warm-ups, of which a run uses one: `warmup_steps` W gives lr * step / W in the first W steps; `full_lr_iter` F (NNTile's) gives
-start_lr + (lr - start_lr) * (step - 1) / (F - 1) while step < F. After the warm-up the schedule's shape begins; it reaches `min_lr` in step `steps`
-and stays there.
+A warm-up of W steps reaches lr in step W: from lr / W in step 1, or from `warmup_start_lr` S, as S + (lr - S) * (step - 1) / (W - 1), which is
+PyTorch's LinearLR. After the warm-up the schedule's shape begins; it reaches `min_lr` in step `steps` and stays there.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def make_schedule(
     *,
     steps: int,
     warmup_steps: int = 0,
+    warmup_start_lr: float | None = None,
     min_lr: float = 0.0,
-    start_lr: float = 0.0,
-    full_lr_iter: int = 1,
 ) -> Schedule:
     """Return the schedule of a run.
 
@@ -60,36 +58,28 @@ def make_schedule(
         lr: learning rate after the warm-up.
         steps: optimizer steps of the whole run; the last one gets `min_lr` (except under "constant").
         warmup_steps: steps of linear warm-up.
+        warmup_start_lr: learning rate of step 1; None for lr / warmup_steps.
         min_lr: learning rate at the end.
-        start_lr: learning rate of step 1 under `full_lr_iter`.
-        full_lr_iter: first step with the whole `lr`.
 
     Raises:
-        UsageError: an unknown kind, a negative count, both warm-ups at once, or min_lr above lr.
+        UsageError: an unknown kind, a negative count, or min_lr above lr.
     """
     if kind not in SHAPES:
         raise UsageError(f"the schedule must be one of {', '.join(SHAPES)}, got {kind!r}; choose one of them")
-    if steps < 1 or warmup_steps < 0 or full_lr_iter < 1:
-        raise UsageError(
-            f"steps and full_lr_iter must be at least 1 and warmup_steps 0 or more, got steps {steps}, full_lr_iter {full_lr_iter}, "
-            f"warmup_steps {warmup_steps}; use 1, 1 and 0"
-        )
-    if warmup_steps and full_lr_iter > 1:
-        raise UsageError(f"warmup_steps {warmup_steps} and full_lr_iter {full_lr_iter} are both warm-ups; drop one of them")
+    if steps < 1 or warmup_steps < 0:
+        raise UsageError(f"steps must be at least 1 and warmup_steps 0 or more, got steps {steps} and warmup_steps {warmup_steps}; use 1 and 0")
     if kind != "constant" and min_lr > lr:
         raise UsageError(f"min_lr must be at most lr = {lr:g}, got {min_lr:g}; the nearest legal value is {lr:g}")
-    return partial(_rate, kind=kind, lr=lr, steps=steps, warmup_steps=warmup_steps, min_lr=min_lr, start_lr=start_lr, full_lr_iter=full_lr_iter)
+    return partial(_rate, kind=kind, lr=lr, steps=steps, warmup_steps=warmup_steps, warmup_start_lr=warmup_start_lr, min_lr=min_lr)
 
 
-def _rate(step: int, *, kind: str, lr: float, steps: int, warmup_steps: int, min_lr: float, start_lr: float, full_lr_iter: int) -> float:
+def _rate(step: int, *, kind: str, lr: float, steps: int, warmup_steps: int, warmup_start_lr: float | None, min_lr: float) -> float:
     if step < 1:
         raise UsageError(f"steps count from 1, got {step}; the first learning rate is that of step 1")
-    if step < full_lr_iter:
-        return start_lr + (lr - start_lr) * (step - 1) / (full_lr_iter - 1)
     if step < warmup_steps:
-        return lr * step / warmup_steps
-    first = max(warmup_steps, full_lr_iter, 1)  # the step with the whole lr
+        return lr * step / warmup_steps if warmup_start_lr is None else warmup_start_lr + (lr - warmup_start_lr) * (step - 1) / (warmup_steps - 1)
     if kind == "constant":
         return lr
+    first = max(warmup_steps, 1)  # the step with the whole lr
     progress = min(1.0, (step - first) / max(1, steps - first))
     return min_lr + (lr - min_lr) * SHAPES[kind](progress)

@@ -125,7 +125,7 @@ class Totals:
 
 
 def around(own: Totals, stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return counters for the work of a process outside its steps: first weights, timing loops, validation, checkpoints.
+    """Return counters for the work of a process outside its steps: first weights, passes before training, validation, checkpoints.
 
     Args:
         own: sums over its steps.

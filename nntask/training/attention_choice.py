@@ -1,4 +1,4 @@
-"""``--gpu-attention auto``: choice between nntask's and cuDNN's kernels for attention, by time on the card, before a run begins.
+"""``--attention auto``: choice between nntask's and cuDNN's kernels for attention, by time on the card, before a run begins.
 
 Each shape of attention in a step is timed with both, forward and backward, on one device of each kind of card. cuDNN is chosen if it supports every
 shape, takes less than `GAIN` of the seconds, and leaves room for the whole step next to its workspace; the seconds do not include the cost of moving
@@ -55,7 +55,7 @@ class ChosenAttention(NamedTuple):
 
 
 def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measure = time_attention) -> ChosenAttention:
-    """Choose the faster attention for a run with ``--gpu-attention auto``, and print the choice with its reason.
+    """Choose the faster attention for a run with ``--attention auto``, and print the choice with its reason.
 
     Args:
         run: run whose attention may be open.
@@ -66,14 +66,14 @@ def choose_attention(run: RunConfig, say: Callable[[str], None], measure: Measur
         DoesNotFit, UsageError: a card cannot be opened.
         StorageError: a card stopped working.
     """
-    if run.settings.model.gpu_attention != "auto":
+    if run.settings.model.attention != "auto":
         return ChosenAttention(run, {} if run.start.resumed is None else _recorded(run.directory))
     found = _measured(run, measure)
     is_faster = found.own is not None and found.cudnn is not None and found.cudnn < GAIN * found.own
     own, cudnn = _computed_by(run, "own"), _computed_by(run, "cudnn") if is_faster else None
     why_not = found.why_not if cudnn is None else _shortage(cudnn)
     chosen = own if cudnn is None or why_not else cudnn
-    say(f"gpu-attention: {_words(found._replace(why_not=why_not), is_faster=is_faster)}")
+    say(f"--attention auto: {_words(found._replace(why_not=why_not), is_faster=is_faster)}")
     seconds = {"own_seconds": found.own, "cudnn_seconds": found.cudnn}
     return ChosenAttention(chosen, {_KEY: {"chosen": chosen.settings.model.gpu_attention, **seconds, "why_not_cudnn": why_not}})
 
@@ -100,8 +100,6 @@ def _measured(run: RunConfig, measure: Measure) -> AttentionSeconds:
     why = why_not_cudnn(gpus)
     if not why and model.dtype != "bf16":
         why = f"it computes in bf16, and this is --dtype {model.dtype}"
-    if not why and not model.flash:
-        why = "it keeps no scores, which --no-flashattention asks for"
     if why:
         return AttentionSeconds(None, None, why)
     with no_collections():
@@ -128,7 +126,7 @@ def _shortage(run: RunConfig) -> str:
         return ""
     return (
         f"the step needs {format_size(needed)} of a GPU to move nothing, and cuDNN's workspace leaves {format_size(left)} "
-        "(raise --gpu-memory, or ask for --gpu-attention cudnn)"
+        "(raise --gpu-memory, or ask for --attention cudnn)"
     )
 
 
@@ -169,7 +167,7 @@ def _broken_rule(task: RecordedTask, at: Pair) -> str:
 def _computed_by(run: RunConfig, who: str) -> RunConfig:
     """Return the run with attention computed by `who`, "own" or "cudnn"."""
     is_cudnn = who == "cudnn"
-    settings = replace(run.settings, model=replace(run.settings.model, gpu_attention=cast(Any, who)))
+    settings = replace(run.settings, model=replace(run.settings.model, attention="cudnn" if is_cudnn else "flash"))
     machine = with_cudnn(run.machine) if is_cudnn else run.machine
     return replace(run.with_model(library=is_cudnn).on(machine), settings=settings)
 

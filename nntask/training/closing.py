@@ -1,16 +1,8 @@
-"""Work of a training besides its steps: validation, requested files, the sample, closing lines and summary.json."""
+"""Work of a training besides its steps: validation, the sample, closing lines and summary.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from tiles import TileTensor
-
-from ..checkpoints.store import AGAINST_DIVERGENCE
-from ..config.settings import StorageDtype
 from ..data.sampler import in_order
-from ..errors import Diverged, UsageError
-from ..io.safetensors_file import STORAGE, save_tensors
 from ..telemetry.metrics import Journal
 from ..telemetry.traffic import is_worth_telling, traffic_report
 from .evaluation import Evaluation, evaluate
@@ -36,13 +28,8 @@ def validate(session: Session, step: int) -> Evaluation | None:
 
 
 def close(session: Session, journal: Journal) -> None:
-    """Write the requested files, a sample and the closing lines; the sample is skipped after a signal."""
+    """Print the closing lines and a sample; the sample is skipped after a signal."""
     settings, printer = session.run.settings, session.printer
-    files = settings.checkpoints
-    if files.save_checkpoint:
-        _save_file("--save-checkpoint", files.save_checkpoint, session.engine.model_tensors(), files.save_checkpoint_dtype)
-    if files.save_optimizer:
-        _save_file("--save-optimizer", files.save_optimizer, session.engine.optimizer_tensors(), files.save_optimizer_dtype)
     timed = journal.timed
     if timed.steps:
         seconds, tokens = timed.seconds, timed.tokens
@@ -58,16 +45,6 @@ def close(session: Session, journal: Journal) -> None:
     if settings.run.sample_tokens and not session.interrupts.pending():
         text = session.engine.sample(session.dataset, session.stream.length, session.interrupts.pending)
         printer.say(f"--- sample\n{text}\n---")
-
-
-def _save_file(flag: str, path: str, tensors: Mapping[str, TileTensor], dtype: StorageDtype) -> None:
-    """Write a file that was requested in addition to the checkpoints."""
-    try:
-        save_tensors(path, tensors, dtype=STORAGE[dtype], finite=True)
-    except Diverged as error:
-        raise Diverged(f"{flag} {path} was not written: {error}; {AGAINST_DIVERGENCE}") from None
-    except UsageError as error:
-        raise UsageError(f"{flag} {path} was not written: {error}") from None
 
 
 def summarise(session: Session, journal: Journal) -> None:

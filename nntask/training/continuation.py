@@ -7,9 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from ..checkpoints.store import step_directories
-from ..config.output_paths import output_paths, words_of
 from ..config.run_config import LanguageRun
-from ..config.settings import TrainSettings
+from ..config.settings import SUFFIXES, ClusterSettings, TrainSettings, typed
 
 
 def interrupted(run: LanguageRun, step: int | None) -> str:
@@ -51,7 +50,9 @@ def _command(run: LanguageRun) -> str:
 
 def _besides(settings: TrainSettings) -> str:
     """Return the flags that name machines and paths to write to, as the user gave them; a resumed run does not know them."""
-    cluster = settings.cluster
-    machines = {f.name.replace("_", "-"): getattr(cluster, f.name) for f in fields(cluster) if getattr(cluster, f.name) != f.default}
-    words = words_of({**machines, **output_paths(settings)})
-    return f" {words}" if words else ""
+    cluster, disk = settings.cluster, settings.resources.disk
+    names = [f.name for f in fields(cluster) if f.name not in SUFFIXES]
+    flags = {name: typed(cluster, name) for name in names if typed(cluster, name) != typed(ClusterSettings(), name)}
+    if disk:
+        flags["disk"] = disk
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in flags.items())

@@ -43,10 +43,11 @@ def check_weights(run: RunConfig, captured: CapturedStep) -> None:
 
 def new_weights(run: RunConfig, captured: CapturedStep) -> list[str]:
     """Return the names in files of the weights that the directory of a new run lacks, those of a new head; the seed initialises them."""
-    begin = run.settings.checkpoints.init_from
-    if not begin or run.start.is_continued or run.start.resumed is not None:
+    start, base = run.start, run.start.frozen_base
+    directory = Path(base.path) if base is not None and base.kind in ("directory", "gguf") else start.directory
+    if directory is None or start.is_continued or start.resumed is not None:
         return []
-    return list(ModelDirectory.open(Path(begin), run.model.config).new({name: tensor.shape for name, tensor in _base(captured).items()}).values())
+    return list(ModelDirectory.open(directory, run.model.config).new({name: tensor.shape for name, tensor in _base(captured).items()}).values())
 
 
 def _base(captured: CapturedStep) -> dict[str, TileTensor]:

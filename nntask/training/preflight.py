@@ -93,25 +93,14 @@ def _check_resumed_run(settings: TrainSettings, resumed: Checkpoint) -> None:
 def _check_files(run: LanguageRun) -> None:
     """Check the files that are read or written outside the run directory."""
     settings = run.settings
-    files = settings.checkpoints
-    for flag, path in (("--load-checkpoint", files.load_checkpoint), ("--load-optimizer", files.load_optimizer)):
-        if path:
-            if run.start.is_continued:
-                raise UsageError(f"{flag} {path} and --resume both say where to begin; drop one of them")
-            TensorFile(path).close()
+    if (weights := run.start.weights) is not None:
+        TensorFile(weights).close()
     if run.cluster is None or run.cluster.is_local:  # otherwise the directory is on the nodes
         check_disk(run.machine.disk)
-    for flag, path in (
-        ("--save-checkpoint", files.save_checkpoint),
-        ("--save-optimizer", files.save_optimizer),
-        ("--trace", settings.observe.trace),
-    ):
-        if path:
-            if Path(path).is_dir():
-                raise UsageError(f"{flag} {path} is a directory; give a file")
-            check_writable(Path(path), flag)
-            if flag != "--trace" and Path(path).exists():
-                _check_own(Path(path), flag)
+    if trace := settings.observe.trace:
+        if Path(trace).is_dir():
+            raise UsageError(f"FILE in --trace-steps must not be a directory, got {trace}; name a file")
+        check_writable(Path(trace), "--trace-steps")
 
 
 def check_disk(disk: DiskSpec | None) -> None:
@@ -152,15 +141,3 @@ def file_system_of(path: Path) -> str:
             if mount.split(" ")[2] == wanted:
                 return kind.split(" ")[0]
     return ""
-
-
-def _check_own(path: Path, flag: str) -> None:
-    """Check that the file to be overwritten is a safetensors file, such as an earlier result.
-
-    Raises:
-        UsageError: it is another kind of file.
-    """
-    try:
-        TensorFile(path).close()
-    except DataError:
-        raise UsageError(f"{flag} {path} exists and is no safetensors file, which alone is overwritten; give another name, or remove it") from None

@@ -30,7 +30,6 @@ from ..planning.value_figures import order_figures
 from ..telemetry.explain import Explainer, matching
 from ..telemetry.metrics import StepPrinter
 from ..telemetry.tensorboard import check_installed
-from ..telemetry.timing import print_timing
 from ..telemetry.tracing import Tracer
 from .attention_choice import choose_attention, told_attention
 from .autotune import in_best_tiles
@@ -44,6 +43,8 @@ from .run_lock import RunLock
 from .run_loop import run_loop
 from .session import Opened, Session, UntiledModel, about_tiled, begin, counts_of, stream_of
 from .signals import Interrupts
+
+BeforeTraining = Callable[[Session], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +66,22 @@ class _Foreseen:
     by_update: Mapping[Updater, float | None] = field(default_factory=dict)
 
 
-def train(run: RunConfig, cluster: Cluster | None = None) -> int:
+def train(run: RunConfig, cluster: Cluster | None = None, before: BeforeTraining | None = None) -> int:
     """Run a training. Return 0, or 130 or 143 if it was interrupted.
 
     Args:
         cluster: machines that train, for a run that `check_start` accepted before they were opened; None for this machine.
+        before: function that is called with the session of a new run on this machine, after its header and before its first step;
+            None for nothing.
 
     Raises:
         NntaskError: any kind of `nntask.errors`, which also lists the exit codes.
     """
     with _directory_of(run) as directory:
-        return _train(run if directory == run.directory else replace(run, directory=directory), cluster)
+        return _train(run if directory == run.directory else replace(run, directory=directory), cluster, before)
 
 
-def _train(run: RunConfig, cluster: Cluster | None) -> int:
+def _train(run: RunConfig, cluster: Cluster | None, before: BeforeTraining | None) -> int:
     """Run a training in its final directory, like `train`."""
     printer = StepPrinter()
     if run.settings.observe.report_to == "tensorboard":
@@ -97,7 +100,7 @@ def _train(run: RunConfig, cluster: Cluster | None) -> int:
         warn_of_disk(run.machine.disk)
         chosen = choose_updater(run)
         run, step, order = chosen.run, chosen.step, chosen.order
-        fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu, strict=run.settings.resources.strict)
+        fallbacks = check_fallbacks(step.plan.tasks, run.machine.gpus, run.machine.num_cpu)
         explained = matching(run.settings.observe.explain, {task.name for task in step.plan.tasks})
         if run.model.library:
             printer.say(told_attention(step.plan.tasks))
@@ -118,10 +121,9 @@ def _train(run: RunConfig, cluster: Cluster | None) -> int:
     def open_on(runtime: Runtime) -> Iterator[Opened]:
         engine = RecordedEngine(run.planned(known.order.name, known.order.recompute), runtime, model_to_start_from(run, runtime))
         counts = counts_of(run, engine)
-        about, timed = partial(about_tiled, run, engine, runtime.gpus, known.by_update), partial(print_timing, engine, run, counts)
-        yield Opened(engine, counts, about, timed_loops=timed)
+        yield Opened(engine, counts, partial(about_tiled, run, engine, runtime.gpus, known.by_update))
 
-    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts))
+    return _begun(run, printer, lambda lock, interrupts: _here(run, known, open_on, lower, lock, printer, interrupts, before))
 
 
 def train_untiled(run: LanguageRun, model: UntiledModel) -> int:
@@ -177,11 +179,13 @@ def _here(
     lock: RunLock,
     printer: StepPrinter,
     interrupts: Interrupts,
+    before: BeforeTraining | None = None,
 ) -> int:
     """Train on this machine.
 
     Args:
         lower: flag to lower if memory does not suffice, as for `as_user_error`.
+        before: function to call before the first step of a new run; None for nothing.
     """
     runtime = runtime_for(run)
     try:
@@ -190,8 +194,8 @@ def _here(
             stream, lengths = stream_of(run, dataset), _byte_lengths(dataset) if opened.says_bits else None
             session = Session(run, dataset, stream, runtime, engine, opened.counts, printer, interrupts, foreseen.fallbacks, lengths, opened.config)
             begin(session, lock, opened.about, foreseen.order, foreseen.planned)
-            if run.start.resumed is None:
-                opened.timed_loops(printer, interrupts.pending)
+            if before is not None and run.start.resumed is None:
+                before(session)
             tracer, explainer = Tracer(runtime, run), Explainer(runtime, foreseen.explained, foreseen.planned, printer.say)
 
             def on_step(step: int | None) -> None:

@@ -38,7 +38,7 @@ _OF_CUDNN: Final = ("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-
 NODES: Final = "nodes"
 """Directory of a run on a cluster that has a directory for each node, with the node's metrics.jsonl and machine.json."""
 TRACE: Final = "trace.json.gz"
-"""Default file for the steps of --trace-steps; --trace names another one."""
+"""Default file for the steps of --trace-steps."""
 
 
 def check_new_run(path: Path) -> None:

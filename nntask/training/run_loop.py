@@ -29,7 +29,7 @@ def run_loop(session: Session, hooks: Hooks) -> int:
     steps, warmup = run.length.on(session.stream.batches_per_epoch)
     if steps == 0:
         if interrupts.pending():
-            printer.say("interrupted in the timing loops; no training was asked for and nothing was saved")
+            printer.say("interrupted before training; no training was asked for and nothing was saved")
         return interrupts.exit_code
     print_totals(session.stream, printer)
     events = EventFile(run.directory, run.start.step) if run.settings.observe.report_to == "tensorboard" else None
@@ -67,7 +67,7 @@ def _loop(session: Session, journal: Journal, hooks: Hooks, steps: int, peak_flo
         lr=run.schedule.over(steps),
         saving=run.saving,
         eval_every=run.settings.run.eval_every,
-        sum_loss=run.settings.optimizer.loss_reduction == "sum",
+        sum_loss=run.sums_loss,
         flops=session.counts.model * session.stream.batch,
         peak_flops=peak_flops,
     )

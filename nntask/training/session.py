@@ -69,10 +69,6 @@ class Session:
     config: Mapping[str, Any] | None = None
 
 
-TimedLoops = Callable[[StepPrinter, Callable[[], bool]], None]
-"""Function that runs the timed loops before the training of a new run, and prints their lines, until its second argument returns True."""
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
     """Parts of a training that depend on the kind of model.
@@ -83,7 +79,6 @@ class Opened:
         about: function that returns the lines about the model; it may record the step for them.
         says_bits: whether the loss covers all of a text, so that validation may report bits per byte.
         config: content of a config.json stored with each checkpoint, which makes it a model directory; None for none.
-        timed_loops: function that runs the timed loops.
     """
 
     engine: StepEngine
@@ -91,7 +86,6 @@ class Opened:
     about: Callable[[], Sequence[str]]
     says_bits: bool = True
     config: Mapping[str, Any] | None = None
-    timed_loops: TimedLoops = lambda printer, stopped: None
 
 
 class UntiledModel(Protocol):
@@ -275,7 +269,7 @@ def other_rates(run: LanguageRun, batches_per_epoch: int) -> str:
     if resumed is None or not resumed.step:
         return ""
     stored = from_dict(resumed.state["settings"], str(resumed.path / STATE)).run
-    before, now = Length(stored.steps or 0, stored.nepochs, stored.nepochs_warmup).on(batches_per_epoch)[0], run.length.on(batches_per_epoch)[0]
+    before, now = Length(stored.steps or 0, stored.nepochs).on(batches_per_epoch)[0], run.length.on(batches_per_epoch)[0]
     if not before or not now:
         return ""
     was, would_be = run.schedule.over(before)(resumed.step), run.schedule.over(now)(resumed.step)

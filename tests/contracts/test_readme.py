@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.deadline import DEADLINE
 
+from nntask.config.old_settings import INSTEAD
 from nntask.config.settings import ModelSettings, TrainSettings
 from nntask.models.registry import PRESETS
 from wrappers.cli import COMMANDS
@@ -20,7 +21,7 @@ from wrappers.cli.commands.export import ExportSettings
 from wrappers.cli.commands.plan import OWN_FLAGS
 from wrappers.cli.commands.quantize import QuantizeSettings
 from wrappers.cli.commands.serve import ServeSettings
-from wrappers.cli.options.flags import table_of
+from wrappers.cli.options.flags import ELSEWHERE, table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -47,6 +48,7 @@ OTHER_FLAGS = {
     "output",
     "peers",
     "json",
+    "help-all",
     "keep-going",
     "suite",
     "tiny",
@@ -54,7 +56,7 @@ OTHER_FLAGS = {
     "case",
     "list",  # of benchmarks/gpu/first_card.py, as is rehearse
     "rehearse",
-    "device",  # of nntask bench bound
+    "device",  # of benchmarks/bounds/bound.py
     "fastest",
     "force",
     "a",
@@ -146,6 +148,7 @@ def test_flags_exist(page: Path) -> None:
         *OWN_FLAGS,
         *OTHER_FLAGS,
         "config",
+        *({*INSTEAD, *ELSEWHERE} if page.name == "from-nntile.md" else ()),  # the page says what becomes of them
     }
     shell = " ".join(re.findall(r"`[^`]+`|```(?:sh|text)?\n.*?```", page.read_text(), re.DOTALL))
     named = {flag.removeprefix("no-") if flag.removeprefix("no-") in known else flag for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", shell)}

@@ -77,7 +77,7 @@ WHOLE: Final[Mapping[str, str]] = {
 
 KEPT: Final[Mapping[str, Mapping[str, str]]] = {
     "nntask/hardware": {
-        "part": "of a card that --split-gpu splits, as the flag calls it",
+        "part": "of a card that --ngpu NxPARTS splits, as the flag calls it",
         "place": "a directory that may not exist yet, as messages call it",
     },
     "nntask/planning": {"is_given_room": "whether all memories have the least that the step needs, so that one is given more all the same"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from wrappers.cli.bench.access_trace import AccessTrace
+from .bounds import AccessTrace
 
 UNIT = 1 << 20
 

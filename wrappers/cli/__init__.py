@@ -10,13 +10,18 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from typing import Final, TextIO, cast
+from typing import TYPE_CHECKING, Final, TextIO, cast
 
 from .output import Output, complain, open_missing
 
-__all__ = ["COMMANDS", "exit_code", "main"]
+if TYPE_CHECKING:
+    from nntask.training import BeforeTraining
+
+    from .commands.train import Changed
+
+__all__ = ["COMMANDS", "exit_code", "guarded", "main", "run_train"]
 
 COMMANDS: Final = {
     "train": "train a language model, or continue a run",
@@ -31,7 +36,7 @@ COMMANDS: Final = {
     "compare": "run two kinds of workers side by side and name the first task whose results differ",
     "report": "draw a run: steps, memory, links, workers, codelets and bounds, in one HTML file",
     "devices": "what this machine offers",
-    "bench": "measure the runtime, kernels and links, compare policies",
+    "bench": "measure the runtime, the kernels and the links of this machine",
 }
 
 
@@ -45,23 +50,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    return guarded(lambda: _dispatch(list(sys.argv[1:] if argv is None else argv)))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command with the output and error messages of `nntask`.
+
+    Args:
+        command: function that prints, and returns an exit code or raises an error.
+
+    Returns:
+        The exit code.
+    """
     open_missing()
     if os.path.expanduser("~") == "~":  # a user without a home directory, in which some libraries look for their settings at import
         os.environ["HOME"] = os.devnull
     output = Output(sys.stdout)
     with redirect_stdout(cast(TextIO, output)):
         try:
-            return _answer(list(sys.argv[1:] if argv is None else argv), output)
+            return _answer(command, output)
         except KeyboardInterrupt:
             complain("interrupted")
             return 130
 
 
-def _answer(args: list[str], output: Output) -> int:
-    """Run a command line and print its error, except Ctrl-C; returns the exit code."""
+def run_train(argv: Sequence[str], *, changed: Changed, before: BeforeTraining) -> int:
+    """Run ``nntask train`` for a program that changes the run; errors are raised, for `guarded`.
+
+    Args:
+        argv: the words after ``nntask train``.
+        changed: function from the run that the flags ask for to the run to train; the model must have tiles.
+        before: function to call before the first step of a new run on this machine, with its session.
+
+    Returns:
+        The exit code.
+    """
+    from .commands.train import run
+
+    return run(argv, changed=changed, before=before)
+
+
+def _answer(command: Callable[[], int], output: Output) -> int:
+    """Run a command and print its error, except Ctrl-C; returns the exit code."""
     try:
         try:
-            code = _dispatch(args)
+            code = command()
         except SystemExit:  # the help has been printed
             output.flush()
             raise

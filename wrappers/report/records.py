@@ -6,7 +6,7 @@ whole run, one directory per node, named after the node, with the node's own fil
     RUN/metrics.jsonl                 steps of the run: step, loss, lr, grad_norm, tokens, seconds, ...
     RUN/summary.json, machine.json    optional
     RUN/plan.json                     optional: the data that is kept, moved or recomputed, and the reasons
-    RUN/trace.json.gz                 of --trace-steps, or the file that --trace named
+    RUN/trace.json.gz                 of --trace-steps, or the file that it names
     RUN/nodes/<name>/metrics.jsonl    of a cluster: steps of the node, with the fields of the list above that the node has
     RUN/nodes/<name>/machine.json, plan.json, trace.json.gz, trace.json
 """
@@ -189,7 +189,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
 
 
 def _trace_of(directory: Path) -> Path | None:
-    """Return the trace of a run or node, in its directory or at the path of its --trace; None without one."""
+    """Return the trace of a run or node, in its directory or at the path that --trace-steps named; None without one."""
     import tomllib
 
     named = ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from nntask import UsageError
-from nntask.config import TrainSettings
+from nntask.config import TrainSettings, flag_of
 
 from .language import USUAL_LENGTH, LanguageModelConfig
 
@@ -17,28 +17,22 @@ _TILES: Final = (
 _LANES: Final = "sums gradients of nntask's own models in parallel, and through PyTorch minibatches are summed in order; drop it"
 _GPUS: Final = "is about GPUs, and PyTorch computes on CPUs here; drop it, or try devices with --sim-gpu"
 _OBJECTIVE: Final = "is about what nntask's own models learn, and a model through PyTorch learns what its class is for; drop it"
-_TIMED: Final = "times passes of nntask's own models; drop it, and read tokens per second in metrics.jsonl"
 _DASK: Final = "trains nntask's own models on a cluster, and a model through PyTorch trains on one machine; drop it"
 _MODEL: Final = "names another model than the one that is continued; drop it, or start a new run"
 REFUSED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     **dict.fromkeys(("model", "config-path"), ((None,), _MODEL)),
     **dict.fromkeys(("minibatch-tile", "seq-tile", "embd-tile", "inner-tile", "head-tile", "vocab-tile"), ((None,), _TILES)),
     **{"auto-tile": (("table",), _TILES), "tile-table": (("",), _TILES)},
-    **{"redux": ((False,), _LANES), "lanes": ((None, 1), _LANES)},
+    "lanes": ((None, 1), _LANES),
     "dtype": (
         ("auto", "fp32"),
         "is another arithmetic than fp32, in which PyTorch computes here; drop it, or train the module in a program in its type",
     ),
-    "fp32-fast-tf32": ((False,), "is about GPUs, and PyTorch computes on CPUs here; drop it"),
-    "flashattention": ((True,), "is about nntask's own models; drop it: PyTorch chooses how it computes attention"),
+    "attention": (("flash",), "is about nntask's own models; drop it, since PyTorch chooses how it computes attention"),
     "train": (("all",), "puts adapters into nntask's own models; drop it, or train with PEFT's in a program with wrappers.torch.Session"),
     **{"objective": ((None,), _OBJECTIVE), "mask-probability": ((0.15,), _OBJECTIVE), "target-len": ((None,), _OBJECTIVE)},
     **{"document-boundaries": ((False,), _OBJECTIVE), "chat-template": (("",), _OBJECTIVE)},
-    "loss-reduction": (("mean",), "sums over the tokens of a step, and a model of transformers has a mean; drop it"),
-    **dict.fromkeys(("nforward", "nforward-warmup", "nbackward", "nbackward-warmup"), ((0,), _TIMED)),
-    **{"ngpu": ((None, 0), _GPUS), "split-gpu": ((1,), _GPUS), "graphs": ((True,), _GPUS), "strict": ((False,), _GPUS)},
-    "restrict": (("none", "cpu"), _GPUS),
-    "gpu-attention": (("own",), _GPUS),
+    **{"ngpu": ((None, 0), _GPUS), "split-gpu": ((1,), _GPUS), "graphs": ((True,), _GPUS)},
     **{"dask": (("",), _DASK), "nodes": ((None,), _DASK), "link-bandwidth": (("",), _DASK), "transport": (("dask",), _DASK)},
 }
 """Flag -> values that change nothing, and the reason why any other value is refused."""
@@ -58,7 +52,8 @@ def checked_settings(settings: TrainSettings, stated: Mapping[str, Any], config:
     for flag, (nothing, why) in REFUSED.items():
         if flag in stated and stated[flag] not in nothing:
             value = stated[flag]
-            raise UsageError(f"--no-{flag} {why}" if value is False else f"--{flag}{'' if value is True else f' {value}'} {why}")
+            typed = flag_of(flag.replace("-", "_"))
+            raise UsageError(f"--no-{flag} {why}" if value is False else f"{typed}{'' if value is True else f' {value}'} {why}")
     run, model = settings.run, settings.model
     if config.kind != "causal":
         if stated.get("sample-tokens") or stated.get("prompt"):

@@ -100,7 +100,7 @@ def plan(
 
 def on_cpus(resources: ResourceSettings) -> ResourceSettings:
     """Return the resources without GPUs; simulated devices stay."""
-    return replace(resources, restrict="cpu", ngpu=None)
+    return replace(resources, ngpu=0)
 
 
 class TorchModel:

@@ -11,7 +11,7 @@ from support.objective_data import TINY, ImageLearner, Learner, lines_in
 
 from nntask.config import TrainSettings, check_values, resolve
 from nntask.config.objective import objective_of, with_head, with_objective
-from nntask.config.settings import DataSettings, ModelSettings, OptimizerSettings, RunSettings, differences
+from nntask.config.settings import DataSettings, ModelSettings, RunSettings, differences
 from nntask.errors import DataError, UsageError
 from nntask.models.bert import BertConfig
 
@@ -32,7 +32,7 @@ def settings(seq_len: int = 32, run: RunSettings | None = None, **data: Any) -> 
         (
             settings(mask_probability=0.3),
             TINY,
-            "--mask-probability 0.3 is for --objective masked and seq2seq, got a model",
+            "--objective causal:0.3 hides tokens, which is for masked and seq2seq, got a model",
         ),
         (settings(target_len=8), MASKED, "--target-len 8 is for --objective seq2seq, got a model that predicts masked tokens"),
         (
@@ -47,11 +47,6 @@ def settings(seq_len: int = 32, run: RunSettings | None = None, **data: Any) -> 
         (settings(), ImageLearner(), "--dataset stdlib is not for a learner; use --dataset images"),
         (settings(dataset="images", tokenizer="bytes"), ImageLearner(), "--tokenizer bytes is for text, and a learner learns from images"),
         (settings(run=RunSettings(prompt="a")), MASKED, "--prompt 'a' is for the text of a model that predicts the next token"),
-        (
-            replace(settings(document_boundaries=True), optimizer=OptimizerSettings(loss_reduction="sum")),
-            TINY,
-            "--loss-reduction sum is over the tokens of a step, of which these data count only some",
-        ),
     ],
 )
 def test_broken_rules_are_one_sentence(asked: TrainSettings, config: Any, words: str) -> None:
@@ -73,7 +68,7 @@ def test_a_label_is_not_a_number_of_classes_beyond_reason(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [0.0, 1.0, float("nan")])
 def test_a_probability_is_between_0_and_1(value: float) -> None:
     """Both ends excluded."""
-    with pytest.raises(UsageError, match="--mask-probability must be above 0 and below 1, got"):
+    with pytest.raises(UsageError, match="SHARE in --objective must be above 0 and below 1, got"):
         check_values(settings(mask_probability=value))
     with pytest.raises(UsageError, match="--target-len must be at least 1, got 0"):
         check_values(settings(target_len=0))
@@ -103,7 +98,7 @@ def test_what_is_open_is_filled_in(tmp_path: Path) -> None:
     assert [each.form for each in forms.values()] == list(forms)
     assert forms["pairs"].target_length == 32
     pairs = settings(objective="seq2seq", dataset="jsonl", dataset_path=str(tmp_path / "pairs.jsonl"), mask_probability=0.3)
-    with pytest.raises(UsageError, match=r"--mask-probability 0\.3 is for plain texts, whose spans are hidden, got pairs; drop it"):
+    with pytest.raises(UsageError, match=r"--objective seq2seq:0\.3 hides spans of plain texts, got pairs; use --objective seq2seq"):
         with_objective(pairs, Learner())
     assert forms["labels"].has_pairs
 

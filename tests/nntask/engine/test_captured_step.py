@@ -20,7 +20,7 @@ STEPS: Final[dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]
     "llama": (LLAMA, {}, {}, {}),
     "one minibatch": (GPT, {}, {"minibatch": 4}, {}),
     "lanes, recomputation, clipping": (GPT, {}, {"lanes": 2}, {"grad_clip": 1.0}),
-    "bf16, stored scores": (LLAMA, {"dtype": "bf16", "flashattention": False}, {}, {}),
+    "bf16, stored scores": (LLAMA, {"dtype": "bf16", "attention": "stored"}, {}, {}),
     "adapters": (LLAMA, {}, {}, {"train": "lora:2", "lora_dropout": 0.1}),
     "sgd": (GPT, {}, {}, {"optimizer": "sgd", "momentum": 0.9}),
 }

@@ -208,7 +208,7 @@ def test_a_choice_is_written_down_and_kept(tmp_path: Path, monkeypatch: pytest.M
         "--ram=64MiB",
         "--recompute=none",
     ]
-    small = ["--sim-gpu=1", "--ncpu=1", "--gpu-memory=300KiB", "--sim-bandwidth=10MB/s"]
+    small = ["--sim-gpu=1@10MB/s", "--ncpu=1", "--gpu-memory=300KiB"]
     assert main(["train", *flags, *small, "--steps=4", "--update-on=cpu", "--run-dir=a"]) == 0
     assert main(["train", *flags, *small, "--steps=2", "--update-on=auto", "--run-dir=b"]) == 0
     assert "weights are updated by CPU workers in RAM (chosen: forecast " in capsys.readouterr().out

@@ -8,17 +8,18 @@ from nntask.errors import UsageError
 from nntask.optim.lr_schedule import SHAPES, make_schedule
 
 
-def test_nntile_warm_up_is_its_formula():
-    """start + (lr - start) * (it - 1) / (full - 1) while it < full, then constant."""
-    schedule = make_schedule("constant", 3e-4, steps=20, start_lr=1e-5, full_lr_iter=10)
+def test_a_warm_up_from_a_start_is_the_formula_of_linear_lr():
+    """start + (lr - start) * (step - 1) / (steps - 1) up to the last step of the warm-up, then constant."""
+    schedule = make_schedule("constant", 3e-4, steps=20, warmup_steps=10, warmup_start_lr=1e-5)
     for step in range(1, 10):
         assert schedule(step) == pytest.approx(1e-5 + (3e-4 - 1e-5) * (step - 1) / 9, rel=1e-12)
     assert [schedule(step) for step in (10, 11, 20)] == [3e-4] * 3
 
 
 def test_without_warm_up_the_first_step_has_the_whole_rate():
-    """full_lr_iter 1 is the default and divides by nothing."""
+    """Neither no warm-up nor one of a single step divides by zero."""
     assert make_schedule("constant", 1.0, steps=5)(1) == 1.0
+    assert make_schedule("constant", 1.0, steps=5, warmup_steps=1, warmup_start_lr=0.0)(1) == 1.0
 
 
 @pytest.mark.parametrize("kind", list(SHAPES))
@@ -49,7 +50,6 @@ def test_shapes_have_their_known_values():
     [
         ("cosin", {}, "constant, linear, cosine, wsd"),
         ("linear", {"min_lr": 2.0}, "at most lr"),
-        ("linear", {"warmup_steps": 3, "full_lr_iter": 4}, "both warm-ups"),
         ("linear", {"warmup_steps": -1}, "0 or more"),
     ],
 )

@@ -13,18 +13,13 @@ import numpy as np
 import pytest
 
 from nntask.checkpoints.store import find_checkpoint, step_directories
-from nntask.config.resolution import resolve
 from nntask.config.run_config import Saving
-from nntask.config.settings import ModelSettings, RunSettings, TilingSettings, TrainSettings
 from nntask.data import BatchStream, Cursor, TokenFile
 from nntask.data.sampler import Windows
 from nntask.engine.interface import Outcome
 from nntask.errors import Diverged, StorageError
-from nntask.hardware.flops import FlopCounts
-from nntask.models.registry import PRESETS
 from nntask.telemetry.metrics import Journal, StepPrinter, Totals, around, read_metrics, step_line
 from nntask.telemetry.step_record import StepRecord
-from nntask.telemetry.timing import print_timing
 from nntask.training.evaluation import evaluate
 from nntask.training.loop import Hooks, Loop, LoopPlan, Saver
 from nntask.training.run_directory import summary_of, write_summary
@@ -161,7 +156,7 @@ def test_a_line_has_every_field_and_no_other(tmp_path, file):
 
 
 def test_the_printed_loss_can_be_the_sum(tmp_path, file):
-    """--loss-reduction sum multiplies what is printed by the tokens of a step."""
+    """The sum is the mean times the tokens of a step."""
     train(tmp_path / "mean", file, steps=2)
     train(tmp_path / "sum", file, steps=2, sum_loss=True)
     mean, total = (read_metrics(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("mean", "sum"))
@@ -461,24 +456,3 @@ def test_an_evaluation_that_is_stopped_has_no_result(tmp_path, file):
     answers = iter([False, False, True])
     assert evaluate(Flights(), in_order(Windows(file, LENGTH), BATCH, 5), None, lambda: next(answers)) is None
     assert list(answers) == []
-
-
-def test_timing_loops_that_are_stopped_print_nothing_more():
-    """No pass begins after the answer is yes."""
-    passes = []
-
-    class Passes:
-        def forward(self, tokens):
-            passes.append("f")
-
-        def forward_backward(self, tokens):
-            passes.append("b")
-
-    stream = io.StringIO()
-    settings = TrainSettings(tiling=TilingSettings(minibatch=1), run=RunSettings(nforward=2, nbackward=9), model=ModelSettings(seq_len=4))
-    run = resolve(settings, PRESETS["tiny"])
-    counts = FlopCounts(1.0, 1.0, 1.0, "6N")
-    print_timing(Passes(), run, counts, StepPrinter(stream), lambda: len(passes) == 4)
-    assert passes == ["f", "f", "b", "b"]
-    assert "forward time" in stream.getvalue()
-    assert "backward" not in stream.getvalue()

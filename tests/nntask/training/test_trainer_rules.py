@@ -63,12 +63,12 @@ def test_rules_between_values(argv, words):
         (["--lr=-1"], "--lr must be a finite number of at least 0, got -1; the nearest legal value is 0"),
         (["--ncpu=1025"], "--ncpu must be at most 1024, because each worker is a thread of one process, got 1025"),
         (["--sim-gpu=65"], "--sim-gpu must be at most 64, because each device has two threads and a memory, got 65"),
-        (["--restrict=cuda"], "drop --restrict=cuda"),
+        (["--ngpu=-1"], "drop --ngpu -1"),
+        (["--ngpu=-2"], "--ngpu must be 0 or more, or -1 for all, got -2; the nearest legal value is -1"),
         (["--ram=12XB"], "--ram must be a size in B, KB, KiB, MB, MiB, GB, GiB, TB or TiB, got '12XB'; for example 12GiB"),
         (["--model=tiny", "--config-path=x"], "both name a model"),
-        (["--redux", "--lanes=2"], "--redux means --lanes 4"),
-        (["--full-lr-iter=5", "--warmup-steps=5"], "are both warm-ups"),
-        (["--trace=x", "--trace-steps=5:2"], "--trace-steps must be A:B"),
+        (["--warmup-start-lr=-1"], "--warmup-start-lr must be a finite number of at least 0"),
+        (["--trace-steps=5:2@x"], "--trace-steps must be all, or A:B"),
         (["--ncpu=0"], "--ncpu 0 needs a device"),
         (["--momentum=0.9"], "belongs to --optimizer sgd"),
         ([f"--seed={1 << 63}"], "--seed must be at most 9223372036854775807, got 9223372036854775808"),
@@ -89,11 +89,11 @@ def test_rules_between_values(argv, words):
         (["--gpu-memory=1GiB"], "add --sim-gpu 1"),
         (["--gpu-memory=0.5"], "about GPUs, and none is used; drop it"),
         (["--gpu-memory=0.5", "--sim-gpu=1"], "must be bytes for simulated devices, got 0.5, a share of a card"),
-        (["--split-gpu=2"], "--split-gpu 2 is about GPUs, and none is used; drop it"),
-        (["--sim-gpu=1", "--sim-bandwidth=fast"], "--sim-bandwidth must be bytes per second, got 'fast'; for example 55GB/s"),
-        (["--sim-gpu=1", "--sim-bandwidth=8"], "--sim-bandwidth must be bytes per second, got '8', which has no unit; for example 8GB/s"),
-        (["--sim-gpu=1", "--sim-bandwidth=8Gb/s"], "--sim-bandwidth must be bytes per second, got '8Gb/s'; bits? 8 Gb/s are 1GB/s"),
-        (["--sim-bandwidth=5GB"], "add --sim-gpu 1"),
+        (["--ngpu=0x2"], "--ngpu 0x2 is about GPUs, and none is used; drop it"),
+        (["--sim-gpu=1@fast"], "RATE in --sim-gpu must be bytes per second, got 'fast'; for example 55GB/s"),
+        (["--sim-gpu=1@8"], "RATE in --sim-gpu must be bytes per second, got '8', which has no unit; for example 8GB/s"),
+        (["--sim-gpu=1@8Gb/s"], "RATE in --sim-gpu must be bytes per second, got '8Gb/s'; bits? 8 Gb/s are 1GB/s"),
+        (["--sim-gpu=0@5GB"], "--sim-gpu 0@5GB has a rate of links and no device; use --sim-gpu 1@5GB"),
     ],
 )
 def test_values_on_their_own(argv, words):
@@ -136,12 +136,6 @@ def test_defaults_of_the_small_model():
     assert (resolved.optimizer.lr, resolved.optimizer.warmup_steps, resolved.run.steps) == (1e-3, 10, 200)
     assert (resolved.model.model, resolved.optimizer.optimizer, resolved.tiling.lanes) == ("tiny", "adamw", 1)
     assert filled(resolved, Shape()) == resolved
-
-
-def test_aliases_resolve():
-    """--redux is four lanes, --fp32-fast-tf32 is tf32, timing loops alone train nothing."""
-    resolved = filled(settings("--redux", "--fp32-fast-tf32", "--nforward=3", "--full-lr-iter=10"), Shape())
-    assert (resolved.tiling.lanes, resolved.model.dtype, resolved.run.steps, resolved.optimizer.warmup_steps) == (4, "tf32", None, 0)
 
 
 def test_differences_name_locked_flags_only():
@@ -205,6 +199,7 @@ def test_settings_come_back_from_a_dict():
     [
         ("tiling", "batch", "x", "settings.tiling.batch in state.json must be a whole number or null, got 'x'"),
         ("tiling", "redux", 1, "must be true or false, got 1"),
+        ("run", "check_finite", 1, "must be true or false, got 1"),
         ("tiling", "minibatch", True, "must be a whole number, got True"),
         ("optimizer", "beta1", None, "must be a number, got None"),
         ("model", "dtype", "fp23", "must be one of auto, fp32"),

@@ -1,4 +1,4 @@
-"""``--auto-tile measured`` and ``--tile-table``: what is searched, what is kept, what is refused."""
+"""``--auto-tile``, by search and from a table: what is searched, what is kept, what is refused."""
 
 import json
 import os
@@ -80,11 +80,11 @@ def test_given_sizes_are_kept(here, capsys):
 @pytest.mark.long
 def test_a_table_of_ones_own(here, capsys, monkeypatch):
     """The search enters its tiling into the file; later runs of that shape take it from there, by flag or variable, and others do not."""
-    assert main([*TRAIN, "--steps=1", "--run-dir=run", "--auto-tile=measured", "--tile-table=tables/my.toml", "--inner-tile=40"]) == 0
+    assert main([*TRAIN, "--steps=1", "--run-dir=run", "--auto-tile=measured@tables/my.toml", "--inner-tile=40"]) == 0
     assert "auto-tile: entered into tables/my.toml" in capsys.readouterr().out
     chosen = sizes_of(here / "run" / "config.toml")
     assert chosen["inner_tile"] == 40
-    assert main([*TRAIN, "--steps=1", "--run-dir=second", "--tile-table=tables/my.toml"]) == 0
+    assert main([*TRAIN, "--steps=1", "--run-dir=second", "--auto-tile=table@tables/my.toml"]) == 0
     monkeypatch.setenv("NNTASK_TILE_TABLE", "tables/my.toml")
     assert main([*TRAIN, "--steps=1", "--run-dir=third", "--head-tile=1"]) == 0
     assert main([*TRAIN, "--steps=1", "--run-dir=other", "--batch=2"]) == 0
@@ -132,13 +132,13 @@ def test_ctrl_c_ends_the_search(here):
     ("argv", "code", "message"),
     [
         (["--auto-tile=measure"], 2, "--auto-tile must be one of table, measured, got 'measure'; did you mean measured?"),
-        (["--tile-table=none.toml"], 4, "--tile-table none.toml cannot be read"),
-        (["--tile-table=small.json"], 4, "--tile-table small.json is not a TOML file"),
-        (["--tile-table=keys.toml"], 4, "row 1 must have the keys n_embd, n_inner"),
-        (["--tile-table=keys.toml", "--auto-tile=measured"], 4, "row 1 must have the keys n_embd, n_inner"),
-        (["--tile-table=other.toml"], 4, "must hold [[tiling]] rows and nothing else, got x"),
-        (["--tile-table=text", "--auto-tile=measured"], 4, "--tile-table text"),
-        (["--tile-table=small.json/x", "--auto-tile=measured"], 2, "--tile-table small.json/x cannot be written"),
+        (["--auto-tile=table@none.toml"], 4, "--auto-tile @none.toml cannot be read"),
+        (["--auto-tile=table@small.json"], 4, "--auto-tile @small.json is not a TOML file"),
+        (["--auto-tile=table@keys.toml"], 4, "row 1 must have the keys n_embd, n_inner"),
+        (["--auto-tile=measured@keys.toml"], 4, "row 1 must have the keys n_embd, n_inner"),
+        (["--auto-tile=table@other.toml"], 4, "must hold [[tiling]] rows and nothing else, got x"),
+        (["--auto-tile=measured@text"], 4, "--auto-tile @text"),
+        (["--auto-tile=measured@small.json/x"], 2, "--auto-tile small.json/x cannot be written"),
     ],
 )
 def test_bad_input(here, capsys, argv, code, message):

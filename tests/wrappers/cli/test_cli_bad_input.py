@@ -47,7 +47,7 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--steps=-1"], 2, "--steps must be at least 1, got -1"),
         (["--batch=500"], 4, "too short"),
         (["--resume="], 2, "--resume must name a run or a checkpoint, got an empty name"),
-        (["--restrict=cuda"], 2, "drop --restrict=cuda"),
+        (["--ngpu=-1"], 2, "drop --ngpu -1"),
         (["--dataset=WikiText-104"], 2, "--dataset WikiText-104 is not available"),
         (["--dataset=WikiText-103"], 4, "--dataset WikiText-103: data has no files of it"),
         (["--dataset=text", "--dataset-path="], 2, "--dataset text needs --dataset-path"),
@@ -62,9 +62,7 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--prompt=Once", "--sample-tokens=0"], 2, "--sample-tokens 0 asks for none; drop one of them"),
         (["--sim-gpu=2", "--gpu-memory=60"], 3, "B, more than the 60 B of sim:0, which would stay idle; it would fit with --gpu-memory "),
         (["--disk=tier:1000TiB"], 3, "--disk tier: SIZE is 1,099,511,627,776,000 B, and"),
-        (["--trace=t.json", "--trace-steps=1:3"], 2, "--trace-steps must lie within steps 1 to 2 of this run, got 1:3"),
-        (["--save-checkpoint=small.json"], 2, "--save-checkpoint small.json exists and is no safetensors file"),
-        (["--save-optimizer=small.json"], 2, "--save-optimizer small.json exists and is no safetensors file"),
+        (["--trace-steps=1:3@t.json"], 2, "--trace-steps must lie within steps 1 to 2 of this run, got 1:3"),
         (["--dataset-path=nowhere"], 4, "--dataset-path nowhere does not exist"),
         (["--run-dir=/proc/none/run"], 2, "--run-dir /proc/none/run cannot be written"),
         (["--run-dir=small.json"], 2, "is a file"),
@@ -72,7 +70,7 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--resume=data"], 4, "holds no checkpoint"),
         (["--resume"], 4, "found no checkpoint"),
         (["--resume=typo"], 4, "typo does not exist; give a run directory"),
-        (["--load-checkpoint=none.safetensors"], 4, "none.safetensors"),
+        (["--init-from=none.safetensors"], 4, "none.safetensors"),
         (["--eval-every=1"], 2, "needs validation data"),
         (["--logger"], 2, "--logger is not offered"),
         (["--min-lr=1", "--schedule=cosine"], 2, "min_lr"),
@@ -86,10 +84,10 @@ NODES = ["--dask=local:2", "--lanes=2", "--minibatch=2"]
         (["--disk=small.json"], 2, "--disk small.json is a file"),
         (["--disk=/proc"], 2, "--disk /proc cannot be written"),
         (["--disk=/proc/x:1GB"], 2, "--disk /proc/x cannot be written"),
-        (["--train=lora:2", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
-        (["--train=lora:2", "--load-checkpoint=data"], 4, "cannot read data: "),
+        (["--train=lora:2", "--init-from=none.safetensors"], 4, "cannot read none.safetensors: "),
+        (["--train=lora:2", "--init-from=data.safetensors"], 4, "cannot read data.safetensors: "),
         (["--order=layers", *NODES], 2, "--order layers is for one machine"),
-        (["--train=lora:2", "--load-checkpoint=none.safetensors", *NODES], 4, "cannot read none.safetensors: "),
+        (["--train=lora:2", "--init-from=none.safetensors", *NODES], 4, "cannot read none.safetensors: "),
         (["--disk=none/there/tier:1GiB"], 2, "--disk none/there/tier cannot be created: there is no directory none/there; create it, or choose"),
         (["--disk=tier:12XB"], 2, "12XB"),
         (["--evict=mru"], 2, "--evict must be one of next-use, lru, fifo"),
@@ -117,14 +115,14 @@ def test_refusals(here, capsys, argv, code, words):
         (["--disk=/proc/x:100TB"], 2, "--disk /proc/x cannot be written"),
         (["--ram=10TB", "--minibatch=3"], 2, "--minibatch must divide"),
         (["--ram=10TB", "--dataset-path=nowhere"], 4, "--dataset-path nowhere does not exist"),
-        (["--ram=10TB", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
-        (["--ram=10TB", "--train=lora:2", "--load-checkpoint=none.safetensors"], 4, "cannot read none.safetensors: "),
+        (["--ram=10TB", "--init-from=none.safetensors"], 4, "cannot read none.safetensors: "),
+        (["--ram=10TB", "--train=lora:2", "--init-from=none.safetensors"], 4, "cannot read none.safetensors: "),
         (["--ram=10TB", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
-        (["--ram=10TB", "--trace=data"], 2, "--trace data is a directory"),
+        (["--ram=10TB", "--trace-steps=all@data"], 2, "FILE in --trace-steps must not be a directory, got data"),
         (["--sim-gpu=1", "--gpu-memory=10TB", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
         (["--gpu-memory=10TB", "--run-dir=/proc/x"], 2, "--gpu-memory 10TB is about GPUs, and none is used"),
-        (["--train=lora:2", "--load-checkpoint=none.safetensors", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
-        (["--restrict=cuda", "--config-path=none.json"], 2, "--restrict=cuda needs a GPU"),
+        (["--train=lora:2", "--init-from=none.safetensors", "--run-dir=/proc/x"], 2, "--run-dir /proc/x cannot be written"),
+        (["--ngpu=-1", "--config-path=none.json"], 2, "--ngpu -1 needs a GPU"),
         (["--run-dir=/proc/x", "--disk=small.json", *NODES], 2, "--run-dir /proc/x cannot be written"),
     ],
 )
@@ -147,7 +145,6 @@ def test_the_first_of_two_mistakes(here, capsys, argv, code, words):
         ({}, "minibatch = 3", [], "minibatch in run.toml must divide --batch = 4, got 3"),
         ({}, "seq-len = 17", [], "seq_len in run.toml must be at most n_positions"),
         ({}, "val-path = 'nowhere'", [], "val_path in run.toml nowhere does not exist"),
-        ({}, "save-checkpoint = 'small.json'", [], "save_checkpoint in run.toml small.json exists"),
     ],
 )
 def test_the_place_of_a_wrong_value_is_named(here, capsys, monkeypatch, variables, toml, argv, words):
@@ -169,10 +166,18 @@ def test_a_disk_that_is_memory(here, capsys):
     assert capsys.readouterr().err == f"nntask: --disk {place}/tier is on tmpfs, which is RAM: its data takes memory in addition to --ram\n"
 
 
-def test_own_results_are_overwritten(here, capsys):
-    """A safetensors file, such as the result of an earlier run."""
-    for run in "ab":
-        assert main([*BASE, f"--run-dir={run}", "--save-checkpoint=w.safetensors", "--save-optimizer=o.safetensors"]) == 0
+def test_own_results_are_overwritten_with_force(here, capsys):
+    """A safetensors file, such as the result of an earlier export, and no other file."""
+    assert main([*BASE, "--run-dir=a"]) == 0
+    for part in ("weights", "optimizer"):
+        assert main(["export", "a", "w.safetensors", f"--format={part}", "--force"]) == 0
+    (here / "x.safetensors").write_text("mine")
+    capsys.readouterr()
+    for name, words in (("w", "exists; name another file, or replace it with --force"), ("x", "is not a safetensors file")):
+        force = ["--force"] if name == "x" else []
+        assert main(["export", "a", f"{name}.safetensors", "--format=weights", *force]) == 2
+        assert words in capsys.readouterr().err
+    assert (here / "x.safetensors").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.bin.json", "tokenizer.json", "tokenizer.crc32"])
@@ -262,7 +267,8 @@ def test_weights_that_do_not_fit(here, capsys):
     """Missing and misshapen tensors name both shapes; corrupt files and torch pickles are refused."""
     from safetensors.numpy import load_file, save_file
 
-    assert main([*BASE, "--steps=1", "--save-checkpoint=w.safetensors", "--run-dir=first"]) == 0
+    assert main([*BASE, "--steps=1", "--run-dir=first"]) == 0
+    assert main(["export", "first", "w.safetensors", "--format=weights"]) == 0
     capsys.readouterr()
     weights = load_file(here / "w.safetensors")
     name = max(weights, key=lambda key: weights[key].size)
@@ -272,12 +278,12 @@ def test_weights_that_do_not_fit(here, capsys):
     }
     for case, (tensors, words) in cases.items():
         save_file(tensors, here / f"{case}.safetensors")
-        code, err = refuse(capsys, [*BASE, f"--load-checkpoint={case}.safetensors", "--run-dir=second"])
+        code, err = refuse(capsys, [*BASE, f"--init-from={case}.safetensors", "--run-dir=second"])
         assert code == 4
         assert all(word in err for word in words)
     for content, words in ((b"\0" * 30, "not a whole safetensors file"), (b"PK\x03\x04" + b"\0" * 30, "torch pickle")):
-        (here / "bad").write_bytes(content)
-        code, err = refuse(capsys, [*BASE, "--load-checkpoint=bad", "--run-dir=second"])
+        (here / "bad.safetensors").write_bytes(content)
+        code, err = refuse(capsys, [*BASE, "--init-from=bad.safetensors", "--run-dir=second"])
         assert code == 4
         assert words in err
     assert not (here / "second").exists()

@@ -219,10 +219,11 @@ def test_classes_that_a_config_names_and_numbers(here: Path, capsys: pytest.Capt
 def test_adapters_of_a_classifier_beside_a_file_of_weights(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The head begins as in the file, and a merged export holds it as trained; a plan counts what is trained."""
     write_start(here, "bert classifier")
-    assert main(train("bert classifier", "--steps=1", "--lr=0", "--run-dir=a", "--save-checkpoint=all.safetensors")) == 0
+    assert main(train("bert classifier", "--steps=1", "--lr=0", "--run-dir=a")) == 0
+    assert main(["export", "a", "all.safetensors", "--format=weights"]) == 0
     (here / "small.json").write_text(json.dumps(config_of("bert classifier").to_dict()))
     argv = [word for word in train("bert classifier", *LORA) if not word.startswith("--init-from")]
-    argv += ["--config-path=small.json", "--load-checkpoint=all.safetensors", "--tokenizer-path=start"]
+    argv += ["--config-path=small.json", "--init-from=all.safetensors", "--tokenizer-path=start"]
     assert main([*argv, "--run-dir=b"]) == 0
     assert losses(here / "b")[0] == losses(here / "a")[0]
     assert main(["export", "b", "merged", "--merge"]) == 0

@@ -7,12 +7,13 @@ import re
 import pytest
 
 from nntask.config.environment import flags_from, unknown_variables
-from nntask.config.settings import TrainSettings
+from nntask.config.old_settings import INSTEAD
+from nntask.config.settings import EXPERT, SUFFIXES, TrainSettings, typed
 from nntask.config.toml import to_toml
 from nntask.config.units import format_count, format_duration, format_size, parse_rate, parse_size
 from nntask.errors import UsageError
 from wrappers.cli import main
-from wrappers.cli.options.flags import ELSEWHERE, build, from_toml, merge, scan, table_of
+from wrappers.cli.options.flags import build, from_toml, merge, scan, table_of
 
 TABLE = table_of(TrainSettings)
 
@@ -22,8 +23,38 @@ def test_dashes_underscores_and_equals_are_one():
     for argv in (["--seq-tile", "64"], ["--seq_tile=64"], ["--seq_tile", "64"], ["--seq-tile=1", "--seq-tile=64"]):
         values, _ = scan(argv, TABLE)
         assert build(TrainSettings(), values, TABLE).tiling.seq_tile == 64
-    values, _ = scan(["--minibatch", "-1", "--no-flashattention", "--redux", "--prompt=--x"], TABLE)
-    assert values == {"minibatch": -1, "flashattention": False, "redux": True, "prompt": "--x"}
+    values, _ = scan(["--minibatch", "-1", "--no-prefetch", "--check-finite", "--prompt=--x"], TABLE)
+    assert values == {"minibatch": -1, "prefetch": False, "check-finite": True, "prompt": "--x"}
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("--sim-gpu=2@8GB/s", {"sim-gpu": 2, "sim-bandwidth": "8GB/s"}),
+        ("--ngpu=-1x4", {"ngpu": -1, "split-gpu": 4}),
+        ("--transport=dask@1MB", {"transport": "dask", "link-bandwidth": "1MB"}),
+        ("--trace-steps=2:3@a@b.json", {"trace-steps": "2:3", "trace": "a@b.json"}),
+        ("--auto-tile=measured@t.toml", {"auto-tile": "measured", "tile-table": "t.toml"}),
+        ("--objective=masked:0.3", {"objective": "masked", "mask-probability": 0.3}),
+    ],
+)
+def test_a_value_may_have_a_second_part(word, values):
+    """It sets a setting of its own, on the command line and in a file, and is typed again as it was."""
+    assert scan([word], TABLE)[0] == values
+    key, _, value = word.removeprefix("--").partition("=")
+    assert from_toml(f'{key} = "{value}"', "x.toml", TABLE) == values
+    settings = build(TrainSettings(), values, TABLE)
+    assert typed(getattr(settings, TABLE[key].group), TABLE[key].field) == value
+
+
+def test_every_part_has_a_flag():
+    """A part belongs to a flag that is none itself; typing the part's name is answered with that flag."""
+    assert not {suffix.flag for suffix in SUFFIXES.values()} & SUFFIXES.keys()
+    for name, suffix in SUFFIXES.items():
+        assert suffix.flag in {flag.field for flag in TABLE.values()}
+        flag = name.replace("_", "-")
+        with pytest.raises(UsageError, match=f"--{flag} 3 is now the second part of another flag; use --{suffix.flag.replace('_', '-')} "):
+            scan([f"--{flag}=3"], TABLE)
 
 
 def test_resume_alone_means_auto():
@@ -44,9 +75,11 @@ def test_resume_alone_means_auto():
         (["--batch=1.5"], "--batch must be a whole number, got '1.5'; write one"),
         (["--dtype=zzz"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'zzz'; choose one of them"),
         (["--dtype=fp23"], "--dtype must be one of auto, fp32, tf32, bf16, fp64, got 'fp23'; did you mean"),
-        (["--no-redux=3"], "--no-redux takes no value, got '3'; write --no-redux to turn it off, or --redux"),
-        (["--no-redux="], "--no-redux takes no value, got ''; write --no-redux to turn it off, or --redux"),
-        (["--redux=maybe"], "--redux must be true or false"),
+        (["--no-graphs=3"], "--no-graphs takes no value, got '3'; write --no-graphs to turn it off, or --graphs"),
+        (["--no-graphs="], "--no-graphs takes no value, got ''; write --no-graphs to turn it off, or --graphs"),
+        (["--graphs=maybe"], "--graphs must be true or false"),
+        (["--optimizer=fusedadamw"], "--optimizer must be one of adamw, adam, sgd, got 'fusedadamw'; use adamw, which is the same"),
+        (["--no-flashattention"], "--no-flashattention was removed; use --attention stored"),
         (["--batch"], "--batch needs a value"),
         (["8"], "unexpected word '8'"),
         (["--logger"], "--logger is not offered: --report-to tensorboard"),
@@ -60,13 +93,30 @@ def test_mistakes_get_one_sentence(argv, words):
     assert "\n" not in str(error.value)
 
 
-NNTILE = {
-    *("config-path", "tokenizer", "tokenizer-path", "load-checkpoint", "save-checkpoint", "save-checkpoint-dtype", "load-optimizer"),
-    *("save-optimizer", "save-optimizer-dtype", "batch", "minibatch", "minibatch-tile", "seq-tile", "embd-tile", "inner-tile", "head-tile"),
-    *("restrict", "flashattention", "redux", "fp32-fast-tf32", "dtype", "nforward", "nforward-warmup", "nbackward", "nbackward-warmup"),
-    *("dataset", "dataset-path", "dataset-select", "optimizer", "optimizer-eps", "weight-decay", "loss-reduction", "lr", "start-lr"),
-    *("full-lr-iter", "nepochs", "nepochs-warmup", "logger", "logger-server-addr", "logger-server-port"),
-}
+@pytest.mark.parametrize("name", list(INSTEAD))
+def test_a_removed_flag_is_answered_with_its_replacement(name, capsys):
+    """Exit code 2, the flag with its value, and what to type instead; no old flag is a flag, and no named one is missing."""
+    assert name not in TABLE
+    assert main(["train", f"--{name}=1"]) == 2
+    err = capsys.readouterr().err
+    assert err == f"nntask: --{name}=1 was removed; {INSTEAD[name]}\n"
+    named = {word.rstrip(",") for word in re.findall(r"--([a-z][\w-]*)", INSTEAD[name])}
+    assert named <= {*TABLE, "format"}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_shows_few_flags_and_help_all_the_others(command, capsys):
+    """At most 50 and 75 flags of train; each setting but a part is in one of them, with a sentence."""
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        shown[flag] = re.findall(r"^  --([a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
+    own = 5 if command == "plan" else 0
+    assert len(shown["--help"]) <= 50 + own
+    assert len(shown["--help-all"]) <= 75 + own
+    assert {name.replace("_", "-") for name in EXPERT} == set(shown["--help-all"]) - set(shown["--help"])
+    assert set(TABLE) - {name.replace("_", "-") for name in SUFFIXES} <= set(shown["--help-all"])
 
 
 @pytest.mark.parametrize("columns", [100, 180, 300])
@@ -78,21 +128,15 @@ def test_help_has_one_column(columns, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert os.environ["COLUMNS"] == str(columns)
     body = lines[next(at for at, line in enumerate(lines) if line.startswith("  -h, --help")) :]
-    assert all(re.match(r"(| \w+ options| -+|  -.*| {2}[A-Z].*\.| {24}\S.*)$", line) for line in body), body
-    assert all(after.endswith(" options") for line, after in itertools.pairwise(body) if not line)
+    assert all(re.match(r"(| [A-Z].*| {2}[a-z].*\.| -+|  -.*| {24}\S.*|nntask train --help-all .*)$", line) for line in body), body
+    assert all(after[1].isupper() or after.startswith("nntask ") for line, after in itertools.pairwise(body) if not line)
     assert "--objective {causal,masked,seq2seq,classify}" in " ".join(" ".join(lines).split())
     assert "or a share of a GPU, e.g. 0.25 (default: 0.9 of its free memory, or --ram)" in " ".join(" ".join(lines).split())
 
 
-def test_every_flag_of_the_nearest_relative_is_known():
-    """Each is offered, or its users are told what becomes of it; nothing is both."""
-    assert NNTILE.issubset({*TABLE, *ELSEWHERE})
-    assert not set(ELSEWHERE) & set(TABLE)
-
-
 def test_settings_survive_a_trip_through_toml():
     """config.toml of a run reads back into the same settings, odd strings included."""
-    argv = ["--batch=4", "--lr=3e-4", "--no-flashattention", '--prompt=a "quoted" \\ \n line', "--steps=7", "--dropout=0.1"]
+    argv = ["--batch=4", "--lr=3e-4", "--attention=stored", '--prompt=a "quoted" \\ \n line', "--steps=7", "--dropout=0.1"]
     values, _ = scan(argv, TABLE)
     settings = build(TrainSettings(), values, TABLE)
     back = build(TrainSettings(), from_toml(to_toml(settings), "x.toml", TABLE), TABLE)
@@ -119,7 +163,9 @@ def test_a_broken_config_file_is_named(text, words):
 
 
 def test_naming_the_model_another_way_forgets_the_weaker_name():
-    """--config-path on the command line replaces model = ... of a file, and the other way round."""
+    """--config-path on the command line replaces model = ... of a file, and the other way round; a file of weights names no model."""
+    assert merge({"model": "tiny"}, {"init-from": "dir"}) == {"init-from": "dir"}
+    assert merge({"model": "tiny"}, {"init-from": "w.safetensors"}) == {"model": "tiny", "init-from": "w.safetensors"}
     assert merge({"model": "tiny", "batch": 2}, {"config-path": "x.json"}) == {"batch": 2, "config-path": "x.json"}
     assert merge({"config-path": "x.json"}, {"model": "gpt2"}) == {"model": "gpt2"}
 

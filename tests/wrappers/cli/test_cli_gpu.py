@@ -63,11 +63,11 @@ def test_the_same_command_uses_the_gpus_there_are(cards: EmulatedCards, capsys: 
 def test_parts_of_a_card(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """Two parts of one card are two devices with a memory each, a fraction of the card's, and compute the same bits as two cards."""
     shared = ["--steps=2", *SHORT]
-    assert main([*TRAIN, *shared, "--run-dir=split", "--ngpu=1", "--split-gpu=2"]) == 0
+    assert main([*TRAIN, *shared, "--run-dir=split", "--ngpu=1x2"]) == 0
     assert len(cards.opened) == 2
     assert main([*TRAIN, *shared, "--run-dir=cards", "--ngpu=2"]) == 0
     assert losses("split") == losses("cards")
-    assert main([*TRAIN, "--steps=1", "--run-dir=fraction", "--split-gpu=2", "--gpu-memory=0.25"]) == 0
+    assert main([*TRAIN, "--steps=1", "--run-dir=fraction", "--ngpu=-1x2", "--gpu-memory=0.25"]) == 0
     assert "cuda:0 1 GiB, cuda:1 1 GiB" in capsys.readouterr().out
 
 
@@ -154,14 +154,12 @@ def test_a_kernel_that_cannot_start(
         ("--gpu-memory=7GiB", 3, "--gpu-memory 7GiB is 7 GiB a part, above the 5,905,580,032 B that GPU 0 (Emulated) has free"),
         ("--gpu-memory=1.0", 3, "--gpu-memory 1.0 is 8 GiB a part, above the 5,905,580,032 B"),
         ("--gpu-memory=0.0", 2, "--gpu-memory must be a size, or a fraction of the card above 0 and up to 1.0, got 0.0"),
-        ("--split-gpu=12", 3, "too little for 12 parts"),
-        ("--split-gpu=0", 2, "--split-gpu must be at least 1, got 0"),
-        ("--split-gpu=17", 2, "--split-gpu must be at most 16"),
+        ("--ngpu=-1x12", 3, "too little for 12 parts"),
+        ("--ngpu=1x0", 2, "PARTS in --ngpu must be at least 1, got 0"),
+        ("--ngpu=1x17", 2, "PARTS in --ngpu must be at most 16"),
         ("--ngpu=1 --sim-gpu=1", 2, "devices are real or simulated, got --ngpu 1 and --sim-gpu 1; drop one of them"),
-        ("--ngpu=1 --restrict=cpu", 2, "--restrict=cpu leaves the 1 GPUs of --ngpu without work"),
-        ("--ngpu=0 --restrict=cuda", 2, "--restrict=cuda needs a GPU and --ngpu 0 leaves them out; drop one of them"),
         ("--ngpu=1 --dtype=fp64", 2, "--dtype fp64 has no CUDA kernels"),
-        ("--ngpu=-1", 2, "--ngpu must be 0 or more, got -1"),
+        ("--ngpu=-2", 2, "--ngpu must be 0 or more, or -1 for all, got -2"),
     ],
 )
 def test_refusals(argv: str, code: int, words: str, cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +236,7 @@ def test_a_machine_without_usable_gpus(
     with pytest.raises(NoGpu) as error:
         cards.choose(None)
     assert words in str(error.value)
-    for flag in ("--ngpu=1", "--restrict=cuda"):
+    for flag in ("--ngpu=1", "--ngpu=-1"):
         assert main([*TRAIN, "--steps=1", flag]) == 2
         assert words in capsys.readouterr().err
     if packages:
@@ -289,12 +287,9 @@ def test_devices_lists_cards(cards: EmulatedCards, capsys: pytest.CaptureFixture
 
 
 def test_what_has_no_cuda_kernel(own_kernels: None, cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
-    """It needs a CPU worker, with which it runs there, and --strict refuses it."""
+    """It needs a CPU worker, with which it runs there,"""
     catalog.register("residual_layer_norm", "cpu")(catalog.kernel("residual_layer_norm", "cpu"))
-    for flags, words in (
-        ("", "there is no CPU worker to run them; add --ncpu 1"),
-        ("--strict --ncpu=1", "--strict refuses tasks without a CUDA kernel"),
-    ):
+    for flags, words in (("", "there is no CPU worker to run them; add --ncpu 1"),):
         assert main([*TRAIN, "--steps=1", "--run-dir=run", *flags.split()]) == 2
         err = capsys.readouterr().err
         assert words in err
@@ -319,7 +314,7 @@ def test_measured_tiles_on_a_gpu(cards: EmulatedCards, capsys: pytest.CaptureFix
 @needs_compiler
 def test_a_trace_knows_the_steps_of_joined_tasks(cards: EmulatedCards, capsys: pytest.CaptureFixture[str]) -> None:
     """As many tasks in each step."""
-    assert main([*TRAIN, "--steps=6", "--run-dir=run", "--ngpu=1", "--trace=trace.json"]) == 0
+    assert main([*TRAIN, "--steps=6", "--run-dir=run", "--ngpu=1", "--trace-steps=all@trace.json"]) == 0
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     steps = Counter(event["args"]["step"] for event in events if "step" in event.get("args", {}))
     assert sorted(steps) == [1, 2, 3, 4, 5, 6]
@@ -330,8 +325,8 @@ def test_a_trace_knows_the_steps_of_joined_tasks(cards: EmulatedCards, capsys: p
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_updates_by_cpu_workers(cards: EmulatedCards, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     """CPU workers update and do nothing else; losses are those of updates on GPUs within rounding, and no task counts as one that falls back."""
-    some = [f"--dtype={dtype}", "--steps=3", *SHORT, "--strict"]
-    assert main([*TRAIN, *some, "--update-on=cpu", "--ncpu=2", "--run-dir=cpu", "--trace=t.json"]) == 0
+    some = [f"--dtype={dtype}", "--steps=3", *SHORT]
+    assert main([*TRAIN, *some, "--update-on=cpu", "--ncpu=2", "--run-dir=cpu", "--trace-steps=all@t.json"]) == 0
     out = capsys.readouterr().out
     assert "weights are updated by CPU workers in RAM" in out
     assert "workers: cpu:0, cpu:1, cuda:0" in out

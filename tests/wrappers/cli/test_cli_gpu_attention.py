@@ -1,4 +1,4 @@
-"""`--gpu-attention cudnn` over a strict stand-in of cuDNN's frontend: losses beside those of our kernels, a choice that is kept, refusals."""
+"""`--attention cudnn` over a strict stand-in of cuDNN's frontend: losses beside those of our kernels, a choice that is kept, refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from wrappers.cli import main
 CONFIG = {"vocab_size": 61, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 FLAGS = "--config-path=config.json --dataset=train.bin --dataset-path=. --batch=2 --minibatch=2 --lr=1e-3 --sample-tokens=0 --ram=64MiB --dtype=bf16"
 TRAIN = ["train", *FLAGS.split()]
-CUDNN, AUTO = "--gpu-attention=cudnn", "--gpu-attention=auto"
+CUDNN, AUTO = "--attention=cudnn", "--attention=auto"
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to run the sources with")
 
@@ -70,25 +70,28 @@ def test_a_run_keeps_its_choice(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pyte
     assert main(["train", "--resume=parts", "--steps=4"]) == 0
     assert cudnn.num_planned == planned + 2
     assert losses("parts") == losses("whole")
-    assert main(["train", "--resume=parts", "--steps=5", "--gpu-attention=own"]) == 2
-    assert "--gpu-attention (was cudnn, is own)" in capsys.readouterr().err
+    assert main(["train", "--resume=parts", "--steps=5", "--attention=flash"]) == 2
+    assert "--attention (was cudnn, is flash)" in capsys.readouterr().err
     assert cuda.found == []
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--dtype=fp32"], "--gpu-attention cudnn computes in bf16, got --dtype fp32; add --dtype bf16, or use --gpu-attention own"),
-        (["--no-flashattention"], "--gpu-attention cudnn keeps no scores, which --no-flashattention asks for; drop one of them"),
-        (["--dask=local:2", "--lanes=2"], "--gpu-attention cudnn is for training on one machine, got --dask local:2; use --gpu-attention own"),
-        ([AUTO, "--dask=local:2", "--lanes=2"], "--gpu-attention auto is for training on one machine, got --dask local:2; use --gpu-attention own"),
-        (["--ngpu=0"], "--gpu-attention cudnn is about GPUs, and none is used; use --gpu-attention own"),
+        (["--dtype=fp32"], "--attention cudnn computes in bf16, got --dtype fp32; add --dtype bf16, or use --attention flash"),
+        (["--dask=local:2", "--lanes=2"], "--attention cudnn is for training on one machine, got --dask local:2; use --attention flash"),
+        ([AUTO, "--dask=local:2", "--lanes=2"], "--attention auto is for training on one machine, got --dask local:2; use --attention flash"),
+        (["--ngpu=0"], "--attention cudnn is about GPUs, and none is used; use --attention flash"),
     ],
 )
 def test_what_cudnn_cannot_do_is_refused(flags: list[str], words: str, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is opened."""
     assert main([*TRAIN, "--steps=1", CUDNN, *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+CHOICES = {"own": "flash", "cudnn": "cudnn"}
+"""Library of attention in plan.json -> value of --attention."""
 
 
 def chosen(run: str) -> dict[str, Any]:
@@ -100,18 +103,18 @@ def chosen(run: str) -> dict[str, Any]:
 def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
     """The losses are those of a run that asks for it by name; a run that goes on keeps it, whoever would be faster by then."""
     with strict_cudnn.installed(cuda, idle=idle):
-        assert main([*TRAIN, "--steps=4", "--run-dir=named", f"--gpu-attention={who}"]) == 0
+        assert main([*TRAIN, "--steps=4", "--run-dir=named", f"--attention={CHOICES[who]}"]) == 0
         capsys.readouterr()
         assert main([*TRAIN, "--steps=2", "--run-dir=found", AUTO]) == 0
-        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpu-attention:")]
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("--attention auto:")]
         figures = chosen("found")
         seconds = f"{figures['cudnn_seconds']:.3g} s a step compared with {figures['own_seconds']:.3g} s a step of nntask's kernels"
-        assert line == f"gpu-attention: {words}{seconds}"
+        assert line == f"--attention auto: {words}{seconds}"
         assert figures["chosen"] == who
-        assert f'gpu_attention = "{who}"' in Path("found", "config.toml").read_text()
+        assert f'attention = "{CHOICES[who]}"' in Path("found", "config.toml").read_text()
     with strict_cudnn.installed(cuda, idle=9 - idle):
         assert main(["train", "--resume=found", "--steps=4", AUTO]) == 0
-        assert "gpu-attention:" not in capsys.readouterr().out
+        assert "--attention auto:" not in capsys.readouterr().out
     assert chosen("found") == figures
     assert losses("found") == losses("named")
     assert cuda.found == []
@@ -121,7 +124,6 @@ def test_auto_takes_who_is_faster(idle: int, who: str, words: str, cuda: FakeCud
     ("flags", "why"),
     [
         (["--dtype=fp32"], "it computes in bf16, and this is --dtype fp32"),
-        (["--no-flashattention"], "it keeps no scores, which --no-flashattention asks for"),
         (["--seq-tile=4"], "it takes whole sequences, and tiles have 4 of 8 tokens (--seq-tile)"),
         (["--seq-tile=3"], "it takes whole sequences, and tiles have 3 of 8 tokens (--seq-tile)"),
         (["--dropout=0.1"], "it takes no dropout, got 0.1 (--dropout)"),
@@ -134,7 +136,7 @@ def test_auto_is_ours_where_there_is_nothing_to_choose(
 ) -> None:
     """With the reason, before anything is measured."""
     assert main([*TRAIN, "--steps=2", "--run-dir=never", "--dry-run", AUTO, *flags]) == 0
-    assert f"gpu-attention: nntask's kernels; not cuDNN: {why}\n" in capsys.readouterr().out
+    assert f"--attention auto: nntask's kernels; not cuDNN: {why}\n" in capsys.readouterr().out
     assert cudnn.num_planned == 0
 
 
@@ -220,7 +222,7 @@ def test_a_card_that_stops_while_it_is_timed_ends_the_run(
         (["--gpu-memory=328000KiB"], "own"),  # too little for the step
         (["--gpu-memory=328000KiB", "--update-on=auto"], "own"),
         (["--gpu-memory=329MiB"], "cudnn"),
-        (["--gpu-memory=329MiB", "--split-gpu=2", "--batch=4"], "cudnn"),
+        (["--gpu-memory=329MiB", "--ngpu=-1x2", "--batch=4"], "cudnn"),
     ],
 )
 def test_auto_moves_nothing_for_the_workspace(
@@ -233,7 +235,7 @@ def test_auto_moves_nothing_for_the_workspace(
     assert chosen("found")["chosen"] == who
     assert ("s a step of nntask's kernels: the step needs " in said) == (who == "own")
     assert ("to move nothing, and cuDNN's workspace leaves " in chosen("found")["why_not_cudnn"]) == (who == "own")
-    assert main([*TRAIN, "--steps=2", "--run-dir=named", f"--gpu-attention={who}", *flags]) == 0
+    assert main([*TRAIN, "--steps=2", "--run-dir=named", f"--attention={CHOICES[who]}", *flags]) == 0
     assert losses("found") == losses("named")
     assert cuda.found == []
 
@@ -242,7 +244,7 @@ def test_a_run_on_several_devices_has_one_choice(cuda: FakeCuda, cudnn: StrictCu
     """Which is measured once for both parts of a card, and has the losses of a single device."""
     assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=one", AUTO]) == 0
     planned = cudnn.num_planned
-    assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=two", AUTO, "--split-gpu=2"]) == 0
+    assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=two", AUTO, "--ngpu=-1x2"]) == 0
     assert planned + 2 + 2 <= cudnn.num_planned <= planned + 2 + 2 * 2  # then by each part that attention has come to
     assert chosen("two")["chosen"] == "cudnn"
     assert losses("two") == losses("one")
@@ -252,7 +254,7 @@ def test_a_run_on_several_devices_has_one_choice(cuda: FakeCuda, cudnn: StrictCu
 def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest.CaptureFixture[str]) -> None:
     """A shape that cuDNN declines on both devices; and a run that has nothing for it."""
     with strict_cudnn.installed(cuda, declines=lambda queries: True):
-        assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--split-gpu=2"]) == 0
+        assert main([*TRAIN, "--steps=2", "--batch=4", "--run-dir=both", CUDNN, "--ngpu=-1x2"]) == 0
         said = capsys.readouterr()
         assert said.err.count("nntask: cuDNN leaves attention of 1 x 8 tokens, 2 heads of 8, causal to nntask's kernels") == 1
         assert "attention: cuDNN computes it in 8 tasks a step, with 320 MiB of each GPU's budget as workspace\n" in said.out
@@ -262,7 +264,7 @@ def test_what_is_left_to_our_kernels_is_said_once(cuda: FakeCuda, capsys: pytest
 
 def test_plans_say_who_computes_attention(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:
     """And what of the budgets that takes; nothing is measured for a plan."""
-    for flag, words in ((CUDNN, "cuDNN's in 4 tasks a step where it can; 320 MiB of each GPU"), (AUTO, "planned as nntask's own; training times")):
+    for flag, words in ((CUDNN, "cuDNN's in 4 tasks a step if it can; 320 MiB of each GPU"), (AUTO, "planned as nntask's own; training also times")):
         assert main(["plan", *FLAGS.split(), flag]) == 0
         assert f"attention           {words}" in capsys.readouterr().out
     assert cudnn.num_planned == 0
@@ -272,7 +274,7 @@ def test_a_missing_package_is_one_sentence(cuda: FakeCuda, monkeypatch: pytest.M
     """With what to install, and with what to use instead."""
     monkeypatch.setitem(sys.modules, "cudnn", None)
     assert main([*TRAIN, "--steps=1", CUDNN]) == 2
-    assert "--gpu-attention cudnn needs nvidia-cudnn-frontend, which is not installed; pip install -e '.[cudnn13]'" in capsys.readouterr().err
+    assert "--attention cudnn needs nvidia-cudnn-frontend, which is not installed; pip install -e '.[cudnn13]'" in capsys.readouterr().err
 
 
 def test_advice_has_room_for_the_workspace(cuda: FakeCuda, cudnn: StrictCudnn, capsys: pytest.CaptureFixture[str]) -> None:

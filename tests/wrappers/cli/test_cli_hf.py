@@ -51,7 +51,7 @@ def test_it_starts_where_the_directory_is(here, capsys):
     save_file({name: tensor.read() for name, tensor in ours.tensors().items()}, here / "ours.safetensors")
     (here / "c.json").write_text(json.dumps(CONFIG.to_dict()))
     rest = [each for each in BASE if "init-from" not in each]
-    same = ["--config-path=c.json", "--load-checkpoint=ours.safetensors", "--tokenizer-path=start", "--inner-tile=7", "--vocab-tile=50"]
+    same = ["--config-path=c.json", "--init-from=ours.safetensors", "--tokenizer-path=start", "--inner-tile=7", "--vocab-tile=50"]
     assert main([*rest, *same, "--run-dir=c"]) == 0
     assert losses(here / "a") == losses(here / "c")
     assert main(["train", "--resume=a", "--steps=3", "--sample-tokens=0"]) == 0
@@ -95,7 +95,6 @@ def test_export_says_what_it_wrote(here, capsys):
     [
         (["--init-from=nowhere"], 4, "nowhere does not exist"),
         (["--model=gpt2"], 2, "--init-from start brings its own config and weights, and --model gpt2 names others"),
-        (["--load-checkpoint=x"], 2, "and --load-checkpoint x names others"),
         (["--init-from=text.txt"], 4, "text.txt is a file"),
         (["--init-from=weights.bin"], 4, "weights.bin is a torch pickle, which is never loaded here"),
         (["--init-from=empty"], 4, "config.json cannot be read"),

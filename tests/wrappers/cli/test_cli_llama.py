@@ -63,11 +63,11 @@ def test_a_kill_while_saving_costs_nothing(here: Path) -> None:
 
 
 def test_a_run_is_sampled_and_reported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Timing loops, validation and a sample; generate reads the run, whatever the memory; so does report."""
-    extra = ["--steps=3", "--run-dir=a", "--nforward=1", "--nbackward=1", "--eval-every=3", "--sample-tokens=5", "--dtype=bf16", "--recompute=block"]
+    """Validation and a sample; generate reads the run, whatever the memory; so does report."""
+    extra = ["--steps=3", "--run-dir=a", "--eval-every=3", "--sample-tokens=5", "--dtype=bf16", "--recompute=block"]
     assert main([*TRAIN, *extra]) == 0
     out = capsys.readouterr().out
-    for line in ("small: 0.0 M parameters, 2 layers, width 12; 4 x 16 tokens a step", "forward performance: ", "validation loss ", "--- sample"):
+    for line in ("small: 0.0 M parameters, 2 layers, width 12; 4 x 16 tokens a step", "validation loss ", "--- sample"):
         assert line in out
     argv = ["generate", "a", "--max-new-tokens=8", "--prompt=line", "--seed=3"]
     assert main(argv) == 0
@@ -107,9 +107,9 @@ def test_a_billion_parameters_are_planned(here: Path, capsys: pytest.CaptureFixt
 def test_tiles_are_found_by_trial(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search tries whole groups of heads only; the table that it writes is read for this shape again."""
     base = [flag for flag in TRAIN if not flag.startswith("--head-tile")]
-    assert main([*base, "--steps=1", "--run-dir=a", "--auto-tile=measured", "--tile-table=tiles.toml"]) == 0
+    assert main([*base, "--steps=1", "--run-dir=a", "--auto-tile=measured@tiles.toml"]) == 0
     assert "n_kv_head = 3" in (here / "tiles.toml").read_text()
-    assert main([*base, "--steps=1", "--run-dir=b", "--tile-table=tiles.toml"]) == 0
+    assert main([*base, "--steps=1", "--run-dir=b", "--auto-tile=table@tiles.toml"]) == 0
     assert numbers(here / "a") == numbers(here / "b")
 
 
@@ -141,13 +141,14 @@ def test_what_is_refused(here: Path, capsys: pytest.CaptureFixture[str], change:
 
 def test_a_checkpoint_of_another_family_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights of a LLaMA are none of a GPT-2, and a run continues as the family it began."""
-    assert main([*TRAIN, "--steps=2", "--run-dir=a", "--save-checkpoint=w.safetensors"]) == 0
+    assert main([*TRAIN, "--steps=2", "--run-dir=a"]) == 0
+    assert main(["export", "a", "w.safetensors", "--format=weights"]) == 0
     gpt2 = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
     (here / "small.json").write_text(json.dumps(gpt2))
     base = [flag for flag in TRAIN if not flag.startswith("--head-tile")]
-    code, err = refuse(capsys, [*base, "--steps=2", "--run-dir=b", "--load-checkpoint=w.safetensors"])
+    code, err = refuse(capsys, [*base, "--steps=2", "--run-dir=b", "--init-from=w.safetensors"])
     assert code == 4
     assert "w.safetensors" in err
-    code, err = refuse(capsys, ["train", "--resume=a", "--steps=4", "--config-path=small.json", "--save-checkpoint=w.safetensors"])
+    code, err = refuse(capsys, ["train", "--resume=a", "--steps=4", "--config-path=small.json"])
     assert code == 2
     assert "model_type (was llama, is gpt2)" in err

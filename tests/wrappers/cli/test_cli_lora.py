@@ -87,17 +87,18 @@ def their_scores(model, ids: np.ndarray) -> np.ndarray:
     "start",
     [
         ["--init-from=gpt2"],
-        pytest.param(["--config-path=small.json", "--load-checkpoint=base"], marks=pytest.mark.long),
+        pytest.param(["--config-path=small.json", "--init-from=base.safetensors"], marks=pytest.mark.long),
         pytest.param(["--config-path=small.json"], marks=pytest.mark.long),
     ],
 )
 def test_a_resumed_run_goes_on_bit_by_bit(here: Path, start: list[str]) -> None:
     """Four steps equal two and two more, beside a directory, a file and the seed, with little memory, dropout and recomputation as well."""
     tokenizer = [] if "gpt2" in start[0] else ["--tokenizer-path=gpt2"]
-    if "--load-checkpoint=base" in start:
+    if "--init-from=base.safetensors" in start:
         rest = [each for each in TRAIN if "lora" not in each]
-        assert main([*rest, "--config-path=small.json", *tokenizer, "--steps=1", "--run-dir=first", "--save-checkpoint=base"]) == 0
-    more = [*start, *tokenizer, "--lora-dropout=0.2", "--recompute=block", "--grad-clip=0.5", "--redux"]
+        assert main([*rest, "--config-path=small.json", *tokenizer, "--steps=1", "--run-dir=first"]) == 0
+        assert main(["export", "first", "base.safetensors", "--format=weights"]) == 0
+    more = [*start, *tokenizer, "--lora-dropout=0.2", "--recompute=block", "--grad-clip=0.5", "--lanes=4"]
     assert main([*TRAIN, *more, "--steps=4", "--run-dir=a"]) == 0
     assert main([*TRAIN, *more, "--steps=2", "--run-dir=b", "--ram=150KiB", "--disk=tier", "--order=layers"]) == 0
     assert main(["train", "--resume=b", "--steps=4", "--disk=tier", "--ncpu=1", "--sched=eager", "--sample-tokens=0"]) == 0
@@ -255,9 +256,6 @@ def test_a_broken_state_says_so(here: Path, capsys, change, words: str) -> None:
         (["--lora-alpha=nan"], "--lora-alpha must be a finite number above 0, got nan"),
         (["--lora-dropout=1"], "--lora-dropout must be at least 0 and below 1, got 1"),
         (["--train=all"], "--lora-alpha 8 is about adapters and --train all has none"),
-        (["--save-optimizer=o"], "--save-optimizer o writes the optimizer state of a whole model and --train lora:4 trains adapters"),
-        (["--load-optimizer=o"], "--load-optimizer o reads the optimizer state of a whole model and --train lora:4 trains adapters"),
-        (["--save-checkpoint=w"], "write one with nntask export --merge"),
     ],
 )
 def test_refusals(here: Path, capsys, argv: list[str], words: str) -> None:

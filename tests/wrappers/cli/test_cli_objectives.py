@@ -62,7 +62,7 @@ def test_json_lines_are_prepared(here: Path, capsys: pytest.CaptureFixture[str])
         (["--dataset-path=labels.jsonl", "--objective=classify"], 2, "--objective classify is not for a gpt2"),
         (["--dataset-path=none.jsonl"], 4, "--dataset-path none.jsonl does not exist"),
         (["--dataset-path=talk.jsonl", "--chat-template=none.jinja"], 4, "--chat-template none.jinja does not exist"),
-        (["--dataset-path=text.jsonl", "--mask-probability=1"], 2, "--mask-probability must be above 0 and below 1, got 1"),
+        (["--dataset-path=text.jsonl", "--objective=masked:1"], 2, "SHARE in --objective must be above 0 and below 1, got 1"),
         (["--dataset=images", "--dataset-path=."], 2, "--dataset images is not for a gpt2"),
     ],
 )

@@ -48,7 +48,7 @@ def here(folder: Path, text: Path) -> Path:
         [*TRAIN, f"--run-dir={LONG}"],
         [*TRAIN, f"--init-from={LONG}"],
         [*TRAIN, f"--tokenizer-path={LONG}"],
-        [*TRAIN, f"--save-checkpoint={LONG}"],
+        [*TRAIN, f"--trace-steps=all@{LONG}"],
         [*TRAIN, f"--disk={LONG}"],
         ["generate", LONG, "--prompt=a"],
         ["perplexity", LONG],

@@ -14,15 +14,9 @@ import pytest
 from support.commands import refuse
 
 from nntask.config.units import parse_size
-from scheduler.planning.orders import candidates
 from tiles.kernels.cpu.onednn import library as onednn
 from wrappers.cli import main
 from wrappers.cli.bench import BENCHMARKS
-from wrappers.cli.bench.bound import BoundSettings
-from wrappers.cli.bench.bound import run as run_bound
-from wrappers.cli.bench.evict import EvictSettings
-from wrappers.cli.bench.evict import run as run_evict
-from wrappers.cli.bench.standard import captured, named
 
 SMALL = {"vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 KEYS = ["feasible", "peak_bytes", "minimum_budget_bytes", "persistent_bytes", "moved_bytes_per_step", "tasks_per_step", "seconds_per_step"]
@@ -48,7 +42,7 @@ def test_plan_json_and_table(config: str, capsys: pytest.CaptureFixture[str], tm
     out = capsys.readouterr().out
     for word in (
         "parameters",
-        "at once where nothing moves",
+        "at once if nothing moves",
         "forecast about",
         "GB per step, simulated",
         "busy, simulated",
@@ -146,10 +140,10 @@ def test_imaginary_devices_by_flag(config: str, capsys: pytest.CaptureFixture[st
     assert (plan["link_bytes_per_second"], plan["disk_bytes_per_second"]) == (1e9, None)
     assert main(["plan", config, "--devices=many"]) == 2
     capsys.readouterr()
-    assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2", "--gpu-memory=1MiB", "--sim-bandwidth=1GB"]) == 2
-    assert "--sim-gpu 2 is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
-    assert main(["plan", config, "--devices=2x4MiB", "--sim-bandwidth=1GB/s"]) == 2
-    assert "--sim-bandwidth 1GB/s is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
+    assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=2@1GB", "--gpu-memory=1MiB"]) == 2
+    assert "--sim-gpu 2@1GB is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
+    assert main(["plan", config, "--devices=2x4MiB", "--sim-gpu=0@1GB/s"]) == 2
+    assert "--sim-gpu 0@1GB/s is about this machine, and --devices 2x4MiB is another one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", list(BENCHMARKS))
@@ -262,7 +256,7 @@ def test_what_an_imaginary_machine_lacks(config: str, flags: list[str], helps: l
     assert not any(word in captured.err for word in ("DIR", "--gpu-memory", "--sim-gpu", "CuPy"))
 
 
-@pytest.mark.parametrize("flag", ["--ngpu=1", "--gpu-memory=1GiB", "--restrict=cpu", "--split-gpu=2"])
+@pytest.mark.parametrize("flag", ["--ngpu=1", "--gpu-memory=1GiB", "--ngpu=-1", "--ngpu=1x2"])
 def test_devices_of_this_machine_say_nothing_of_another(config: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """They are refused beside --devices, with what to give instead, typed or in the TOML file; --ncpu 0 and --ngpu 0 are what such a machine has."""
     words = "about this machine, and --devices 1x4MiB is another one; give its devices, and their memory, with --devices"
@@ -294,103 +288,6 @@ def test_a_resumed_run_is_planned_on_other_devices(config: str, folder: Path, ca
     assert "--gpu-memory 1GiB is about this machine, and --devices 1x4MiB is another one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_bench_evict(batch: int) -> None:
-    """Every order of the step moves bytes, and every policy; next-use moves the fewest in submission order; nothing is below the bound."""
-    figures, lines = run_evict(EvictSettings(model="tiny", batch=batch, seq_len=32, budgets="4"))
-    orders = set(candidates(captured(named("tiny", batch, seq_len=32))))
-    assert {row["order"] for row in figures["rows"] if row["evict"] == "next-use"} == orders > {"submission", "layers"}
-    assert ("forward" in orders) == (batch > 1)
-    rows = {(row["order"], row["evict"], row["sched"]): row for row in figures["rows"]}
-    moved = {evict: rows["submission", evict, "prio"]["moved_bytes"] for evict in ("next-use", "lru", "fifo")}
-    assert 0 < moved["next-use"] == min(moved.values())
-    assert ("submission", "lru", "eager") in rows
-    for row in figures["rows"]:
-        if row["lower_bound_bytes"] is not None and row["sched"] == "prio":
-            assert row["moved_bytes"] >= 0.999 * row["lower_bound_bytes"]
-    assert len(lines) == 2 + len(rows)
-    assert any("(planned)" in line for line in lines)
-
-
-@pytest.mark.long
-def test_bench_evict_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bound, and a line says why."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    settings = EvictSettings(model="tiny", batch=1, seq_len=16, budgets="2")
-    figures, lines = run_evict(settings)
-    assert {row["lower_bound_bytes"] for row in figures["rows"]} == {None}
-    assert lines[-1] == 'the lower bound needs SciPy: pip install -e ".[bench]", or leave it out with --no-bound'
-
-
-@pytest.mark.long
-def test_bench_evict_without_a_bound() -> None:
-    """`--no-bound` leaves it out, and no line speaks of SciPy."""
-    figures, lines = run_evict(EvictSettings(model="tiny", batch=1, seq_len=16, budgets="2", bound=False))
-    assert {row["lower_bound_bytes"] for row in figures["rows"]} == {None}
-    assert "SciPy" not in "".join(lines)
-
-
-@pytest.mark.long
-def test_bench_evict_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 3 and the smallest budget that fits; with that, each line has its bytes."""
-    flags = ["bench", "evict", "--model=tiny", "--batch=1", "--seq-len=32", "--no-bound"]
-    assert main([*flags, "--budgets=900,500"]) == 3
-    refusal = capsys.readouterr().err
-    assert "--budgets 900,500 are at most " in refusal
-    part = int(refusal.split()[-1])
-    assert main([*flags, f"--budgets={part},{part + 1}", "--json"]) == 0
-    moved = {row["budget"]: row["moved_bytes"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert moved[f"1/{part}"] > 0
-    assert moved[f"1/{part + 1}"] is None
-
-
-BOUND = ["bench", "bound", "--batch=2", "--minibatch=1", "--link=100MB/s"]
-
-
-def test_bench_bound(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan is that of `nntask plan`, and not below the bound of its order; each order has one, smaller where values may be made again."""
-    figures, lines = run_bound(BoundSettings(config_path="small.json", batch=2, minibatch=1, link="100MB/s", device="200KiB@1GF"))
-    assert main(["plan", config, *BOUND[2:], "--devices=1x200KiB@1GF", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert all(figures[name] == plan[name] for name in ("seconds_per_step", "order", "recompute", "tasks_per_step", "moved_bytes_per_step"))
-    bounds = {row["order"]: row for row in figures["bounds"]}
-    assert {"submission", "eager-update", "layers"} <= set(bounds)
-    assert [row["is_planned"] for row in bounds.values()].count(True) == 1
-    for row in bounds.values():
-        assert figures["task_seconds"] <= row["seconds"] * (1 + 1e-6)
-        assert row["seconds"] <= row["seconds_without_recompute"] * (1 + 1e-6)
-    assert figures["bound_seconds"] == min(row["seconds"] for row in bounds.values()) == bounds[figures["bound_order"]]["seconds"]
-    assert figures["over_bound"] == figures["seconds_per_step"] / figures["bound_seconds"] >= 1
-    assert any(f"the plan takes {figures['over_bound']:.3f} times as long" in line for line in lines)
-    assert len(lines) == 4 + len(bounds)
-
-
-@pytest.mark.parametrize(("flags", "words"), [(["--device=20KiB@1GF"], "enlarge --device"), (["--device=1MiB", "--ram=300KiB"], "or --ram 300KiB")])
-def test_bench_bound_where_the_step_does_not_fit(flags: list[str], words: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 3, and what to enlarge."""
-    assert main([*BOUND, config, *flags]) == 3
-    assert words in capsys.readouterr().err
-
-
-def test_bench_bound_needs_scipy(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without it there is nothing to say."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main([*BOUND, config]) == 2
-    assert 'pip install -e ".[bench]"' in capsys.readouterr().err
-
-
-def test_bench_sched_takes_a_model_s_length(capsys: pytest.CaptureFixture[str]) -> None:
-    """As long sequences as the model takes, unless told otherwise."""
-    flags = ["bench", "sched", "--model=tiny", "--batch=2", "--minibatch=1", "--counts=1", "--policies=eager", "--device=256MiB@1TF", "--json"]
-    found = []
-    for more in ([], ["--seq-len=256"]):
-        assert main([*flags, *more]) == 0
-        found.append(json.loads(capsys.readouterr().out)["machines"][0]["needed_bytes"])
-    assert found[0] == found[1]
-
-
 def test_a_disk_of_this_machine_is_none_of_another_one(config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory in the environment; its size is taken over, and one that is typed is a mistake."""
     flags = ["plan", config, "--batch=2", "--devices=1x4MiB", "--json"]
@@ -400,35 +297,6 @@ def test_a_disk_of_this_machine_is_none_of_another_one(config: str, monkeypatch:
         assert ("disk" in json.loads(capsys.readouterr().out)["budget_bytes"]) == is_there
     assert main([*flags, "--disk=scratch"]) == 2
     assert "--disk must be SIZE or DIR:SIZE of an imaginary machine, got 'scratch'" in capsys.readouterr().err
-
-
-def test_bench_sched(capsys: pytest.CaptureFixture[str]) -> None:
-    """No policy beats the bounds; auto is one of them."""
-    flags = ["bench", "sched", "--model=tiny", "--seq-len=64", "--batch=2", "--minibatch=2", "--counts=1,2", "--device=256MiB@1TF"]
-    assert main([*flags, "--json"]) == 0
-    machines = json.loads(capsys.readouterr().out)["machines"]
-    assert [machine["devices"] for machine in machines] == [1, 2]
-    for machine in machines:
-        assert set(machine["bounds_seconds"]) == {"area", "critical_path", "link"}
-        assert {row["policy"] for row in machine["policies"]} >= {"eager", "dmdas", "reuse", machine["auto"]}
-        assert all(row["over_bound"] >= 1 - 1e-9 for row in machine["policies"])
-    assert main([*flags, "--policies=eager,dmdas"]) == 0
-    assert "x bound" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ("1000", "at most 64, because each device has a memory and links that a plan goes through one by one, got 1000"),
-        ("1,65", "one by one, got 65"),
-        ("0", "--counts must be whole numbers of 1 or more with commas"),
-        ("2,x", "--counts must be whole numbers of 1 or more with commas"),
-    ],
-)
-def test_bench_sched_refuses_other_counts(counts: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before it captures anything."""
-    assert main(["bench", "sched", f"--counts={counts}"]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_bench_links_are_known_to_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,26 +340,9 @@ def test_what_a_disk_lies_in_is_never_made(command: list[str], folder: Path, cap
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["bench"], "bench needs NAME; NAME is one of overhead, kernels, links, evict, bound, sched"),
+        (["bench"], "bench needs NAME; NAME is one of overhead, kernels, links"),
+        (["bench", "sched", "--seq-len=0"], "nntask bench sched is a script now; in a checkout of nntask, run python benchmarks/bounds/schedules.py"),
         (["bench", "speed"], "there is no benchmark 'speed'; NAME is one of"),
-        (["bench", "evict", "--budgets=a"], "--budgets must be whole numbers"),
-        (["bench", "evict", "--model=gpt5"], "--model must be a preset"),
-        (["bench", "evict", "--batch=0"], "--batch must be at least 1, got 0; the nearest legal value is 1"),
-        (["bench", "evict", "--seq-len=0"], "--seq-len must be at least 1, got 0; the nearest legal value is 1"),
-        (["bench", "evict", "--seq-len=5000"], "--seq-len must be at most n_positions = 1024, got 5000; the nearest legal value is 1024"),
-        (["bench", "bound", "--model=gpt5"], "--model must be a preset that nntask models lists, got 'gpt5'; use --model gpt2"),
-        (["bench", "bound", "--device=2x80GiB"], "--device must be MEMORY[@FLOPS], got '2x80GiB'; for example 80GiB@150TF"),
-        (["bench", "bound", "--dtype=bf17"], "--dtype"),
-        (["bench", "sched", "--seq-len=0"], "--seq-len must be at least 1, got 0; the nearest legal value is 1"),
-        (["bench", "sched", "--device=80"], "--device must be MEMORY[@FLOPS], got '80', whose MEMORY has no unit; for example 80GiB@150TF"),
-        (["bench", "sched", "--device=8x80GiB"], "--device must be MEMORY[@FLOPS], got '8x80GiB'; for example 80GiB@150TF"),
-        (["bench", "sched", "--model=tiny", "--link=55"], "--link must be bytes per second, got '55', which has no unit; for example 55GB/s"),
-        (["bench", "sched", "--counts=0"], "--counts must be whole numbers"),
-        (["bench", "sched", "--policies=best"], "--policies must be some of"),
-        (
-            ["bench", "sched", "--model=tiny", "--seq-len=16", "--batch=1", "--minibatch=1", "--counts=1", "--order=foo"],
-            "--order foo: this step has no order 'foo'; it has submission",
-        ),
         (["bench", "links", "--size=1MiB"], "--size must be at least 64MiB"),
         (["bench", "links", "--size=64MiB", "--disk=tier:64MiB"], "--disk must be a directory here, got 'tier:64MiB'; use --disk tier, and --size"),
         (["bench", "links", "--disk=tier:x"], "--disk must be a directory here, got 'tier:x'; use --disk tier, and --size for the space to use"),

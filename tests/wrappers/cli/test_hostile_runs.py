@@ -43,24 +43,29 @@ def here(folder: Path, text: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("group", "key", "flag"),
-    [
-        ("checkpoints", "save_checkpoint", "--save-checkpoint"),
-        ("checkpoints", "save_optimizer", "--save-optimizer"),
-        ("resources", "disk", "--disk"),
-    ],
-)
-def test_places_to_write_of_a_run_are_named_and_not_used(group: str, key: str, flag: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A resumed run says which flags it leaves out, and writes nothing there; with the flags it does."""
-    rewrite_state((here / "run" / "latest").resolve() / "state.json", lambda state: state["settings"][group].__setitem__(key, "elsewhere/new file"))
+def test_the_disk_of_a_run_is_named_and_not_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run says which flag it leaves out, and writes nothing there; with the flag it does."""
+    state = (here / "run" / "latest").resolve() / "state.json"
+    rewrite_state(state, lambda state: state["settings"]["resources"].__setitem__("disk", "elsewhere/new file"))
     assert main(ON) == 0
-    assert f"add: {flag} 'elsewhere/new file'" in capsys.readouterr().err
+    assert "add: --disk 'elsewhere/new file'" in capsys.readouterr().err
     assert not (here / "elsewhere").exists()
     (here / "elsewhere").mkdir()
-    assert main(["train", "--resume=run", "--steps=4", f"{flag}=elsewhere/new file"]) == 0
+    assert main(["train", "--resume=run", "--steps=4", "--disk=elsewhere/new file"]) == 0
     assert "add:" not in capsys.readouterr().err
     assert (here / "elsewhere" / "new file").exists()
+
+
+@pytest.mark.parametrize(("key", "words"), [("save_checkpoint", "with nntask export"), ("save_optimizer", "--format optimizer")])
+def test_files_that_an_old_run_wrote_are_not_written(key: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run says that the old setting has no effect, and how to get the file."""
+    state = (here / "run" / "latest").resolve() / "state.json"
+    rewrite_state(state, lambda state: state["settings"]["checkpoints"].__setitem__(key, "elsewhere.safetensors"))
+    assert main(ON) == 0
+    err = capsys.readouterr().err
+    assert f"{key} in " in err
+    assert words in err
+    assert not (here / "elsewhere.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["report.html", "trace.json.gz"])

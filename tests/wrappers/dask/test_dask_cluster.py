@@ -139,7 +139,7 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
     terms = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0", "silence_logs": 50}
     with dask.config.set(QUIET), LocalCluster(**terms) as cluster, Client(cluster) as client:
         address = cluster.scheduler_address
-        process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={address}", "--link-bandwidth=10GB")
+        process = start(*TRAIN, "--steps=100000", "--save-every=20", "--run-dir=run", f"--dask={address}", "--transport=dask@10GB")
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -156,7 +156,7 @@ def test_a_killed_worker_costs_steps_and_a_late_one_joins(here: Path) -> None:
                 break
         said, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 143, errors
-    assert f"; continue with: nntask train --resume run --dask {address} --link-bandwidth 10GB\n" in said
+    assert f"; continue with: nntask train --resume run --dask {address} --transport dask@10GB\n" in said
     assert [line for line in lines if "lost" in line] == [f"lost worker {victim}; going on after step 20\n"]
     found = numbers(here / "run")
     assert main([*TRAIN, f"--steps={len(found)}", "--run-dir=alone"]) == 0
@@ -169,7 +169,7 @@ def test_how_to_continue_names_the_transport() -> None:
     """A resumed run asks anew on which machines it is."""
     cluster = ClusterSettings(dask="tcp://a:1", nodes=2, transport="nccl", link_bandwidth="1GB")
     settings = TrainSettings(cluster=cluster, resources=ResourceSettings(disk="a tier"))
-    assert _besides(settings) == " --dask tcp://a:1 --nodes 2 --link-bandwidth 1GB --transport nccl --disk 'a tier'"
+    assert _besides(settings) == " --dask tcp://a:1 --nodes 2 --transport nccl@1GB --disk 'a tier'"
     assert _besides(TrainSettings()) == ""
 
 
@@ -329,9 +329,9 @@ cluster.local_cluster = by_hand
         ("--dask=local:2 --nodes=3", 2, "--nodes must be at most the 2 workers"),
         ("--dask=local:2 --lanes=1", 2, "use --lanes 2 or more"),
         ("--dask=local:2 --minibatch=8", 2, "a step of 1 minibatch in 4 lanes is for one node"),
-        ("--dask=local:2 --load-checkpoint=none", 4, "none"),
+        ("--dask=local:2 --init-from=none.safetensors", 4, "none"),
         ("--nodes=2", 2, "add --dask ADDRESS or --dask local:2"),
-        ("--dask=local:2 --trace=t.json", 2, "--trace looks at one machine"),
+        ("--dask=local:2 --trace-steps=all@t.json", 2, "--trace-steps looks at one machine"),
         ("--dask=local:2 --trace-steps=1:2", 2, "--trace-steps looks at one machine"),
     ],
 )

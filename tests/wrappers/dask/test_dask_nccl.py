@@ -469,9 +469,8 @@ def test_two_nodes_on_one_card() -> None:
         ),
         ("--dask=tls://a:8786", "--transport nccl does not encrypt, and tls://a:8786 belongs to a cluster that does (TLS); use --transport dask"),
         ("--dask=tcp://a:8786 --ngpu=0", "--transport nccl sends from GPUs and --ngpu 0 leaves them out; drop one of them"),
-        ("--dask=tcp://a:8786 --restrict=cpu", "--transport nccl sends from GPUs and --restrict cpu leaves them out; drop one of them"),
         ("--dask=tcp://a:8786 --sim-gpu=1", "--transport nccl sends from GPUs and --sim-gpu 1 leaves them out; drop one of them"),
-        ("--dask=tcp://a:8786 --link-bandwidth=1GB", "--link-bandwidth 1GB limits Dask's connections, and --transport nccl uses others; drop one"),
+        ("--dask=tcp://a:8786 --transport=nccl@1GB", "--transport nccl@1GB has a rate, which is only for dask; use --transport nccl"),
     ],
 )
 def test_flags_that_do_not_go_with_it(flags: str, why: str, folder: Any, capsys: pytest.CaptureFixture[str]) -> None:

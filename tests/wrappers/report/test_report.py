@@ -313,7 +313,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_trace_elsewhere_is_found_by_the_configuration(tmp_path: Path) -> None:
-    """--trace FILE of the training stands in config.toml; --trace of the report is stronger."""
+    """The file of --trace-steps stands in config.toml; --trace of the report is stronger."""
     folder = write_run(tmp_path / "run")
     (folder / "trace.json.gz").unlink()
     assert read_run(folder).nodes[0].trace is None

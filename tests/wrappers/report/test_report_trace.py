@@ -27,7 +27,7 @@ def here(folder: Path, text: Path) -> Path:
     ("flags", "steps"),
     [
         ("--trace-steps=3:3 --steps=4 --sim-gpu=1", [3]),
-        ("--trace=run/trace.json.gz --steps=3", [1, 2, 3]),
+        ("--trace-steps=all --steps=3", [1, 2, 3]),
     ],
 )
 def test_a_run_describes_its_traced_steps(here: Path, flags: str, steps: list[int]) -> None:

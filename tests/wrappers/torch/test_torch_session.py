@@ -43,7 +43,7 @@ def test_a_runtime_may_be_lent() -> None:
     """The same bits on a runtime of the caller, which stays open; a recorded step is the one that is replayed; failures are the caller's."""
     module, batches = make("bert", 2)
     expected, _, _ = train(module, batches, ram="64MB", workers=1)
-    machine = machine_of(ResourceSettings(ncpu=1, ram="64MB", restrict="cpu"))
+    machine = machine_of(ResourceSettings(ncpu=1, ram="64MB", ngpu=0))
     with open_runtime(machine) as runtime:
         with Session(copy.deepcopy(module), lr=1e-3, on=(machine, runtime)) as session:
             step = session.training_step([batches[0]])
@@ -51,7 +51,7 @@ def test_a_runtime_may_be_lent() -> None:
             assert step is session.training_step([batches[1]])
             assert set(session.model_tensors()) < set(module.state_dict())  # a tied head once
         runtime.wait()
-    small = machine_of(ResourceSettings(ncpu=1, ram="400KB", restrict="cpu"))
+    small = machine_of(ResourceSettings(ncpu=1, ram="400KB", ngpu=0))
     with pytest.raises(scheduler.DoesNotFit), open_runtime(small) as runtime, Session(copy.deepcopy(module), lr=1e-3, on=(small, runtime)) as session:
         session.step(**batches[0])
 

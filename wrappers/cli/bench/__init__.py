@@ -1,11 +1,8 @@
-"""``nntask bench NAME``: measurements and experiments on scheduling and memory, each in a module of its own.
+"""``nntask bench NAME``: measurements of this machine, each in a module of its own.
 
     overhead   overhead of the runtime per task, measured
     kernels    seconds, rate, fraction of a training step and of the machine's peak, by codelet, measured
     links      copies between RAM, simulated devices and the disk tier, measured; the rates are kept for plans and policies
-    evict      bytes that a step moves under eviction policies and orders, with a lower bound; in virtual time
-    bound      seconds of a planned step on an imaginary device, with a lower bound over all choices of kept, moved and recomputed data
-    sched      seconds and bytes of a step under scheduling policies on imaginary machines, with lower bounds; in virtual time
 
 Every benchmark has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same figures as lines of text.
 """
@@ -24,11 +21,10 @@ BENCHMARKS: Final = {
     "overhead": "OverheadSettings",
     "kernels": "KernelsSettings",
     "links": "LinksSettings",
-    "evict": "EvictSettings",
-    "bound": "BoundSettings",
-    "sched": "SchedSettings",
 }
 """Name of the module -> name of its dataclass of flags."""
+MOVED: Final = {"evict": "evict", "bound": "bound", "sched": "schedules"}
+"""Benchmark of an earlier version -> script in benchmarks/bounds."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,6 +41,10 @@ def run(argv: Sequence[str]) -> int:
         print("usage: nntask bench NAME [flags]\n\n  " + "\n  ".join(f"nntask bench {each} --help" for each in BENCHMARKS))
         return 0
     if name not in BENCHMARKS:
+        if name in MOVED:
+            raise UsageError(
+                f"nntask bench {name} is a script now; in a checkout of nntask, run python benchmarks/bounds/{MOVED[name]}.py with its flags"
+            )
         wrong = f"there is no benchmark {name!r}" if name else "bench needs NAME"
         raise UsageError(f"{wrong}; NAME is one of {', '.join(BENCHMARKS)}, as in nntask bench overhead")
     module = importlib.import_module(f".{name}", __name__)

@@ -90,7 +90,7 @@ def run(settings: KernelsSettings) -> tuple[dict[str, Any], list[str]]:
     from nntask.config import ModelSettings, TilingSettings, TrainSettings, check_values
 
     from ..options.sources import model_config
-    from .standard import captured
+    from .captured_steps import captured
 
     if settings.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {settings.repeats}; use --repeats 5")

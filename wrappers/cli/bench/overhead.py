@@ -24,12 +24,12 @@ _ROUNDS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class OverheadSettings:
-    """Measure what the task runtime costs per task, in microseconds."""
+    """Measure the overhead of the runtime per task, in microseconds."""
 
     json: bool = False
     """print JSON"""
     tasks: int = 20000
-    """empty tasks per round; a tenth as many with kernels"""
+    """number of empty tasks per round; a tenth of it with kernels"""
 
 
 def run(settings: OverheadSettings) -> tuple[dict[str, Any], list[str]]:

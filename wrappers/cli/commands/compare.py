@@ -35,25 +35,25 @@ class CompareSettings:
     """
 
     a: Literal["cpu", "sim"] = "cpu"
-    """one kind of workers"""
+    """first kind of workers"""
     b: Literal["cpu", "sim"] = "sim"
-    """the other kind; sim is a simulated device, with memory of its own"""
+    """second kind of workers; sim is a simulated device, with memory of its own"""
     rtol: float = 1e-5
-    """relative tolerance: elements differ where |a - b| > atol + rtol |b|"""
+    """relative tolerance: elements differ if |a - b| > atol + rtol |b|"""
     atol: float = 1e-8
-    """absolute tolerance; 0 for both asks for equal numbers"""
+    """absolute tolerance; 0 for both requires equal numbers"""
     steps: int = 1
-    """optimizer steps"""
+    """number of optimizer steps"""
     batch: int | None = None
-    """sequences per step, in one minibatch (default: the run's, else 1)"""
+    """number of sequences per step, in one minibatch (default: the run's, else 1)"""
     seq_len: int | None = None
-    """tokens per sequence (default: the run's, else at most 256)"""
+    """number of tokens per sequence (default: the run's, else at most 256)"""
     dtype: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """arithmetic (auto: the run's, else fp32)"""
     seed: int = 0
-    """of tokens, dropout, and the weights of a preset or a config"""
+    """seed of tokens, dropout, and the weights of a preset or a config"""
     ram: str = ""
-    """byte budget of each memory, of which there are three with sim, e.g. 2GiB (default: equal shares of what is free)"""
+    """budget of each memory (three with sim), e.g. 2GiB (default: equal shares of the free memory)"""
     json: bool = False
     """print JSON"""
 
@@ -179,7 +179,7 @@ def _compare(asked: CompareSettings, subject: _Subject, comparison: Comparison) 
         run_side_by_side(comparison, (lambda: side(a), lambda: side(b)), lambda runtime: _train(runtime, asked, subject))
     except scheduler.DoesNotFit as error:
         story = str(error).partition("; raise the budget")[0]
-        raise DoesNotFit(f"{story}; raise --ram (now {asked.ram or 'equal shares of what is free'}), or lower --batch or --seq-len") from error
+        raise DoesNotFit(f"{story}; raise --ram (now {asked.ram or 'equal shares of the free memory'}), or lower --batch or --seq-len") from error
     except scheduler.TaskError as error:
         if isinstance(error.__cause__, NntaskError):  # weights that cannot be read
             raise error.__cause__ from error

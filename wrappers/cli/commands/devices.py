@@ -9,33 +9,36 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nntask.config import format_size
 
 from ..options.help import parse
 
+if TYPE_CHECKING:
+    from scheduler.machine import Models, NodeId
+
 
 @dataclass(frozen=True, slots=True)
 class DevicesSettings:
-    """Show what this machine offers, and what is known about its speed."""
+    """Show the processor, memory and GPUs of this machine, and the measured speed of its kernels and links."""
 
     json: bool = False
     """print JSON"""
     ncpu: int | None = None
-    """CPU workers (default: the cores this process may use)"""
+    """number of CPU workers (default: one per core that this process may use, or 0 if GPUs are used)"""
     ngpu: int | None = None
-    """GPUs (default: all that CUDA shows, where CuPy is installed)"""
+    """number of GPUs; -1 is all and requires one, and NxP divides each of N GPUs into P devices (default: all if CuPy is installed)"""
     split_gpu: int = 1
-    """parts that each GPU is used as"""
+    """number of devices that each GPU is divided into"""
     sim_gpu: int = 0
-    """simulated devices"""
+    """number of simulated devices"""
     gpu_memory: str = ""
-    """budget of each GPU or simulated device, e.g. 1GiB, or for GPUs a fraction such as 0.25"""
+    """memory budget of each GPU or simulated device, e.g. 1GiB, or a share of a GPU, e.g. 0.25"""
     ram: str = ""
-    """byte budget of RAM, e.g. 2GiB (default 0.9 of what is free, shared with simulated devices)"""
+    """memory budget in RAM, e.g. 2GiB (default: 0.9 of the free memory, shared with simulated devices)"""
     disk: str = ""
-    """DIR or DIR:SIZE of a disk tier"""
+    """disk tier below RAM: DIR or DIR:SIZE"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -82,17 +85,7 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     from nntask.training import check_disk
     from scheduler.machine import DISK_LINK, MEMORY_LINK, Models
 
-    asked = TrainSettings(
-        resources=ResourceSettings(
-            ncpu=settings.ncpu,
-            ngpu=settings.ngpu,
-            split_gpu=settings.split_gpu,
-            sim_gpu=settings.sim_gpu,
-            gpu_memory=settings.gpu_memory,
-            ram=settings.ram,
-            disk=settings.disk,
-        )
-    )
+    asked = TrainSettings(resources=ResourceSettings(**{name: value for name, value in asdict(settings).items() if name != "json"}))
     check_values(asked)
     machine = with_budgets(devices_of(asked.resources, "fp32"), asked.resources)
     check_disk(machine.disk)
@@ -105,14 +98,6 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
     kernels: dict[str, Counter[str]] = {}
     for name, _, kind in models.series:
         kernels.setdefault(kind, Counter())[name] += 1
-    links = {
-        f"{store.names[source]}->{store.names[end]}": {
-            "latency_seconds": link.latency,
-            "bytes_per_second": link.bandwidth,
-            "copies": len(link.samples),
-        }
-        for (source, end), link in sorted(models.links.items())
-    }
     return {
         "gpus": [asdict(card) for card in dict.fromkeys(card for card, _ in plan.devices)],
         "no_gpu_because": plan.why_none,
@@ -125,9 +110,17 @@ def speed_facts(settings: DevicesSettings) -> dict[str, Any]:
         "measured_on_threads": threads,
         "kernels_known": {kind: dict(sorted(found.items())) for kind, found in sorted(kernels.items())},
         "num_kernels_known": sum(found.total() for found in kernels.values()),
-        "links": links,
+        "links": _links(models, store.names),
         "default_links": {name: {"latency_seconds": a, "bytes_per_second": b} for name, (a, b) in (("memory", MEMORY_LINK), ("disk", DISK_LINK))},
         "models_file": str(store.path),
+    }
+
+
+def _links(models: Models, names: Mapping[NodeId, str]) -> dict[str, dict[str, float]]:
+    """Return the measured latency and rate of each link, by the names of its ends."""
+    return {
+        f"{names[source]}->{names[end]}": {"latency_seconds": link.latency, "bytes_per_second": link.bandwidth, "copies": len(link.samples)}
+        for (source, end), link in sorted(models.links.items())
     }
 
 

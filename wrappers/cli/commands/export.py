@@ -15,56 +15,106 @@ if TYPE_CHECKING:
 
 LARGEST_SHARD: Final = "5GB"
 SUFFIX: Final = ".gguf"
+SAFETENSORS: Final = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """Write a model as transformers' from_pretrained or llama.cpp reads it, or the adapters of a run that trained some as PEFT's does. RUN is a run
-    directory or one of its checkpoints, DIR a new directory, or with --format gguf a new file whose name ends with .gguf."""
+    """Write a trained model for other programs: a Hugging Face directory, adapters for PEFT, or a GGUF file. RUN is a run directory or one of its
+    checkpoints, DIR a new directory, or a new file with --format gguf (name.gguf), weights and optimizer (name.safetensors)."""
 
-    format: Literal["hf", "gguf"] = "hf"
-    """hf: a directory as transformers writes it; gguf: one file for llama.cpp and its like, see also nntask quantize"""
+    format: Literal["hf", "gguf", "weights", "optimizer"] = "hf"
+    """hf (directory), gguf (file for llama.cpp), or weights and optimizer: a safetensors file with nntask's names of weights or optimizer state"""
     dtype: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """element type of the weights; auto: the one they are stored in"""
+    """element type of the tensors; auto is the one in which they are stored"""
     merge: bool = False
-    """of a run with adapters, write the whole model, what they add merged into it"""
+    """write the whole model of a run with adapters, with the adapters merged into its weights"""
     shard_size: str = ""
-    """most bytes of weights in one file, e.g. 500MB (default 5GB)"""
+    """largest number of bytes of weights in one file, e.g. 500MB (default: 5GB)"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json, for a run that was trained on token ids without one"""
+    """directory with tokenizer.json, for a run that was trained on token ids without a tokenizer"""
     force: bool = False
-    """replace DIR if it is a model directory"""
+    """replace an existing model directory or file"""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the directory and print its contents; returns 0."""
+    """Write the directory or file and print its contents; returns 0."""
     settings, words = parse(ExportSettings, argv, "nntask export", words=("RUN", "DIR"))
-    from nntask import UsageError
     from nntask.checkpoints import find_checkpoint
-    from nntask.config import format_size, image_shape, parse_size
-    from nntask.export import export, export_adapters
+    from nntask.config import parse_size
 
     target = Path(words[1])
-    if settings.format == "hf" and target.suffix == SUFFIX:
-        raise UsageError(f"{target} is the name of a GGUF file, and --format hf writes a directory; add --format gguf, or name a directory")
-    if settings.format == "gguf" and target.suffix != SUFFIX:
-        raise UsageError(f"--format gguf writes a file whose name ends with {SUFFIX}, got {target}; name it {target}{SUFFIX}, or use --format hf")
+    _check_name(settings, target)
     shard_nbytes = parse_size(settings.shard_size or LARGEST_SHARD, "--shard-size")
     checkpoint = find_checkpoint(words[0])
+    if settings.format in ("weights", "optimizer"):
+        return _state(settings, checkpoint, target)
+    _check_adapters(settings, checkpoint)
+    tokenizer = _tokenizer(checkpoint, settings.tokenizer_path)
+    if settings.format == "gguf":
+        return _gguf(settings, checkpoint, tokenizer, target)
+    return _directory(settings, checkpoint, tokenizer, target, shard_nbytes)
+
+
+def _check_name(settings: ExportSettings, target: Path) -> None:
+    """Check that the name of the target has the suffix of its format.
+
+    Raises:
+        UsageError: it has another one.
+    """
+    from nntask import UsageError
+
+    if settings.format == "hf" and target.suffix == SUFFIX:
+        raise UsageError(f"{target} is the name of a GGUF file, and --format hf writes a directory; add --format gguf, or name a directory")
+    suffix = {"hf": target.suffix, "gguf": SUFFIX}.get(settings.format, SAFETENSORS)
+    if target.suffix != suffix:
+        other = ", or use --format hf" if settings.format == "gguf" else ""
+        raise UsageError(f"--format {settings.format} writes a file whose name ends with {suffix}, got {target}; name it {target}{suffix}{other}")
+
+
+def _check_adapters(settings: ExportSettings, checkpoint: Checkpoint) -> None:
+    """Check the flags that depend on whether the checkpoint has adapters.
+
+    Raises:
+        UsageError: one does not apply.
+    """
+    from nntask import UsageError
+
     has_adapters = checkpoint.state.get("base") is not None
     if settings.merge and not has_adapters:
         raise UsageError(f"--merge is about adapters, and {checkpoint.path} holds a whole model; drop it")
     if settings.shard_size and has_adapters and not settings.merge:
         raise UsageError(f"--shard-size {settings.shard_size} is about whole models, and adapters are one file; drop it, or add --merge")
-    tokenizer = _tokenizer(checkpoint, settings.tokenizer_path)
-    if settings.format == "gguf":
-        return _gguf(settings, checkpoint, tokenizer, target)
-    if has_adapters and not settings.merge:
+
+
+def _state(settings: ExportSettings, checkpoint: Checkpoint, target: Path) -> int:
+    """Write the checkpoint's weights or optimizer state to a file and print its size; returns 0."""
+    from nntask import UsageError
+    from nntask.config import format_size
+    from nntask.export import export_state
+
+    assert settings.format in ("weights", "optimizer")
+    for flag, value in (("--merge", settings.merge), (f"--shard-size {settings.shard_size}", settings.shard_size)):
+        if value:
+            raise UsageError(f"{flag} is for a model directory, got --format {settings.format}; drop it")
+    done = export_state(checkpoint, target, content=settings.format, dtype=settings.dtype, force=settings.force)
+    what = "weights" if settings.format == "weights" else "numbers of optimizer state"
+    print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)}, to {target}")
+    return 0
+
+
+def _directory(settings: ExportSettings, checkpoint: Checkpoint, tokenizer: Tokenizer | None, target: Path, shard_nbytes: int) -> int:
+    """Write a model directory, or one with adapters, and print its contents; returns 0."""
+    from nntask.config import format_size, image_shape
+    from nntask.export import export, export_adapters
+
+    as_adapters = checkpoint.state.get("base") is not None and not settings.merge
+    if as_adapters:
         done = export_adapters(checkpoint, target, dtype=settings.dtype, tokenizer=tokenizer, force=settings.force)
     else:
         done = export(checkpoint, target, dtype=settings.dtype, shard_nbytes=shard_nbytes, tokenizer=tokenizer, force=settings.force)
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
-    what = "adapter weights" if has_adapters and not settings.merge else "weights"
+    what = "adapter weights" if as_adapters else "weights"
     print(f"wrote {done.num_weights / 1e6:.1f} M {what} of {checkpoint.path}, {format_size(done.nbytes)} in {files}, to {target}")
     if tokenizer is None and image_shape(checkpoint.config) is None:
         print("the run was trained on token ids without a tokenizer, so there is none; --tokenizer-path DIR adds it")

@@ -29,42 +29,42 @@ _OF_FILLED: Final = frozenset({"prompt", "prompt_file", "dtype", "tokenizer_path
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
-    """What is written."""
+    """Prompts, and the choice of tokens."""
 
     prompt: str = ""
-    """beginning of the text (default: the beginning of a new one)"""
+    """beginning of the text (default: the model begins a new text)"""
     prompt_file: str = ""
-    """file of beginnings, one a line; texts come in its order, each under a line --- N"""
+    """file with one prompt per line; texts are printed in its order, each below a line --- N"""
     batch: int = 8
-    """texts of --prompt-file that are written side by side"""
+    """number of prompts of --prompt-file that are continued at the same time"""
     max_new_tokens: int = 100
-    """tokens to add, fewer when the text ends or the model's context is full"""
+    """largest number of tokens to add to a prompt"""
     temperature: float = 0.8
-    """scores are divided by it; 0 takes the best token always"""
+    """sampling temperature; 0 always takes the most probable token"""
     top_k: int = 0
-    """only the k best tokens; 0 for all"""
+    """sample from the k most probable tokens only; 0 for all"""
     top_p: float = 1.0
-    """only the best tokens that together have this probability"""
+    """sample from the most probable tokens that together have this probability"""
     seed: int = 0
-    """of the draws"""
+    """seed of the sampled tokens"""
     num_beams: int = 1
-    """texts that run side by side in a search for the most probable one, beside --temperature 0; 1 for no search"""
+    """number of beams of a beam search, which needs --temperature 0; 1 for no search"""
     length_penalty: float = 1.0
-    """texts of a search rank by the logarithm of their probability, by their length to this power"""
+    """exponent of the length by which a beam search divides the log-probability of a text"""
     early_stopping: Literal["false", "true", "never"] = "false"
-    """when a search ends; true: with --num-beams ended texts, false: when the best beam is no better now, never: when it cannot become better"""
+    """end a beam search with --num-beams ended texts (true), if the best beam is no better now (false), or if it cannot become better (never)"""
     repetition_penalty: float = 1.0
-    """above 1 what the text has already is less probable"""
+    """factor by which tokens that the text already has are less probable; 1 for no penalty"""
     no_repeat_ngram_size: int = 0
-    """no run of so many tokens comes twice in a text; 0 for any"""
+    """forbid a sequence of N tokens to appear twice in a text; 0 allows all"""
     cache: bool = True
-    """keep keys and values; --no-cache computes every token from the whole text again, for comparison"""
+    """keep keys and values of attention; --no-cache recomputes them for every token, for comparison"""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """element type of weights and cache; auto: the run's own, fp32 for a model directory"""
+    """element type of weights and cache; auto is that of the run, and fp32 for a model directory"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json, for a model that came without one"""
+    """directory with tokenizer.json, for a model without a tokenizer"""
     json: bool = False
-    """one JSON object a line and text: number, prompt, text, tokens, end (stop, length or context)"""
+    """print one JSON object per text: number, prompt, text, tokens, end (stop, length or context)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,28 +28,28 @@ TELL_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ScoreSettings:
-    """What is scored."""
+    """Text to score."""
 
     dataset: str = "stdlib"
-    """stdlib (this machine's Python library), text (--dataset-path: file or directory, also parquet), WikiText-103, train.bin, jsonl (texts)"""
+    """data to score: stdlib (this machine's Python library), text (any files, also parquet), WikiText-103, train.bin, or jsonl"""
     dataset_path: str = ""
-    """file, directory or pattern of files of the dataset; WikiText-103 is fetched to it if it is not there"""
+    """file, directory or pattern of files of the dataset; a missing WikiText-103 is downloaded to it"""
     val_path: str = ""
-    """validation text or tokens (default: held-out texts, or val.bin beside train.bin)"""
+    """validation text or tokens (default: held-out texts, or val.bin in the directory of train.bin)"""
     dataset_select: int = -1
-    """use the first N texts (rows of WikiText-103, sequences of the part of train.bin that is scored); -1 for all"""
+    """score only the first N texts (rows of WikiText-103, sequences of train.bin); -1 for all"""
     split: Literal["auto", "validation", "train"] = "auto"
-    """part of the dataset; auto: its validation part, and all of it where it has none"""
+    """part of the dataset; auto is its validation part, or all of it if there is none"""
     seq_len: int | None = None
-    """tokens per sequence (default: as long as the model was trained on, at most 4096)"""
+    """number of tokens per sequence (default: as in training, at most 4096)"""
     batch: int = 1
-    """sequences at once"""
+    """number of sequences that are scored at the same time"""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """element type of weights and activations; auto: the run's own, fp32 for a model directory"""
+    """element type of weights and activations; auto is that of the run, and fp32 for a model directory"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json, for a model that came without one"""
+    """directory with tokenizer.json, for a model without a tokenizer"""
     json: bool = False
-    """one JSON object: loss, perplexity, bits_per_byte, tokens, dataset, split, seq_len, seconds"""
+    """print one JSON object: loss, perplexity, bits_per_byte, tokens, dataset, split, seq_len, seconds"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,19 @@ from typing import Any, Final
 
 from nntask.config import ResourceSettings, TrainSettings
 
-from ..options.help import show_help
+from ..options.help import show_requested_help
 from ..options.sources import Request, naming, request
 from ..options.torch_extra import load_torch, through_torch
 
 OWN_FLAGS: Final[Mapping[str, type[bool] | type[str]]] = {"json": bool, "devices": str, "link": str, "disk-rate": str, "ram-rate": str}
 """Flags of ``nntask plan`` in addition to those of ``nntask train``, with their types."""
-_OF_DEVICES: Final = {"sim-gpu": 0, "sim-bandwidth": "", "ngpu": 0, "split-gpu": 1, "gpu-memory": "", "restrict": "none"}
-"""Flags for devices of this machine, each with its neutral value."""
+_OF_DEVICES: Final = {"sim_gpu": "0", "ngpu": "0", "gpu_memory": ""}
+"""Settings for devices of this machine, each with the value of its flag that asks for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanHelp:
-    """Say what a training run would need and cost. All flags of nntask train; nothing is computed or written."""
+    """Show the memory, traffic and time of a training run without running it. Takes all flags of nntask train; nothing is computed or written."""
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
@@ -35,10 +35,9 @@ class PlanHelp:
     link: str = ""
     """bytes per second between host memory and each imaginary device, in each direction, e.g. 55GB/s (default 25GB/s)"""
     disk_rate: str = ""
-    """bytes per second of the imaginary --disk, all its requests in flight and both directions together, e.g. 6GB/s (default 1.6GB/s)"""
+    """bytes per second of the imaginary --disk, all requests and both directions together, e.g. 6GB/s (default 1.6GB/s)"""
     ram_rate: str = ""
-    """bytes per second that the CPU workers of the imaginary machine read and write of its RAM, all together, where they update weights
-    (default 100GB/s)"""
+    """bytes per second that all CPU workers of the imaginary machine read and write in RAM if they update weights (default 100GB/s)"""
     json: bool = False
     """print JSON"""
 
@@ -50,8 +49,7 @@ def run(argv: Sequence[str]) -> int:
         UsageError: a flag or value is wrong.
         DoesNotFit: the run would not fit; the message says with which changes it would.
     """
-    if any(token in ("-h", "--help") for token in argv):
-        show_help(PlanHelp, "nntask plan")
+    show_requested_help(PlanHelp, argv, "nntask plan")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     asked = request(argv, os.environ, extra=OWN_FLAGS)
     from nntask import UsageError
@@ -61,20 +59,7 @@ def run(argv: Sequence[str]) -> int:
     from nntask.training import check_disk
 
     devices, link, disk_rate, ram_rate = (asked.extra[name] for name in ("devices", "link", "disk-rate", "ram-rate"))
-    if ram_rate and not devices:
-        raise UsageError(
-            f"--ram-rate {ram_rate} is about the RAM of an imaginary machine, and this one's is measured; add --devices 8x80GiB@150TF, or drop it"
-        )
-    if link and not devices:
-        raise UsageError(f"--link {link} is about imaginary devices and there are none; add --devices 8x80GiB@150TF, or drop it")
-    if disk_rate and not devices:
-        raise UsageError(
-            f"--disk-rate {disk_rate} is about the disk of an imaginary machine, and this one's is measured; add --devices 8x80GiB@150TF, or drop it"
-        )
-    if dask := asked.settings.cluster.dask:
-        raise UsageError(
-            f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
-        )
+    _check_flags(asked)
     settings = asked.settings
     if asked.untiled is not None:
         return _print(_figures_through_torch(asked), asked)
@@ -89,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
                 return there.gpus.device_class
 
             filled, _, _ = sized(stored, asked.config, asked.resumed, device_class)
-            settings = replace(settings, model=replace(settings.model, gpu_attention=filled.model.gpu_attention))  # resolved if it was "auto"
+            settings = replace(settings, model=replace(settings.model, attention=filled.model.attention))  # resolved if it was "auto"
         if machine is None:
             settings = replace(settings, resources=_of_another_machine(settings.resources, asked.stated, devices))
         else:
@@ -103,6 +88,28 @@ def run(argv: Sequence[str]) -> int:
         target = imaginary_machine(devices, settings.resources, link, disk_rate, ram_rate) if devices else None
         figures = plan_run(settings, asked.config, target, machine=machine)
     return _print(figures, asked)
+
+
+def _check_flags(asked: Request) -> None:
+    """Check the flags of an imaginary machine, and --dask.
+
+    Raises:
+        UsageError: a flag has no effect.
+    """
+    from nntask import UsageError
+
+    flags = {name: asked.extra[name] for name in ("ram-rate", "link", "disk-rate")}
+    if not asked.extra["devices"] and (given := next((name for name, value in flags.items() if value), None)):
+        why = {
+            "ram-rate": "the RAM of an imaginary machine, and this one's is measured",
+            "link": "imaginary devices and there are none",
+            "disk-rate": "the disk of an imaginary machine, and this one's is measured",
+        }
+        raise UsageError(f"--{given} {flags[given]} is about {why[given]}; add --devices 8x80GiB@150TF, or drop it")
+    if dask := asked.settings.cluster.dask:
+        raise UsageError(
+            f"--dask {dask} belongs to nntask train, and a plan is of one machine; drop it, and give the --batch of one node's minibatches"
+        )
 
 
 def _print(figures: Mapping[str, Any], asked: Request) -> int:
@@ -151,17 +158,17 @@ def _of_another_machine(resources: ResourceSettings, stated: Collection[str], de
         UsageError: one of these flags has a value.
     """
     from nntask import UsageError
-    from nntask.config import has_size
+    from nntask.config import SUFFIXES, flag_of, has_size, typed
 
     for name, nothing in _OF_DEVICES.items():
-        value = getattr(resources, name.replace("-", "_"))
-        if name in stated and value not in (nothing, None):
+        value, names = typed(resources, name), {name, *(inner for inner, suffix in SUFFIXES.items() if suffix.flag == name)}
+        if value not in (nothing, "") and {each.replace("_", "-") for each in names} & set(stated):
             raise UsageError(
-                f"--{name} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
+                f"{flag_of(name)} {value} is about this machine, and --devices {devices} is another one; give its devices, and their memory, with "
                 "--devices, the rate of their links with --link, or drop it"
             )
     disk = resources.disk if "disk" in stated or has_size(resources.disk) else ""
-    return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", restrict="none", disk=disk)
+    return replace(resources, sim_gpu=0, sim_bandwidth="", ngpu=None, split_gpu=1, gpu_memory="", disk=disk)
 
 
 def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -188,13 +195,30 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     order = figures["order"]
     in_order = "" if order == "submission" else f"{format_size(figures['needed_bytes'])} in order {order}, "
     yield (
-        f"needed              {format_size(figures['submission_needed_bytes'])} at once where nothing moves; {in_order}most of each kind "
+        f"needed              {format_size(figures['submission_needed_bytes'])} at once if nothing moves; {in_order}most of each kind "
         + ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in figures["bytes_by_class"].items() if nbytes)
     )
     yield from _budgets(figures)
+    yield from _orders(figures)
+    if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
+        yield f"weights             updated {told_updater(figures['update_on'], figures['seconds_by_update'])}"
+    yield from _recomputed(figures)
+    for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
+        yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
+    if figures["seconds_per_step"] is not None:
+        pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
+        yield f"seconds per step    {pace}, simulated"
+    yield from _result(figures)
+
+
+def _orders(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the memory outside the budget, the forecast of each order, and the library for attention."""
+    from nntask.config import format_size
+
     if (outside := figures.get("outside_budget_bytes")) is not None:
         beside = f"up to {format_size(outside['beside'])} of recorded steps and kernels' working memory"
         yield f"outside --ram       {format_size(outside['imports'])} of imports, and {beside}"
+    order = figures["order"]
     why = "; of equally fast ones it moves least" if figures["order_moves_least_of_equals"] else ""
     mark = " (given)" if figures["order_is_given"] else f" (chosen{why})"
     for name, nbytes in (figures["forecast_bytes"] or {}).items():
@@ -204,14 +228,10 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         memories = "" if len(figures["minimum_budget_bytes"]) == 1 else ": into the memories where tasks run, all of them together"
         yield f"order               {order}: everything fits{memories}"
     yield from _attention(figures)
-    if figures["update_on"] == "cpu" or figures["seconds_by_update"]:
-        yield f"weights             updated {told_updater(figures['update_on'], figures['seconds_by_update'])}"
-    yield from _recomputed(figures)
-    for link, nbytes in _grouped(figures["moved_bytes_per_step"]).items():
-        yield f"{link:19} {nbytes / 1e9:.2f} GB per step, simulated"
-    if figures["seconds_per_step"] is not None:
-        pace = f"{figures['seconds_per_step']:.3g}, {figures['tokens_per_second']:,.0f} tokens/s, {figures['busy_share']:.0%} busy"
-        yield f"seconds per step    {pace}, simulated"
+
+
+def _result(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the largest minibatch and model that fit, and whether the run fits or which changes would make it fit."""
     if (largest := figures["largest_minibatch"]) is not None:
         fits = f"{largest:,} sequence{'' if largest == 1 else 's'} at once" if largest else "none fits"
         more = ", or more in larger ones: a step may have no more tasks" if figures["largest_minibatch_is_of_tasks"] else ""
@@ -258,9 +278,9 @@ def _attention(figures: Mapping[str, Any]) -> Iterator[str]:
     size = format_size(ATTENTION_WORKSPACE_NBYTES)
     if figures["gpu_attention"] == "cudnn":
         count = sum(number for name, number in figures["tasks_by_name"].items() if name.startswith("whole_attention"))
-        yield f"attention           cuDNN's in {count:,} tasks a step where it can; {size} of each GPU for its workspace are not in the budget"
+        yield f"attention           cuDNN's in {count:,} tasks a step if it can; {size} of each GPU for its workspace are not in the budget"
     if figures["gpu_attention"] == "auto" and any(name.startswith("cuda") for name in figures["workers"]):
-        yield f"attention           planned as nntask's own; training times cuDNN's beside it, for whose workspace {size} of each GPU must be left"
+        yield f"attention           planned as nntask's own; training also times cuDNN's, for whose workspace {size} of each GPU must be left"
 
 
 def _recomputed(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -35,40 +35,40 @@ _NEEDED: Final = ("starlette", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What is served, and to whom."""
+    """Address, limits and model of the server."""
 
     host: str = "127.0.0.1"
-    """address to listen to; 0.0.0.0 for all of this machine's"""
+    """address to listen on; 0.0.0.0 for all addresses of this machine"""
     port: int = 8000
-    """port to listen to; 0 for any that is free"""
+    """port to listen on; 0 for any free port"""
     name: str = ""
-    """name of the model for clients (default: that of its directory)"""
+    """name of the model for clients (default: the name of its directory)"""
     slots: int = 16
-    """texts that are written side by side"""
+    """number of texts that are generated at the same time"""
     queue: int = 64
-    """texts that may wait for a slot; more are refused with status 429"""
+    """number of requests that may wait for a slot; more are refused with status 429"""
     max_context: int = 0
-    """most tokens of prompt and text together (default: as many as the model looks at)"""
+    """largest number of tokens of prompt and answer together (default: the context length of the model)"""
     cache_tokens: int = 0
-    """tokens of all texts together whose keys and values are kept (default: what all slots may need, or as much as there is memory for)"""
+    """number of tokens of all texts together in the cache of keys and values (default: enough for all slots, or the free memory)"""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """element type of weights and cache; auto: the run's own, fp32 for a model directory"""
+    """element type of weights and cache; auto is that of the run, and fp32 for a model directory"""
     tokenizer_path: str = ""
-    """directory with tokenizer.json, for a model that came without one"""
+    """directory with tokenizer.json, for a model without a tokenizer"""
     chat_template: str = ""
-    """file of a chat template in Jinja, for a tokenizer that came without one"""
+    """file with a chat template in Jinja, for a tokenizer without one"""
     template_date: str = ""
-    """day, as 2026-11-30, that chat templates are told when they ask for the date (default: that of the request)"""
+    """date that chat templates receive, e.g. 2026-11-30 (default: the date of the request)"""
     strict_fields: bool = False
-    """refuse requests with fields that this server does not know, instead of ignoring them and naming them in a header"""
+    """refuse requests with unknown fields, instead of ignoring these and naming them in a header"""
     api_key_file: str = ""
-    """file whose first line is the key that requests must bring (default: NNTASK_API_KEY in the environment, or no key)"""
+    """file whose first line is the key that requests must send (default: NNTASK_API_KEY in the environment, or no key)"""
     max_body: str = "1MiB"
-    """largest body of a request, and most characters of a conversation as the chat template writes it"""
+    """largest size of a request, and of a conversation after the chat template is applied"""
     receive_seconds: float = 30.0
-    """in which the head of a request must arrive, and then its body"""
+    """number of seconds in which the head of a request must arrive, and then its body"""
     grace_seconds: float = 30.0
-    """that running texts have to end after SIGTERM"""
+    """number of seconds that running texts have to end after SIGTERM"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ def _service(asked: ServerSettings, ids: TextIds, template: ChatProcess | None, 
     name, key = asked.name or Path(model).resolve().name, _key(asked.api_key_file)
     is_local = listens_locally(asked.host)
     if not is_local and not key:
-        print(f"nntask: whoever reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
+        print(f"nntask: every program that reaches {asked.host} may use the model; give a key with {_KEY} or --api-key-file", file=sys.stderr)
     limits = (parse_size(asked.max_body, "--max-body"), asked.receive_seconds)
     return Service(name, int(time.time()), f"nntask-{version('nntask')}", ids, template, key, *limits, is_local, asked.strict_fields)
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nntask.config import TrainSettings
 
-from ..options.help import show_help
-from ..options.sources import naming, request
+from ..options.help import show_requested_help
+from ..options.sources import Request, naming, request
 from ..options.torch_extra import load_torch, through_torch
+
+if TYPE_CHECKING:
+    from nntask.config import RunConfig
+    from nntask.training import BeforeTraining
+
+    Changed = Callable[[RunConfig], RunConfig]
 
 PROGRAM = "nntask train"
 
@@ -25,10 +32,17 @@ class TrainHelp:
     """TOML file with any of these flags; the environment and the command line are stronger"""
 
 
-def run(argv: Sequence[str], program: str = PROGRAM) -> int:
-    """Train; returns the exit code."""
-    if any(token in ("-h", "--help") for token in argv):
-        show_help(TrainHelp, program)
+def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None = None, before: BeforeTraining | None = None) -> int:
+    """Train; returns the exit code.
+
+    Args:
+        argv: the words of the command line.
+        program: name of the command in the help.
+        changed: function that returns the run to train instead of the one that the flags ask for; None to train that one. For programs around this
+            command, which then need a model with tiles on one machine.
+        before: function to call before the first step of a new run, as for `nntask.training.train`; None for nothing.
+    """
+    show_requested_help(TrainHelp, argv, program)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one BLAS thread per worker; read when NumPy loads
     asked = request(argv, os.environ)
     from nntask.config import check_shared, resolve
@@ -37,24 +51,29 @@ def run(argv: Sequence[str], program: str = PROGRAM) -> int:
 
     # a loss that overflows ends the run with a sentence; NumPy's warnings from the workers would only hide it
     warnings.filterwarnings("ignore", category=RuntimeWarning)
-    settings = asked.settings
     if asked.untiled is not None:
-        with naming(asked.sources):
-            load_torch(asked.untiled)
-            from ...torch.training import train as train_through_torch
-
-            untiled = asked.untiled
-            return train_through_torch(
-                settings, asked.values, *untiled, asked.resumed, lambda: None if settings.run.dry_run else print(through_torch(untiled))
-            )
+        return _through_torch(asked, asked.untiled)
     assert asked.config is not None  # it has tiles
     assert asked.devices is not None  # no flag of this command imagines a machine
     with naming(asked.sources):
-        run = resolve(settings, asked.config, asked.resumed, with_budgets(asked.devices, settings.resources))
-        if run.cluster is None or settings.run.dry_run:
-            return train(run)
+        run = resolve(asked.settings, asked.config, asked.resumed, with_budgets(asked.devices, asked.settings.resources))
+        if changed is not None:
+            run = changed(run)
+        if run.cluster is None or run.settings.run.dry_run:
+            return train(run, before=before)
         from ...dask.training.cluster_engine import train_on
 
         check_start(run)  # report errors before workers start
         check_shared(run.step.num_minibatches, run.step.lanes, run.cluster)
         return train_on(run.cluster, lambda cluster: train(run, cluster), print)
+
+
+def _through_torch(asked: Request, untiled: tuple[Mapping[str, Any], str]) -> int:
+    """Train a model without tiles; returns the exit code."""
+    settings = asked.settings
+    with naming(asked.sources):
+        load_torch(untiled)
+        from ...torch.training import train
+
+        announce = (lambda: None) if settings.run.dry_run else (lambda: print(through_torch(untiled)))
+        return train(settings, asked.values, *untiled, asked.resumed, announce)

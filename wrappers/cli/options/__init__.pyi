@@ -1,3 +1,4 @@
+from .help import parse
 from .sources import request
 
-__all__ = ["request"]
+__all__ = ["parse", "request"]

@@ -1,7 +1,7 @@
-"""Flags as text: one table made from a settings dataclass, and a plain message for each mistake.
+"""Flags as text: a table made from a settings dataclass, and one plain sentence for each mistake.
 
-The same table reads the command line, a TOML file and the environment, so all three accept the same names and values with the same messages. Tyro
-builds the help and the settings object; a value that tyro would refuse is refused here first, in one sentence.
+The same table reads the command line, a TOML file and the environment, so all three accept the same values. Every value is checked here; tyro only
+draws the help. Flags that earlier versions had are answered with their replacement, and translated in a TOML file (`nntask.config.old_settings`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from nntask import UsageError
 
+from ..output import complain
+
 OPTIONAL_VALUE: Final = {"resume": "auto"}
+"""Flags whose value may be left out -> the value that this means."""
 _EVENTS: Final = "is not offered: --report-to tensorboard writes event files into the run's directory, without a server; use that, or drop it"
 ELSEWHERE: Final = {
     "logger": _EVENTS,
     "logger-server-addr": _EVENTS,
     "logger-server-port": _EVENTS,
-    "force": "belongs to nntask export; nothing else overwrites anything, give a new directory",
-    "shard-size": "belongs to nntask export; --save-checkpoint writes one file",
+    "force": "belongs to nntask export; nothing else overwrites anything, so give a new directory",
+    "shard-size": "belongs to nntask export; drop it",
 }
-"""Flags of one command, or of NNTile, that users may type in another: the right command, or an equivalent."""
+"""Flags of another command, or of NNTile -> the end of the error message, with the right command or an equivalent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class Flag:
         """Allowed words; empty if any text is allowed."""
         return typing.get_args(self.value_type) if typing.get_origin(self.value_type) is Literal else ()
 
+    @property
+    def example(self) -> str:
+        """A valid value."""
+        return self.choices[0] if self.choices else {int: "1", float: "0.1"}.get(self.value_type, "VALUE")
+
     def convert(self, text: str, source: str) -> Any:
         """Return the value of a text.
 
@@ -69,7 +77,7 @@ class Flag:
         if self.choices:
             if text not in self.choices:
                 near = difflib.get_close_matches(text, self.choices, 1)
-                advice = f"did you mean {near[0]}?" if near else "choose one of them"
+                advice = _RENAMED_VALUES.get((self.name, text)) or (f"did you mean {near[0]}?" if near else "choose one of them")
                 raise UsageError(f"{source} must be one of {', '.join(self.choices)}, got {text!r}; {advice}")
             return text
         if self.value_type is bool:
@@ -85,6 +93,9 @@ class Flag:
                 raise UsageError(f"{source} must be {what}, got {text!r}; write one") from None
         return text
 
+
+_RENAMED_VALUES: Final = {("optimizer", "fusedadamw"): "use adamw, which is the same"}
+"""(flag, value that earlier versions took) -> advice."""
 
 Table = dict[str, Flag]
 
@@ -104,13 +115,17 @@ def table_of(settings: type[Any]) -> Table:
 
 
 def unknown(name: str, table: Mapping[str, Flag], source: str) -> UsageError:
-    """Return the error for an unknown flag, with the most similar flags."""
-    elsewhere = ELSEWHERE.get(name)
-    if elsewhere is not None:
-        return UsageError(f"{source.removeprefix('flag ')} {elsewhere}")
-    near = difflib.get_close_matches(name, list(table), 3)
+    """Return the error for an unknown flag: its replacement, the command that has it, or the most similar flags."""
+    from nntask.config import INSTEAD, SUFFIXES
+
+    if name in ELSEWHERE:
+        return UsageError(f"{source.removeprefix('flag ')} {ELSEWHERE[name]}")
+    if name in INSTEAD:
+        return UsageError(f"{source.removeprefix('flag ')} was removed; {INSTEAD[name]}")
+    typed = [each for each in table if each.replace("-", "_") not in SUFFIXES]
+    near = difflib.get_close_matches(name, typed, 3)
     best = [f"--{each}" for each in near if _likeness(name, each) > _likeness(name, near[0]) - 0.1]  # nearly as similar as the best
-    return UsageError(f"unknown {source}" + (f"; did you mean {' or '.join(best)}?" if best else "; see --help for all flags"))
+    return UsageError(f"unknown {source}" + (f"; did you mean {' or '.join(best)}?" if best else "; see --help-all for all flags"))
 
 
 def _likeness(name: str, other: str) -> float:
@@ -126,7 +141,7 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
     Args:
         argv: the words of the command line.
         table: the known flags.
-        positional: most words that are no flags.
+        positional: largest number of words that are no flags.
 
     Returns:
         flag -> value, and the words that are no flags.
@@ -139,73 +154,114 @@ def scan(argv: Sequence[str], table: Table, positional: int = 0) -> tuple[dict[s
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        if not token.startswith("--") or token == "--":
-            words.append(token)
-            if len(words) > positional:
-                raise UsageError(f"unexpected word {token!r}; flags begin with --, see --help")
+        if token.startswith("--") and token != "--":
+            values.update(_read_flag(token, rest, table))
             continue
-        name, equals, text = token[2:].partition("=")
-        name = name.replace("_", "-")
-        switch = table.get(name.removeprefix("no-")) if name.startswith("no-") else None
-        if switch is not None and switch.value_type is bool:
-            if equals:
-                raise UsageError(f"--{name} takes no value, got {text!r}; write --{name} to turn it off, or --{switch.name}")
-            values[switch.name] = False
-            continue
-        flag = table.get(name)
-        if flag is None:
-            raise unknown(name, table, f"flag --{name}")
-        if flag.value_type is bool and not equals:
-            values[name] = True
-            continue
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                text = rest.pop(0)
-            elif name in OPTIONAL_VALUE:
-                text = OPTIONAL_VALUE[name]
-            else:
-                raise UsageError(f"--{name} needs a value, as in --{name}={_example(flag)}")
-        values[name] = flag.convert(text, f"--{name}")
+        words.append(token)
+        if len(words) > positional:
+            raise UsageError(f"unexpected word {token!r}; flags begin with --, see --help")
     return values, words
 
 
-def _example(flag: Flag) -> str:
-    if flag.choices:
-        return flag.choices[0]
-    return {int: "1", float: "0.1"}.get(flag.value_type, "VALUE")
+def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str, Any]]:
+    """Yield (flag, value) of the word `token`, with its value from `rest` if it has none of its own; the value's second part has its own name."""
+    from nntask.config import INSTEAD, SUFFIXES
+
+    name, equals, text = token[2:].partition("=")
+    name = name.replace("_", "-")
+    switch = table.get(name.removeprefix("no-")) if name.startswith("no-") else None
+    if switch is not None and switch.value_type is bool:
+        if equals:
+            raise UsageError(f"--{name} takes no value, got {text!r}; write --{name} to turn it off, or --{switch.name}")
+        yield switch.name, False
+        return
+    flag = table.get(name)
+    if flag is None:
+        positive = name.removeprefix("no-")
+        old = name if name in INSTEAD else positive if positive in INSTEAD else ""
+        raise unknown(old or name, table, f"flag --{name}{equals}{text}" if old else f"flag --{name}")
+    if flag.value_type is bool and not equals:
+        yield name, True
+        return
+    if not equals:
+        if rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif name in OPTIONAL_VALUE:
+            text = OPTIONAL_VALUE[name]
+        else:
+            raise UsageError(f"--{name} needs a value, as in --{name}={flag.example}")
+    if (suffix := SUFFIXES.get(flag.field)) is not None:
+        other = suffix.flag.replace("_", "-")
+        raise UsageError(f"--{name} {text} is now the second part of another flag; use --{other} {table[other].example}{suffix.separator}{text}")
+    yield from values_of(flag, text, f"--{name}", table).items()
+
+
+def values_of(flag: Flag, text: str, source: str, table: Table) -> dict[str, Any]:
+    """Return flag -> value for a text: the flag's own value, and the value of a second part after a separator (`nntask.config.SUFFIXES`).
+
+    Raises:
+        UsageError: as in `Flag.convert`.
+    """
+    from nntask.config import SUFFIXES
+
+    values: dict[str, Any] = {}
+    for inner, suffix in SUFFIXES.items():
+        second = table.get(inner.replace("_", "-"))
+        if suffix.flag == flag.field and suffix.separator in text and second is not None:
+            text, _, end = text.partition(suffix.separator)
+            values[second.name] = second.convert(end, f"{suffix.name} in {source}")
+    return {**values, flag.name: flag.convert(text, source)}
 
 
 def from_toml(text: str, path: str, table: Table) -> dict[str, Any]:
-    """Return the flags set in a TOML file, flat or in sections; the names of sections are ignored.
+    """Return the flags set in a TOML file, flat or in sections; the names of sections are ignored, and old keys are translated.
 
     Raises:
         UsageError: the text is not TOML, a key is not a flag, or a value is wrong.
     """
     import tomllib
 
+    from nntask.config import OLD_SETTINGS, lost, translated
+
     try:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not a TOML file: {error}; mend that line") from None
+        raise UsageError(f"{path} is not a TOML file: {error}; correct that line") from None
     pairs: list[tuple[str, Any]] = []
     for key, value in content.items():
         pairs += value.items() if isinstance(value, dict) else [(key, value)]
-    values = {}
+    old: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        name = key.replace("_", "-")
-        if name not in table:
+        field, name = key.replace("-", "_"), key.replace("_", "-")
+        is_old = name not in table and field in OLD_SETTINGS
+        if (not is_old and name not in table) or (name == "load-optimizer" and value):  # a start from such a file cannot be translated
             raise unknown(name, table, f"key {key!r} in {path}")
         if isinstance(value, (dict, list)):
             raise UsageError(f"{key} in {path} must be a single value, got {value!r}; write one")
         word = str(value).lower() if isinstance(value, bool) else str(value)
-        values[name] = table[name].convert(word, f"{key} in {path}")
-    return values
+        if is_old:
+            old[field] = Flag(name, "", field, OLD_SETTINGS[field]).convert(word, f"{key} in {path}")
+        elif (name, word) in _RENAMED_VALUES:
+            old[field] = word
+        else:
+            values |= values_of(table[name], word, f"{key} in {path}", table)
+    for sentence in lost(old, path):
+        complain(sentence)
+    fields = {name.replace("-", "_"): value for name, value in values.items()}
+    return {field.replace("_", "-"): value for field, value in translated({**fields, **old}).items()}
 
 
 def merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `lower` and `upper`; `upper` wins. If `upper` names the model in one way, the other ways in `lower` are dropped."""
-    ways = {"model", "config-path", "init-from"}
-    merged = {name: value for name, value in lower.items() if name not in ways or not ways & set(upper)}
+    from nntask.config import brings_config
+
+    def ways(values: Mapping[str, Any]) -> set[str]:
+        named = {"model", "config-path"} & set(values)
+        return named | {"init-from"} if brings_config(values.get("init-from", "")) else named
+
+    dropped = ways(lower) if ways(upper) else set()
+    merged = {name: value for name, value in lower.items() if name not in dropped}
     merged.update(upper)
     return merged
 

@@ -1,4 +1,4 @@
-"""Command lines as settings: plain checks first, then tyro for the help and the settings object."""
+"""Command lines as settings: plain checks of the flags, and the help, which tyro draws from the settings' docstrings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any, Final, TypeVar
 
 from .flags import build, scan, table_of
 
+HELP: Final = ("-h", "--help")
+HELP_ALL: Final = "--help-all"
 WIDEST: Final = 129
-"""Most characters of a line of help: from 130 on tyro sets two columns."""
+"""Largest number of characters in a line of help: from 130 on, tyro sets two columns."""
 
 S = TypeVar("S")
 
@@ -25,8 +27,8 @@ def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequen
         settings: dataclass of flags, or of groups of flags.
         argv: the words of the command line.
         program: name of the command, for messages and the help.
-        words: names of the positional arguments; all are required.
-        optional: names of those after them, which may be left out.
+        words: names of the positional arguments, which are all required.
+        optional: names of further positional arguments.
 
     Returns:
         The settings and the positional words.
@@ -37,28 +39,38 @@ def parse(settings: type[S], argv: Sequence[str], program: str, *, words: Sequen
     """
     from nntask import UsageError
 
-    if any(token in ("-h", "--help") for token in argv):
-        show_help(settings, program, [*words, *(f"[{word}]" for word in optional)])
+    show_requested_help(settings, argv, program, [*words, *(f"[{word}]" for word in optional)])
     table = table_of(settings)
-    values, found = scan(argv, table, len(words) + len(optional))
-    if len(found) < len(words):
+    values, given = scan(argv, table, len(words) + len(optional))
+    if len(given) < len(words):
         raise UsageError(f"{program.removeprefix('nntask ')} needs {' '.join(words)}; see {program} --help")
-    return build(settings(), values, table), found
+    return build(settings(), values, table), given
 
 
-def show_help(settings: type[Any], program: str, words: Sequence[str] = ()) -> None:
-    """Print the help that tyro makes of the fields' docstrings, and exit.
+def show_requested_help(settings: type[Any], argv: Sequence[str], program: str, words: Sequence[str] = ()) -> None:
+    """Print the help if a command line asks for it, and exit.
 
     Raises:
-        SystemExit: always, with code 0.
+        SystemExit: the help was printed; the code is 0.
     """
+    if HELP_ALL in argv or any(token in HELP for token in argv):
+        _show_help(settings, program, words, is_all=HELP_ALL in argv)
+
+
+def _show_help(settings: type[Any], program: str, words: Sequence[str], *, is_all: bool) -> None:
     import tyro
+
+    from nntask.config import EXPERT, SUFFIXES
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit), _one_column():
         usage = " ".join([program, *words])
         tyro.cli(settings, prog=usage, args=["--help"], config=(tyro.conf.OmitArgPrefixes,), description=settings.__doc__)
-    print(_without_none(text.getvalue()), end="")
+    plain = _in_plain_words(text.getvalue())
+    experts = EXPERT & {name.replace("-", "_") for name in re.findall(r"^  --([\w-]+)", plain, re.MULTILINE)}
+    print(_without(plain, SUFFIXES.keys() | (frozenset() if is_all else experts)), end="")
+    if experts and not is_all:
+        print(f"\n{program} {HELP_ALL} also lists {len(experts)} expert flags, such as --{min(experts).replace('_', '-')}.")
     raise SystemExit(0)
 
 
@@ -76,10 +88,29 @@ def _one_column() -> Iterator[None]:
             os.environ["COLUMNS"] = width
 
 
-def _without_none(text: str) -> str:
-    """Return the help without tyro's words for unset values, and without the name of the outermost group."""
+def _in_plain_words(text: str) -> str:
+    """Return the help without tyro's words for unset values, and with the descriptions of groups as their titles."""
     text = re.sub(r"\{None\}\|(\S+)( *)", lambda match: match[1] + match[2] + " " * 7, text)
     text = text.replace("{None,", "{")
     text = re.sub(r"\s*\(default:\s+(?:None|'')\)", "", text)
-    text = re.sub(r"^ train\.(\w+ options)", r" \1", text, flags=re.MULTILINE)
-    return "".join(line.rstrip() + "\n" for line in text.splitlines())
+    text = "".join(line.rstrip() + "\n" for line in text.splitlines())
+    return re.sub(r"^ [\w.]+ options\n( -+)\n  (\S.*?)\n  ---+\n", r" \2\n\1\n", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _without(text: str, hidden: frozenset[str] | set[str]) -> str:
+    """Return the help without the lines of some flags, and without groups that have no other flag.
+
+    Args:
+        hidden: names of fields.
+    """
+    groups = []
+    for group in text.split("\n\n"):
+        lines, is_hidden, was_flag = [], False, False
+        for line in group.splitlines():
+            if (match := re.match(r"  --(?:no-)?([\w-]+)", line)) is not None:
+                is_hidden, was_flag = match[1].replace("-", "_") in hidden, True
+            if not is_hidden:
+                lines.append(line)
+        if not was_flag or any(line.startswith("  -") and not line.startswith("  ---") for line in lines):
+            groups.append("\n".join(lines))
+    return "\n\n".join(groups).rstrip("\n") + "\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..output import complain
-from .flags import Flag, Table, build, from_toml, merge, scan, table_of
+from .flags import Flag, Table, build, from_toml, merge, scan, table_of, values_of
 
 if TYPE_CHECKING:
     from nntask.checkpoints import Checkpoint
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 CONFIG: Final = "config"
 _ASKED_ANEW: Final = ("cluster", "observe")
 """Groups of settings that a resumed run does not keep."""
-_OF_A_START: Final = ("resume", "run-dir", "load-checkpoint", "load-optimizer")
+_OF_A_START: Final = ("resume", "run-dir")
 """Flags that determine where a run begins, which a resumed run does not keep."""
+
+
+_LOST_ON_RESUME: Final = ("loss_reduction", "strict", "save_checkpoint", "save_optimizer")
+"""Old settings that had an effect on a resumed run and have none now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +84,16 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         DataError: a named file is missing or broken.
     """
     from nntask import UsageError
-    from nntask.config import OUTPUT_FLAGS, TrainSettings, check_values, flags_from, unknown_variables
+    from nntask.config import TrainSettings, check_values
     from nntask.hardware import devices_of
 
     table = table_of(TrainSettings)
-    extra = extra or {}
-    known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, kind) for name, kind in extra.items()}}
-    typed, _ = scan(argv, known)
-    file = typed.pop(CONFIG, "")
-    besides = {name: typed.pop(name, kind()) for name, kind in extra.items()}
-    explicit: dict[str, Any] = _read_config(file, table) if file else {}
-    sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
-    stated = {*explicit, *typed}
-    for name, (text, variable) in flags_from(environ).items():
-        stated -= {name} - typed.keys()
-        explicit[name] = table[name].convert(text, variable)
-        sources[name] = variable
-    for sentence in unknown_variables(environ):
-        print(f"nntask: {sentence}", file=sys.stderr)
-    explicit = merge(explicit, typed)
-    sources = {name: source for name, source in sources.items() if name not in typed}
+    explicit, sources, besides, stated = _explicit(argv, environ, table, extra or {})
     with naming(sources):
         resumed = _resumed(explicit)
         stored = _stored(resumed, table) if resumed else {}
-        outputs = {name: stored.pop(name) for name in OUTPUT_FLAGS if stored.get(name)}
-        _say_left_out({name: path for name, path in outputs.items() if name not in explicit})
+        if (disk := stored.pop("disk", "")) and "disk" not in explicit:
+            complain(f"a resumed run writes only to its directory; to use the disk tier of the run again, add: --disk {shlex.quote(disk)}")
         begin = explicit.get("init-from", "")
         if resumed and begin not in ("", stored.get("init-from", "")):
             raise UsageError(f"--init-from {begin} and --resume both say where to begin; drop one of them")
@@ -115,7 +104,30 @@ def request(argv: Sequence[str], environ: Mapping[str, str], extra: Mapping[str,
         untiled = _untiled(settings, resumed)
         devices = None if is_imaginary or untiled else devices_of(settings.resources, settings.model.dtype)
         config = None if untiled else model_config(settings, explicit, resumed)
-        return Request(settings, devices, config, untiled, resumed, besides, sources, frozenset(stated), explicit)
+        return Request(settings, devices, config, untiled, resumed, besides, sources, stated, explicit)
+
+
+def _explicit(
+    argv: Sequence[str], environ: Mapping[str, str], table: Table, extra: Mapping[str, type[bool] | type[str]]
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Any], frozenset[str]]:
+    """Return the fields `values`, `sources`, `extra` and `stated` of a `Request`; arguments are those of `request`."""
+    from nntask.config import flags_from, unknown_variables
+
+    known: Table = {**table, CONFIG: Flag(CONFIG, "", CONFIG, str), **{name: Flag(name, "", name, kind) for name, kind in extra.items()}}
+    typed, _ = scan(argv, known)
+    file = typed.pop(CONFIG, "")
+    of_command = {name: typed.pop(name, kind()) for name, kind in extra.items()}
+    explicit: dict[str, Any] = _read_config(file, table) if file else {}
+    sources = {name: f"{name.replace('-', '_')} in {file}" for name in explicit}
+    stated = {*explicit, *typed}
+    for name, (text, variable) in flags_from(environ).items():
+        stated -= {name} - typed.keys()
+        explicit |= values_of(table[name], text, variable, table)
+        sources[name] = variable
+    for sentence in unknown_variables(environ):
+        complain(sentence)
+    sources = {name: source for name, source in sources.items() if name not in typed}
+    return merge(explicit, typed), sources, of_command, frozenset(stated)
 
 
 def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mapping[str, Any], str] | None:
@@ -124,16 +136,17 @@ def _untiled(settings: TrainSettings, resumed: Checkpoint | None) -> tuple[Mappi
     Raises:
         DataError: --init-from names no model directory.
     """
+    from nntask.config import model_directory
     from nntask.models import untiled_type
 
     if resumed is not None:
         from nntask.checkpoints import STATE
 
         values, source = resumed.state["model"], f"model in {resumed.path / STATE}"
-    elif settings.checkpoints.init_from:
+    elif directory := model_directory(settings.checkpoints.init_from):
         from nntask.hf import read_values
 
-        values, source = read_values(Path(settings.checkpoints.init_from))
+        values, source = read_values(directory)
     else:
         return None
     return (values, source) if untiled_type(values) else None
@@ -173,27 +186,18 @@ def _resumed(explicit: Mapping[str, Any]) -> Checkpoint | None:
 def _stored(checkpoint: Checkpoint, table: Table) -> dict[str, Any]:
     """Return the settings of the resumed run as flags, without those for its start and its observation."""
     from nntask.checkpoints import STATE
-    from nntask.config import from_dict
+    from nntask.config import from_dict, lost
 
     settings = from_dict(checkpoint.state["settings"], str(checkpoint.path / STATE))
+    stored = {name: value for group in checkpoint.state["settings"].values() for name, value in group.items()}
+    for sentence in lost({name: stored[name] for name in _LOST_ON_RESUME if name in stored}, str(checkpoint.path / STATE)):
+        complain(sentence)
     values: dict[str, Any] = {}
     for flag in table.values():
         value = getattr(getattr(settings, flag.group), flag.field)
         if value is not None and flag.group not in _ASKED_ANEW and flag.name not in _OF_A_START:
             values[flag.name] = value
     return values
-
-
-def _say_left_out(outputs: Mapping[str, str]) -> None:
-    """Print the flags of a resumed run that name paths to write to, and are not taken from its files."""
-    from nntask.config import words_of
-
-    if outputs:
-        flags = words_of(outputs)
-        print(
-            f"nntask: a resumed run writes nowhere but in its directory unless the command line says so; to write where it did before, add: {flags}",
-            file=sys.stderr,
-        )
 
 
 def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = None, resumed: Checkpoint | None = None) -> ModelConfig:
@@ -208,19 +212,21 @@ def model_config(settings: TrainSettings, explicit: Mapping[str, Any] | None = N
     import difflib
 
     from nntask import PRESETS, UsageError
-    from nntask.config import TINY, with_head
+    from nntask.config import TINY, checkpoint_at, model_directory, with_head
     from nntask.models import config_values
 
     model = settings.model
     config: ModelConfig
     if resumed is not None and not {"model", "config-path"} & set(explicit or ()):
         config = resumed.config
-    elif settings.checkpoints.init_from:
+    elif checkpoint := checkpoint_at(settings.checkpoints.init_from):
+        config = checkpoint.config
+    elif directory := model_directory(settings.checkpoints.init_from):
         from nntask.gguf import file_notes
         from nntask.hf import read_values
 
-        config = _named(*read_values(Path(settings.checkpoints.init_from)))
-        for sentence in file_notes(settings.checkpoints.init_from):
+        config = _named(*read_values(directory))
+        for sentence in file_notes(directory):
             complain(sentence)
     elif model.config_path is not None:
         config = _named(*config_values(model.config_path))

@@ -33,14 +33,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from access_trace import AccessTrace, tiles_of, trace_of
+from intervals import Intervals, Tight, enter, intervals_of, tight_of
+from linear_program import Indices, LinearProgram, Numbers
 
 from scheduler import SCRATCH, R
 from scheduler.machine import RecordedTask, StepPlan
 from scheduler.planning import PlannedOrder, Value, Values
-
-from .access_trace import AccessTrace, tiles_of, trace_of
-from .intervals import Intervals, Tight, enter, intervals_of, tight_of
-from .linear_program import Indices, LinearProgram, Numbers
 
 METHOD: Final = "highs-ipm"
 """Interior points take a tenth of the time of the simplex method here: 4 s for a step of 9,000 tasks."""

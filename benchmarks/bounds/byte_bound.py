@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .access_trace import AccessTrace
-from .intervals import UNIT, enter, intervals_of, tight_of
-from .linear_program import LinearProgram
+from access_trace import AccessTrace
+from intervals import UNIT, enter, intervals_of, tight_of
+from linear_program import LinearProgram
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``nntask bench evict``: bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
+"""Bytes that a recorded step moves to and from the disk tier under eviction policies and orders, in virtual time.
 
 Every order of the step runs with the eviction policy `next-use`; the other policies run under the submission order, `layers` and the planned order.
 There is one worker, so that the executed order is the planned one. Each order is shown with a lower bound by linear programming (`byte_bound`; needs
@@ -7,6 +7,7 @@ SciPy). Bytes depend on durations only through prefetching, so tasks run at a fi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,11 +40,11 @@ def run(settings: EvictSettings) -> tuple[dict[str, Any], list[str]]:
         UsageError: a flag is wrong.
         DoesNotFit: the step fits none of the budgets.
     """
+    from jobs import captured, named
+
     from nntask import DoesNotFit, UsageError
     from nntask.config import check_values
     from scheduler.planning import candidates
-
-    from .standard import captured, named
 
     try:
         divisors = [int(text) for text in settings.budgets.split(",")]
@@ -121,8 +122,8 @@ def _rows(plan: Any, divisor: int, positions: Mapping[str, list[int]], with_boun
 
 def _bound(plan: Any, order: list[int], budget: int) -> float | None:
     """Return the minimum number of bytes that this order moves; None if it does not fit."""
-    from .access_trace import trace_of
-    from .byte_bound import lower_bound
+    from access_trace import trace_of
+    from byte_bound import lower_bound
 
     try:
         return lower_bound(trace_of(plan, order), budget).total
@@ -142,3 +143,9 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         ratio = f"{row['over_bound']:5.2f}" if row["over_bound"] else "    -"
         chosen = "  (planned)" if row["planned"] and row["evict"] == "next-use" else ""
         yield f"{row['budget']:>6}  {row['order']:13} {row['evict']:9} {row['sched']:6} {row['moved_bytes'] / 1e9:6.2f} GB  {shown}  {ratio}{chosen}"
+
+
+if __name__ == "__main__":
+    from jobs import main
+
+    sys.exit(main(EvictSettings, run))

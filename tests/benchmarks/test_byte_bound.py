@@ -1,4 +1,4 @@
-"""The lower bound on moved bytes (`wrappers.cli.bench.byte_bound`) on traces small enough to solve by hand or by exhaustion."""
+"""The lower bound on moved bytes (`benchmarks/bounds/byte_bound.py`) on traces small enough to solve by hand or by exhaustion."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.access_traces import UNIT, traces
+from support.bounds import AccessTrace, byte_bound
 from support.search import search
-
-from wrappers.cli.bench.access_trace import AccessTrace
-from wrappers.cli.bench.byte_bound import lower_bound
 
 pytest.importorskip("scipy.optimize")
 
@@ -58,10 +56,10 @@ def test_the_bound_is_below_every_schedule_and_nothing_where_all_fits(trace: Acc
     """Never above the best whole-tile schedule; 0 with room for everything; not larger with more memory."""
     capacity = units * UNIT
     assume(max(trace.needed()) <= capacity)
-    bound = lower_bound(trace, capacity)
+    bound = byte_bound.lower_bound(trace, capacity)
     assert -1e-6 <= bound.total <= exhaustive(trace, capacity) + 1e-3
-    assert lower_bound(trace, max(trace.live())).total == 0
-    assert lower_bound(trace, capacity + UNIT).total <= bound.total + 1e-3
+    assert byte_bound.lower_bound(trace, max(trace.live())).total == 0
+    assert byte_bound.lower_bound(trace, capacity + UNIT).total <= bound.total + 1e-3
 
 
 CYCLE = [[(0, "R")], [(1, "R")], [(2, "R")]]
@@ -80,7 +78,7 @@ def test_known_bounds(accesses: list[list[tuple[int, str]]], units: int, moved: 
     """Units in and out of small traces of persistent tiles, worked out by hand; where they are integral, the exhaustive search agrees."""
     count = 1 + max(tile for row in accesses for tile, _ in row)
     trace = AccessTrace(accesses, [UNIT] * count, [True] * count, [0] * len(accesses))
-    bound = lower_bound(trace, units * UNIT)
+    bound = byte_bound.lower_bound(trace, units * UNIT)
     assert (bound.bytes_in, bound.bytes_out) == pytest.approx((moved[0] * UNIT, moved[1] * UNIT))
     if isinstance(moved[0], int):
         assert exhaustive(trace, units * UNIT) == pytest.approx(bound.total)
@@ -89,7 +87,7 @@ def test_known_bounds(accesses: list[list[tuple[int, str]]], units: int, moved: 
 def test_what_cannot_be_bounded_is_refused() -> None:
     """A position larger than the memory, a temporary that is read unwritten, a tile twice at one position."""
     with pytest.raises(ValueError, match=r"position 0 alone needs 1,048,576 B"):
-        lower_bound(AccessTrace([[(0, "R")]], [UNIT], [True], [0]), UNIT - 1)
+        byte_bound.lower_bound(AccessTrace([[(0, "R")]], [UNIT], [True], [0]), UNIT - 1)
     with pytest.raises(ValueError, match="before anything wrote it"):
         AccessTrace([[(0, "R")]], [UNIT], [False], [0])
     with pytest.raises(ValueError, match="twice"):

@@ -1,9 +1,15 @@
-"""The training steps that benchmarks capture: the standard job of the benchmarks of memory, and variations of it."""
+"""Training steps that the scripts of this folder plan, and the form in which they are called.
+
+Each script has a dataclass of flags and a ``run(settings)`` that returns its figures, and the same figures as lines of text.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from nntask import PRESETS
 from nntask.config import ModelSettings, ResourceSettings, RunConfig, TilingSettings, TrainSettings, check_values, resolve, retiled
@@ -11,8 +17,10 @@ from nntask.hardware import MachineModel, coarse_tiling, devices_of, imaginary_m
 from nntask.models import ModelConfig, config_from_json
 from nntask.planning import capture
 from scheduler.machine import StepPlan
+from wrappers.cli import guarded
+from wrappers.cli.options import parse
 
-from ..options.sources import model_config
+Figures = tuple[dict[str, Any], list[str]]
 
 STANDARD: Final = TrainSettings(
     model=ModelSettings(model="gpt2", seq_len=1024),
@@ -24,28 +32,6 @@ STANDARD: Final = TrainSettings(
 def length_of(config: ModelConfig) -> int:
     """Return the default number of tokens per sequence: that of the standard job, or the model's longest."""
     return min(1024, config.n_positions)
-
-
-def captured(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> StepPlan:
-    """Return the step that `nntask train` would record with these settings. Arguments and errors are those of `run_of`."""
-    return capture(run_of(settings, config, target)).plan
-
-
-def run_of(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> RunConfig:
-    """Return the run of these settings.
-
-    Args:
-        config: config of the model; by default the preset that the settings name.
-        target: an imaginary machine, for coarse tiles; None for the tiles of the table.
-
-    Raises:
-        UsageError: a rule of `nntask train` is broken.
-    """
-    config = model_config(settings) if config is None else config
-    run = resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))
-    if target is not None:
-        run = retiled(run, coarse_tiling(config, run.step.minibatch, run.model.seq_len, target))
-    return run
 
 
 def named(model: str, batch: int, minibatch: int = 1, seq_len: int | None = None) -> TrainSettings:
@@ -95,3 +81,38 @@ def on_devices(
     train = TrainSettings(model=model, tiling=tiling, resources=ResourceSettings(ram=ram))
     check_values(train, is_imaginary=True)
     return train, config, imaginary_machine(devices, train.resources, link)
+
+
+def captured(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> StepPlan:
+    """Return the step that `nntask train` would record with these settings. Arguments and errors are those of `run_of`."""
+    return capture(run_of(settings, config, target)).plan
+
+
+def run_of(settings: TrainSettings, config: ModelConfig | None = None, target: MachineModel | None = None) -> RunConfig:
+    """Return the run of these settings.
+
+    Args:
+        settings: settings of the run.
+        config: config of the model; None for the preset that the settings name.
+        target: an imaginary machine, for coarse tiles; None for the tiles of the table.
+
+    Raises:
+        UsageError: a rule of `nntask train` is broken.
+    """
+    config = PRESETS[settings.model.model or ""] if config is None else config
+    run = resolve(settings, config, machine=devices_of(settings.resources, settings.model.dtype, checks=False))
+    if target is not None:
+        run = retiled(run, coarse_tiling(config, run.step.minibatch, run.model.seq_len, target))
+    return run
+
+
+def main(settings: type[Any], run: Callable[[Any], Figures]) -> int:
+    """Run a script on this process's command line and print its figures; returns the exit code."""
+
+    def command() -> int:
+        asked, _ = parse(settings, sys.argv[1:], f"python {sys.argv[0]}")
+        figures, lines = run(asked)
+        print(json.dumps(figures, indent=1) if asked.json else "\n".join(lines))
+        return 0
+
+    return guarded(command)

@@ -1,4 +1,4 @@
-"""The lower bound on seconds (`wrappers.cli.bench.time_bound`): worked out by hand, beside the bound on bytes, and below steps in virtual time."""
+"""The lower bound on seconds (`benchmarks/bounds/time_bound.py`): worked out by hand, beside the bound on bytes, and below steps in virtual time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from support.access_traces import UNIT, traces
+from support.bounds import AccessTrace, byte_bound, time_bound
 from support.drawn_steps import STEPS, DrawnStep
 from support.search import search
 from support.toy_steps import PlanBuilder
@@ -21,9 +22,6 @@ from scheduler.planning import AUTO, Pace, Values, candidates, plan_order
 from scheduler.planning.recompute import recomputed
 from scheduler.simulation import simulate
 from scheduler.testing import FakeDriver
-from wrappers.cli.bench.access_trace import AccessTrace
-from wrappers.cli.bench.byte_bound import lower_bound
-from wrappers.cli.bench.time_bound import Remade, StepCost, TimedStep, least_seconds, order_in
 
 pytest.importorskip("scipy.optimize")
 
@@ -35,26 +33,48 @@ FAN: list[list[tuple[int, str]]] = [[(0, "W"), (1, "W")], [(2, "W")], [(2, "R")]
 """Two values that one task makes, away while a larger one is made and read."""
 
 
-def step_of(accesses: list[list[tuple[int, str]]], sizes: list[int], copy: float, remade: list[Remade | None], productions: list[float]) -> Any:
+def step_of(
+    accesses: list[list[tuple[int, str]]], sizes: list[int], copy: float, remade: list[time_bound.Remade | None], productions: list[float]
+) -> Any:
     """A trace of temporaries of so many units, and its cost: 4 seconds of tasks, copies of so many seconds a unit in each direction."""
     trace = AccessTrace(accesses, [units * UNIT for units in sizes], [False] * len(sizes), [0] * len(accesses))
     seconds = [copy * units for units in sizes]
-    return trace, StepCost(4.0, seconds, seconds, remade, productions)
+    return trace, time_bound.StepCost(4.0, seconds, seconds, remade, productions)
 
 
-MADE, NOT = Remade(3, (0,)), None
+MADE, NOT = time_bound.Remade(3, (0,)), None
 CASES: list[Any] = [
     pytest.param(CHAIN, [1, 1], 2, 100.0, [MADE, NOT], [2.0], 4, id="everything fits"),
     pytest.param(CHAIN, [1, 1], 1, 3.0, [MADE, NOT], [2.0], 4, id="copies are hidden behind tasks"),
     pytest.param(CHAIN, [1, 1], 1, 10.0, [NOT, NOT], [2.0], 10, id="what cannot be made again moves"),
-    pytest.param(CHAIN, [1, 1], 1, 10.0, [Remade(2, (0,)), NOT], [2.0], 10, id="nor is it made again elsewhere"),
+    pytest.param(CHAIN, [1, 1], 1, 10.0, [time_bound.Remade(2, (0,)), NOT], [2.0], 10, id="nor is it made again elsewhere"),
     pytest.param(CHAIN, [1, 1], 1, 10.0, [MADE, NOT], [2.0], 5, id="half is made again: 4 + 2 r = 10 (1 - r)"),
     pytest.param(CHAIN, [1, 1], 1, 1e6, [MADE, NOT], [2.0], 6, id="all is made again, which is cheaper than any copy"),
     pytest.param(CHAIN, [1, 1], 1, 10.0, [MADE, NOT], [60.0], 9.142857, id="a seventieth is: 4 + 60 r = 10 (1 - r)"),
     pytest.param(FAN, [1, 1, 2], 2, 10.0, [MADE, MADE, NOT], [4.0], 20 / 3, id="one run makes both: 4 + 4 r = 20 (1 - r)"),
-    pytest.param(FAN, [1, 1, 2], 2, 1e6, [Remade(3, (0,)), Remade(3, (1,)), NOT], [1.0, 2.0], 7, id="two runs, if each makes one"),
-    pytest.param(FAN, [1, 1, 2], 2, 1e6, [Remade(3, (0, 1)), Remade(3, (1,)), NOT], [1.0, 2.0], 6, id="the tail is not needed beside the whole"),
-    pytest.param(FAN, [1, 1, 2], 3, 1e6, [Remade(3, (0, 1)), Remade(3, (1,)), NOT], [1.0, 2.0], 5, id="with room for one, the tail makes the other"),
+    pytest.param(
+        FAN, [1, 1, 2], 2, 1e6, [time_bound.Remade(3, (0,)), time_bound.Remade(3, (1,)), NOT], [1.0, 2.0], 7, id="two runs, if each makes one"
+    ),
+    pytest.param(
+        FAN,
+        [1, 1, 2],
+        2,
+        1e6,
+        [time_bound.Remade(3, (0, 1)), time_bound.Remade(3, (1,)), NOT],
+        [1.0, 2.0],
+        6,
+        id="the tail is not needed beside the whole",
+    ),
+    pytest.param(
+        FAN,
+        [1, 1, 2],
+        3,
+        1e6,
+        [time_bound.Remade(3, (0, 1)), time_bound.Remade(3, (1,)), NOT],
+        [1.0, 2.0],
+        5,
+        id="with room for one, the tail makes the other",
+    ),
 ]
 
 
@@ -62,21 +82,21 @@ CASES: list[Any] = [
 def test_known_bounds(accesses: Any, sizes: Any, units: int, copy: float, remade: Any, productions: Any, seconds: float) -> None:
     """Seconds that are worked out by hand."""
     trace, cost = step_of(accesses, sizes, copy, remade, productions)
-    assert least_seconds(trace, units * UNIT, cost) == pytest.approx(seconds, rel=1e-4)
+    assert time_bound.least_seconds(trace, units * UNIT, cost) == pytest.approx(seconds, rel=1e-4)
 
 
 def test_directions_that_share_a_link_add_up() -> None:
     """4 + 2 r = 2 x 10 (1 - r)."""
     trace, cost = step_of(CHAIN, [1, 1], 10.0, [MADE, NOT], [2.0])
-    assert least_seconds(trace, UNIT, replace(cost, duplex=False)) == pytest.approx(60 / 11, rel=1e-5)
+    assert time_bound.least_seconds(trace, UNIT, replace(cost, duplex=False)) == pytest.approx(60 / 11, rel=1e-5)
 
 
 def test_a_position_beyond_the_memory_is_refused() -> None:
     """As by the bound on bytes; and a step that costs nothing takes no time."""
     trace, cost = step_of(CHAIN, [1, 1], 0.0, [NOT, NOT], [])
     with pytest.raises(ValueError, match=r"position 0 alone needs 1,048,576 B"):
-        least_seconds(trace, UNIT - 1, cost)
-    assert least_seconds(trace, UNIT, replace(cost, tasks=0.0)) == 0
+        time_bound.least_seconds(trace, UNIT - 1, cost)
+    assert time_bound.least_seconds(trace, UNIT, replace(cost, tasks=0.0)) == 0
 
 
 @search(100)
@@ -86,18 +106,18 @@ def test_it_agrees_with_the_bound_on_bytes(trace: AccessTrace, units: int) -> No
     than what the least bytes of both come to there."""
     capacity = units * UNIT
     assume(max(trace.needed()) <= capacity)
-    bound, sizes, nothing = lower_bound(trace, capacity), [float(size) for size in trace.sizes], [0.0] * len(trace.sizes)
-    cost = StepCost(0.0, sizes, sizes, [None] * len(sizes), [])
+    bound, sizes, nothing = byte_bound.lower_bound(trace, capacity), [float(size) for size in trace.sizes], [0.0] * len(trace.sizes)
+    cost = time_bound.StepCost(0.0, sizes, sizes, [None] * len(sizes), [])
     near = {"rel": 1e-5, "abs": 1.0}
-    assert least_seconds(trace, capacity, replace(cost, duplex=False)) == pytest.approx(bound.total, **near)
-    assert bound.total / 2 - 1 <= least_seconds(trace, capacity, cost) <= max(bound.bytes_in, bound.bytes_out) * (1 + 1e-5) + 1
-    assert least_seconds(trace, capacity, replace(cost, store=nothing)) <= bound.bytes_in * (1 + 1e-5) + 1
-    assert least_seconds(trace, capacity, replace(cost, load=nothing)) <= bound.bytes_out * (1 + 1e-5) + 1
+    assert time_bound.least_seconds(trace, capacity, replace(cost, duplex=False)) == pytest.approx(bound.total, **near)
+    assert bound.total / 2 - 1 <= time_bound.least_seconds(trace, capacity, cost) <= max(bound.bytes_in, bound.bytes_out) * (1 + 1e-5) + 1
+    assert time_bound.least_seconds(trace, capacity, replace(cost, store=nothing)) <= bound.bytes_in * (1 + 1e-5) + 1
+    assert time_bound.least_seconds(trace, capacity, replace(cost, load=nothing)) <= bound.bytes_out * (1 + 1e-5) + 1
 
 
-def timed(plan: StepPlan, speed: float) -> TimedStep:
+def timed(plan: StepPlan, speed: float) -> time_bound.TimedStep:
     """A step with a second a page for copies in each direction, and so many for each page that a task touches."""
-    return TimedStep(plan, lambda planned: {task: seconds_of(task, speed) for task in planned.tasks}, pages_of, pages_of)
+    return time_bound.TimedStep(plan, lambda planned: {task: seconds_of(task, speed) for task in planned.tasks}, pages_of, pages_of)
 
 
 def pages_of(nbytes: int) -> float:
@@ -135,7 +155,7 @@ def test_no_planned_step_is_faster(numbers: Any, again: int, extra: int, speed: 
         return Pace({task: seconds_of(task, speed) for task in planned.tasks}, PAGE, PAGE, duplex=True)
 
     chosen = plan_order(made_again, order, memory=memory, last=BOUNDLESS, computes_on_last=False, pace=pace)
-    positions = order_in(plan, chosen)
+    positions = time_bound.order_in(plan, chosen)
     assert sorted(positions) == list(range(len(plan.tasks)))
     bound = timed(plan, speed).least_seconds(positions, memory)
     taken = [
@@ -196,4 +216,4 @@ def test_the_order_of_a_planned_step_leaves_clones_out() -> None:
     assert len(again.tasks) == 1 + len(plan.tasks)
     for name in candidates(again):
         chosen = plan_order(again, name, memory=14 * PAGE, last=BOUNDLESS, computes_on_last=False)
-        assert order_in(plan, chosen) == list(range(len(plan.tasks)))
+        assert time_bound.order_in(plan, chosen) == list(range(len(plan.tasks)))

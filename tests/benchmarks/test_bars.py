@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from support.bounds import byte_bound, trace_of
 
 from nntask.config.settings import ModelSettings, TilingSettings, TrainSettings
 from nntask.models.gpt2 import GPT2Config
@@ -16,9 +17,7 @@ from scheduler.core.step_plan import StepPlan
 from scheduler.planning.choose_order import AUTO, PlannedOrder, plan_order
 from scheduler.planning.ordered_step import SUBMISSION
 from scheduler.simulation.virtual_time import Simulation, simulate
-from wrappers.cli.bench.access_trace import trace_of
-from wrappers.cli.bench.byte_bound import lower_bound
-from wrappers.cli.bench.standard import captured
+from wrappers.cli.bench.captured_steps import captured
 
 CONFIG = GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 BOUNDLESS = 1 << 50
@@ -59,7 +58,7 @@ def test_few_bytes(part: int) -> None:
         return order, sum(found.moved_bytes.values())
 
     order, ours = moved(AUTO, "prio", "next-use")
-    bound = lower_bound(trace_of(order.plan, range(len(order.plan.tasks))), budget).total
+    bound = byte_bound.lower_bound(trace_of(order.plan, range(len(order.plan.tasks))), budget).total
     assert bound <= ours <= 1.15 * bound
     assert ours <= 0.6 * moved(SUBMISSION, "eager", "lru")[1]
 

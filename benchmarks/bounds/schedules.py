@@ -1,10 +1,11 @@
-"""``nntask bench sched``: seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, with lower bounds.
+"""Seconds and bytes of a step under every scheduling policy on imaginary machines, in virtual time, with lower bounds.
 
 The bounds are those of `scheduler.planning.bounds` for devices with a link of their own each.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -82,13 +83,13 @@ def _machine(settings: SchedSettings, count: int, policies: list[str]) -> dict[s
     """Return the figures of one machine under every policy."""
     import gc
 
+    from jobs import captured, on_devices
+
     from nntask import UsageError
     from nntask.config import ModelSettings, TilingSettings, parse_rate
     from nntask.hardware import durations
     from nntask.planning import order_on
     from scheduler.planning import Pace, lower_bounds
-
-    from .standard import captured, on_devices
 
     model = ModelSettings(model=settings.model, seq_len=settings.seq_len)
     tiling = TilingSettings(batch=settings.batch, minibatch=settings.minibatch)
@@ -153,3 +154,9 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
                 yield f"{name} {row['refusal']}"
             else:
                 yield f"{name} {row['seconds']:9.3f} s  {row['over_bound']:5.2f} x bound  {row['moved_bytes'] / 1e9:9.2f} GB moved"
+
+
+if __name__ == "__main__":
+    from jobs import main
+
+    sys.exit(main(SchedSettings, run))

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-
-from .access_trace import AccessTrace
-from .linear_program import Indices, LinearProgram, Numbers
+from access_trace import AccessTrace
+from linear_program import Indices, LinearProgram, Numbers
 
 UNIT: Final = 1 << 20
 """Bytes per unit of the linear program, which improves its conditioning."""

@@ -1,4 +1,4 @@
-"""``nntask bench bound``: seconds of a planned step on an imaginary device, compared with a lower bound over all ways to keep, move and recompute
+"""Seconds of a planned step on an imaginary device, compared with a lower bound over all ways to keep, move and recompute
 its data (`time_bound`; needs SciPy).
 
 The plan and its seconds are those of `nntask plan` with `--recompute auto`; the time is virtual. A bound holds for one order of the recorded step.
@@ -9,15 +9,16 @@ always exactly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 if TYPE_CHECKING:
+    from time_bound import TimedStep
+
     from nntask.hardware import MachineModel
     from scheduler.planning import PlannedOrder
-
-    from .time_bound import TimedStep
 
 PLANNED: Final = "as planned"
 """The order in which the plan executes the tasks of the recorded step, if no candidate is the same."""
@@ -59,15 +60,15 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
     """
     from importlib.util import find_spec
 
+    from jobs import on_devices, run_of
+
     from nntask import DoesNotFit, UsageError
     from nntask.config import ModelSettings, TilingSettings
     from nntask.hardware import parse_devices
     from nntask.planning import capture, no_collections, order_or_needs, plan_step, with_few_tasks
 
-    from .standard import on_devices, run_of
-
     if find_spec("scipy") is None:
-        raise UsageError('nntask bench bound solves linear programs with SciPy, which is not installed; pip install -e ".[bench]"')
+        raise UsageError('the bound is a linear program for SciPy, which is not installed; pip install -e ".[bench]"')
     parse_devices(settings.device, "--device")
     model = ModelSettings(model=settings.model, dtype=settings.dtype, seq_len=settings.seq_len)
     tiling = TilingSettings(batch=settings.batch, minibatch=settings.minibatch)
@@ -88,10 +89,10 @@ def run(settings: BoundSettings) -> tuple[dict[str, Any], list[str]]:
 
 def _timed(plan: Any, target: MachineModel) -> TimedStep:
     """Return the step with the seconds of its tasks and copies on the one device of a machine."""
+    from time_bound import TimedStep
+
     from nntask.hardware import pace_on
     from scheduler.machine import NodeId
-
-    from .time_bound import TimedStep
 
     (device,), host, models = (NodeId(node) for node in target.compute_nodes), NodeId(0), target.models
     return TimedStep(
@@ -104,9 +105,9 @@ def _timed(plan: Any, target: MachineModel) -> TimedStep:
 
 def _bounds(step: TimedStep, order: PlannedOrder, target: MachineModel) -> dict[str, Any]:
     """Return the seconds of all tasks, the bounds of all orders with and without recomputation, and the smallest bound with recomputation."""
-    from scheduler.planning import candidates
+    from time_bound import order_in
 
-    from .time_bound import order_in
+    from scheduler.planning import candidates
 
     orders, planned = candidates(step.plan), order_in(step.plan, order)
     same = next((name for name, positions in orders.items() if positions == planned), None)
@@ -136,3 +137,9 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     for row in figures["bounds"]:
         mark = "  (the plan's)" if row["is_planned"] else ""
         yield f"  {row['order']:13} {row['seconds']:9.4g} s, with nothing made again {row['seconds_without_recompute']:9.4g} s{mark}"
+
+
+if __name__ == "__main__":
+    from jobs import main
+
+    sys.exit(main(BoundSettings, run))

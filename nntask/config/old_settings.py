@@ -1,0 +1,94 @@
+"""Settings of earlier versions: their types, the present settings that replace them, and the answer to their flags.
+
+Files and checkpoints with these names keep their meaning. Timed loops, printed sums and files written at the end are gone: `lost` names them, and
+`examples/gpt2_custom_training.py` still takes their flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+_StorageDtype = Literal["fp32", "fp16", "bf16"]
+_EXAMPLE: Final = "use examples/gpt2_custom_training.py, which takes NNTile's flags"
+_EXPORT: Final = "write it from the run's checkpoint after training, with nntask export"
+
+
+class Old(NamedTuple):
+    """A setting that earlier versions had.
+
+    Args:
+        kind: type of its values.
+        without_effect: value that asked for nothing.
+        instead: replacement of its flag, as the end of a sentence.
+    """
+
+    kind: Any
+    without_effect: Any
+    instead: str
+
+
+_OLD: Final[Mapping[str, Old]] = {
+    "fp32_fast_tf32": Old(bool, False, "use --dtype tf32"),
+    "flashattention": Old(bool, True, "drop it, since --attention flash is the default"),
+    "gpu_attention": Old(Literal["own", "cudnn", "auto"], "own", "use --attention flash, cudnn or auto"),
+    "redux": Old(bool, False, "use --lanes 4"),
+    "start_lr": Old(float, 0.0, "use --warmup-start-lr"),
+    "full_lr_iter": Old(int, 1, "use --warmup-steps, with --warmup-start-lr for the learning rate of step 1"),
+    "loss_reduction": Old(Literal["mean", "sum"], "mean", f"drop it, since losses are means, or for printed sums {_EXAMPLE}"),
+    "nepochs_warmup": Old(int, 0, "add its passes to --nepochs"),
+    "nforward": Old(int, 0, f"for timed loops {_EXAMPLE}"),
+    "nforward_warmup": Old(int, 0, f"for timed loops {_EXAMPLE}"),
+    "nbackward": Old(int, 0, f"for timed loops {_EXAMPLE}"),
+    "nbackward_warmup": Old(int, 0, f"for timed loops {_EXAMPLE}"),
+    "restrict": Old(Literal["none", "cpu", "cuda"], "none", "use --ngpu -1 to require a GPU, or --ngpu 0 to use none"),
+    "strict": Old(bool, False, "use --ncpu 0, which refuses tasks that no GPU can run"),
+    "load_checkpoint": Old(str, "", "use --init-from, which takes a safetensors file of weights, too"),
+    "save_checkpoint": Old(str, "", f"{_EXPORT} RUN FILE --format weights"),
+    "save_checkpoint_dtype": Old(_StorageDtype, "fp32", "use nntask export --dtype"),
+    "load_optimizer": Old(str, "", "continue with the optimizer state of a run by --resume RUN"),
+    "save_optimizer": Old(str, "", f"{_EXPORT} RUN FILE --format optimizer"),
+    "save_optimizer_dtype": Old(_StorageDtype, "fp32", "use nntask export --dtype"),
+}
+OLD_SETTINGS: Final[Mapping[str, Any]] = {name: old.kind for name, old in _OLD.items()}
+"""Name of an old setting -> type of its values."""
+INSTEAD: Final[Mapping[str, str]] = {
+    **{name.replace("_", "-"): old.instead for name, old in _OLD.items()},
+    "no-flashattention": "use --attention stored",
+}
+"""Removed flag without dashes -> what to type instead, as the end of a sentence."""
+_LOST: Final = ("loss_reduction", "nforward", "nforward_warmup", "nbackward", "nbackward_warmup", "strict", "save_checkpoint", "save_optimizer")
+
+
+def translated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their present names.
+
+    Args:
+        values: present or old name of a setting -> value, of the right type.
+    """
+    asked = {name: values[name] for name, old in _OLD.items() if name in values and values[name] != old.without_effect}
+    new = {name: value for name, value in values.items() if name not in _OLD}
+    if "fp32_fast_tf32" in asked:
+        new["dtype"] = "tf32"
+    if "flashattention" in asked or "gpu_attention" in asked:
+        new["attention"] = "stored" if "flashattention" in asked else asked["gpu_attention"]
+    if "redux" in asked and new.get("lanes") is None:
+        new["lanes"] = 4
+    if new.get("optimizer") == "fusedadamw":
+        new["optimizer"] = "adamw"
+    if "full_lr_iter" in asked:
+        new |= {"warmup_steps": asked["full_lr_iter"], "warmup_start_lr": values.get("start_lr", 0.0)}
+    if "nepochs_warmup" in asked:
+        new["nepochs"] = new.get("nepochs", 0) + asked["nepochs_warmup"]
+    if "restrict" in asked and new.get("ngpu") is None:
+        new["ngpu"] = 0 if asked["restrict"] == "cpu" else -1
+    if "load_checkpoint" in asked:
+        new["init_from"] = asked["load_checkpoint"]
+    return new
+
+
+def lost(values: Mapping[str, Any], source: str) -> Iterator[str]:
+    """Yield a sentence for each old setting in `values` that asks for something which training no longer does."""
+    for name in _LOST:
+        if name in values and values[name] != _OLD[name].without_effect:
+            yield f"{name} in {source} has no effect; {_OLD[name].instead}"

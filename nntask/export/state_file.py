@@ -1,0 +1,65 @@
+"""Export of a checkpoint's own tensors, under nntask's names, as one safetensors file: the weights or the optimizer state."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Final, Literal
+
+from ..checkpoints.store import MODEL, OPTIMIZER, Checkpoint
+from ..errors import DataError, StorageError, UsageError
+from ..io.atomic_write import written_aside
+from ..io.safetensors_file import STORAGE, TensorFile
+from ..io.writable import check_writable
+from .huggingface import Exported, as_stored, new_file, pieces
+
+_FILES: Final = {"weights": MODEL, "optimizer": OPTIMIZER}
+
+
+def check_state_file(path: Path, *, force: bool) -> None:
+    """Check that a file may be written to `path`, without creating it.
+
+    Raises:
+        UsageError: the path exists and `force` is false, it is not a safetensors file, or it cannot be written.
+    """
+    if path.exists():
+        if not force:
+            raise UsageError(f"{path} exists; name another file, or replace it with --force")
+        try:
+            TensorFile(path).close()
+        except DataError:
+            raise UsageError(f"{path} exists and is not a safetensors file, and no other is overwritten; name another file, or remove it") from None
+    check_writable(path, "")
+
+
+def export_state(source: Checkpoint, path: Path, *, content: Literal["weights", "optimizer"], dtype: str, force: bool = False) -> Exported:
+    """Write the weights or the optimizer state of a checkpoint to a file.
+
+    Args:
+        source: checkpoint to export; of one with adapters, the weights are those of the adapters.
+        path: file to write.
+        content: tensors to write.
+        dtype: "fp32", "fp16", "bf16", or "auto" for the element type of each tensor in the checkpoint.
+        force: whether to replace an existing safetensors file.
+
+    Raises:
+        UsageError: `check_state_file` refuses the file, or a value is too large for `dtype`.
+        DataError: the checkpoint is broken.
+        Diverged: a value is not finite.
+        StorageError: the disk is full or failed; an existing file is kept.
+    """
+    check_state_file(path, force=force)
+    source.verify(_FILES[content])
+    with TensorFile(source.path / _FILES[content]) as file:
+        ranges = file.ranges()
+    kinds = {name: each.dtype if dtype == "auto" else STORAGE[dtype] for name, each in ranges.items()}
+    try:
+        with written_aside(path) as new:
+            targets = new_file(new, {name: (each.shape, kinds[name]) for name, each in ranges.items()}, {})
+            for name, each in ranges.items():
+                for window, piece in pieces(each, kinds[name]):
+                    targets[name][window].write(as_stored(name, piece, kinds[name]))
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; make room or name another file") from error
+    sizes = {name: prod(each.shape) for name, each in ranges.items()}
+    return Exported((path.name,), sum(size * kinds[name].itemsize for name, size in sizes.items()), sum(sizes.values()))

@@ -1,0 +1,170 @@
+"""NNTile's command line in `examples/gpt2_custom_training.py`: every flag of its table, its lines and its files."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.commands import numbers, same_state
+
+from wrappers.cli.options.flags import ELSEWHERE, scan, table_of
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "gpt2_custom_training.py"
+EXAMPLE = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+SMALL = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3}
+FLAGS = "--config-path=small.json --dataset=text --dataset-path=text --tokenizer=bytes --batch=4 --minibatch=2 --lr=1e-3 --sample-tokens=0"
+SHARED = {
+    *("config-path", "tokenizer", "tokenizer-path", "batch", "minibatch", "minibatch-tile", "seq-tile", "embd-tile", "inner-tile", "head-tile"),
+    *("vocab-tile", "dtype", "dataset", "dataset-path", "dataset-select", "optimizer-eps", "weight-decay", "lr"),
+}
+"""NNTile's flags that are nntask's, too."""
+TRANSLATED = [
+    ("--optimizer=fusedadamw", {"optimizer": "adamw"}),
+    ("--optimizer=sgd", {"optimizer": "sgd"}),
+    ("--flashattention", {"optimizer": "adamw"}),
+    ("--no-flashattention", {"optimizer": "adamw", "attention": "stored"}),
+    ("--redux", {"optimizer": "adamw", "lanes": 4}),
+    ("--fp32-fast-tf32", {"optimizer": "adamw", "dtype": "tf32"}),
+    ("--restrict=none", {"optimizer": "adamw"}),
+    ("--restrict=cpu", {"optimizer": "adamw", "ngpu": 0}),
+    ("--restrict=cuda", {"optimizer": "adamw", "ngpu": -1}),
+    ("--start-lr=1e-5 --full-lr-iter=10", {"optimizer": "adamw", "warmup-start-lr": 1e-5, "warmup-steps": 10}),
+    ("--full-lr-iter=1", {"optimizer": "adamw", "warmup-start-lr": 0.0, "warmup-steps": 1}),
+    ("--nepochs=2 --nepochs-warmup=1", {"optimizer": "adamw", "nepochs": 3}),
+    ("--nforward=1 --nforward-warmup=1 --nbackward=1 --nbackward-warmup=1 --loss-reduction=sum", {"optimizer": "adamw"}),
+    ("--load-checkpoint=a --save-checkpoint=b --save-checkpoint-dtype=bf16", {"optimizer": "adamw"}),
+    ("--load-optimizer=a --save-optimizer=b --save-optimizer-dtype=fp16", {"optimizer": "adamw"}),
+]
+
+
+@pytest.fixture
+def here(folder: Path, text: Path) -> Path:
+    """A directory with a small config and some text."""
+    (folder / "small.json").write_text(json.dumps({**SMALL, "resid_pdrop": 0.1}))
+    return folder
+
+
+def run(*argv: str) -> int:
+    """The exit code of the example."""
+    code: int = EXAMPLE.main([*FLAGS.split(), "--ncpu=2", *argv])
+    return code
+
+
+def flags_of(words: str, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """Flags of ``nntask train`` that NNTile's mean."""
+    from nntask.config import TrainSettings
+
+    args, rest = EXAMPLE.parser().parse_known_args(words.split())
+    values, _ = scan(EXAMPLE.translated(args, rest, environ or {}), table_of(TrainSettings))
+    return values
+
+
+@pytest.mark.parametrize(("words", "values"), TRANSLATED)
+def test_a_flag_of_nntile_is_translated(words: str, values: dict[str, Any]) -> None:
+    """To the flags of ``nntask train``; those of habits are kept by the example."""
+    assert flags_of(words) == values
+
+
+def test_every_flag_of_nntile_is_known() -> None:
+    """It is translated, shared, or answered with what to use instead."""
+    from nntask.config import TrainSettings
+
+    table = table_of(TrainSettings)
+    known = {option.removeprefix("--") for action in EXAMPLE.parser()._actions for option in action.option_strings}
+    tested = {word.removeprefix("--").partition("=")[0] for words, _ in TRANSLATED for word in words.split()}
+    assert known - {"-h", "help", "no-redux", "no-fp32-fast-tf32"} == tested
+    assert set(table) >= SHARED
+    assert {"logger", "logger-server-addr", "logger-server-port"} <= set(ELSEWHERE)
+    assert flags_of("--restrict=cuda", {"STARPU_NCUDA": "2"}) == {"optimizer": "adamw"}
+    assert flags_of("--restrict=cuda", {"STARPU_NCUDA": "0"})["ngpu"] == -1
+
+
+def test_the_lines_of_nntile(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Timed loops, amounts of data, summed losses, and the end; warm-up epochs train and do not count there."""
+    (here / "text" / "more.txt").write_text("")
+    argv = "--nepochs=1 --nepochs-warmup=1 --nforward=2 --nforward-warmup=1 --nbackward=1 --loss-reduction=sum --dataset-select=3 --run-dir=a"
+    assert run(*argv.split(), "--minibatch-tile=2", "--optimizer-eps=1e-8", "--start-lr=0", "--full-lr-iter=4") == 0
+    out = capsys.readouterr().out
+    lines = (
+        *("nntask forward time: ", "nntask forward throughput (tokens/sec):  ", "nntask forward performance: ", "nntask backward time: "),
+        *("nntask backward throughput (tokens/sec):  ", "nntask backward performance: ", "Total train batches: ", "Total train sequences: "),
+        *("Total train tokens: ", "Training time: ", "Training throughput tokens/sec: ", "Training performance: ", "Loss on the last batch: "),
+    )
+    places = [out.index(line) for line in lines]
+    assert places == sorted(places)
+    batches = int(out.partition("Total train batches: ")[2].partition("\n")[0])
+    rows = [json.loads(line) for line in (here / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * batches
+    assert [row["lr"] for row in rows[:5]] == pytest.approx([0.0, 1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
+    assert rows[0]["loss"] == pytest.approx(64 * np.log(257), rel=0.05)
+    timed = float(out.partition("Training time: ")[2].split()[0])
+    assert timed == pytest.approx(sum(row["seconds"] for row in rows[batches:]))
+
+
+def test_timed_loops_alone_train_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in NNTile, where --nepochs is 0."""
+    assert run("--nbackward=1", "--run-dir=a") == 0
+    out = capsys.readouterr().out
+    assert "nntask backward time: " in out
+    assert "forward time" not in out.replace("backward", "")
+    assert "step 1" not in out
+    assert not (here / "a" / "checkpoints").exists()
+
+
+def test_a_signal_ends_the_loops(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No pass begins after it, no further line is printed, and nothing is saved."""
+    passes: list[str] = []
+
+    def stopped() -> bool:
+        return len(passes) == 4
+
+    assert EXAMPLE.seconds_of(lambda: passes.append("f"), 1, 2, stopped) is not None
+    assert EXAMPLE.seconds_of(lambda: passes.append("b"), 0, 9, stopped) is None
+    assert passes == ["f", "f", "f", "b"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_files_that_are_saved_are_loaded(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights and optimizer state, at the end and at the start, by any name; a run from both equals one from the checkpoint's."""
+    assert run("--steps=2", "--run-dir=first", "--save-checkpoint=w", "--save-optimizer=o") == 0
+    files = "--load-checkpoint=w --load-optimizer=o"
+    assert run("--steps=3", "--run-dir=a", *files.split()) == 0
+    assert run("--steps=1", "--run-dir=weights", "--load-checkpoint=w", "--save-checkpoint=w", "--save-checkpoint-dtype=bf16") == 0
+    assert {array.dtype.name for array in load_file(here / "w").values()} == {"bfloat16"}
+    assert run("--steps=2", "--run-dir=again", "--save-checkpoint=w2", "--save-optimizer=o2") == 0
+    assert run("--steps=3", "--run-dir=b", "--load-checkpoint=w2", "--load-optimizer=o2") == 0
+    assert same_state(here / "a" / "latest", here / "b" / "latest")
+    assert numbers(here / "a")[0][1] == numbers(here / "weights")[0][1]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        ("--restrict=cuda", 2, "--restrict=cuda needs a GPU"),
+        ("--load-checkpoint=none", 4, "cannot read none: "),
+        ("--load-optimizer=none", 4, "cannot read none: "),
+        ("--load-checkpoint=pickle.pt", 4, "torch pickle"),
+        ("--save-checkpoint=small.json", 2, "small.json exists and is not a safetensors file"),
+        ("--save-optimizer=small.json", 2, "small.json exists and is not a safetensors file"),
+        ("--save-checkpoint=w --save-every=0", 2, "--save-every 0 writes none; drop --save-every"),
+        ("--nforward=1 --dask=local:2 --lanes=2", 2, "drop --dask"),
+        ("--train=lora:2 --load-checkpoint=w", 2, "both say where to begin"),
+        ("--logger", 2, "--logger is not offered: --report-to tensorboard"),
+    ],
+)
+def test_mistakes_are_one_line(argv: str, code: int, words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is computed or written."""
+    (here / "pickle.pt").write_bytes(b"PK\x03\x04" + b"\0" * 30)
+    assert run("--steps=1", *argv.split()) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (here / "runs").exists()
