@@ -50,7 +50,7 @@ def runtime_for(run: LanguageRun, trace: Trace | None = None) -> Runtime:
         DoesNotFit, StorageError: `open_runtime` raises it.
     """
     observe = run.settings.observe
-    if trace is None and (observe.trace or run.traced is not None):
+    if trace is None and (observe.trace or observe.trace_steps):
         trace = Trace(active=run.traced is None)
     runtime = open_runtime(run.machine, dtype=run.model.dtype, lanes=run.step.lanes, trace=trace)
     if run.settings.run.check_finite:

@@ -212,7 +212,7 @@ def test_data_does_not_appear_twice() -> None:
     """An adopted handle cannot be adopted again."""
     program = Program(ram=4)
     handle = program.adopt("x", 1)
-    with pytest.raises(InvalidEvent, match="cannot appear"):
+    with pytest.raises(InvalidEvent, match="no data can appear"):
         program.bring(HandleAdopted(handle))
 
 

@@ -462,7 +462,7 @@ def test_two_nodes_on_one_card() -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ("", "--transport nccl is about a Dask cluster; add --dask ADDRESS, or drop it"),
+        ("", "--transport nccl is about a Dask cluster; add --dask ADDRESS or --dask local:2, or drop it"),
         (
             "--dask=local:2",
             "--transport nccl takes a GPU for each node, and the workers of --dask local:2 share those of this machine; start each",

@@ -295,7 +295,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
         ([str(tmp_path / "none")], 4, "none is no directory; give the directory of a run"),
         ([str(tmp_path / "empty")], 4, "empty has no metrics.jsonl; give the directory of a run"),
         ([str(folder), "--steps=1:2"], 2, "--steps must name steps that were traced, got 1:2, and steps 3 to 4 were"),
-        ([str(folder), "--steps=4"], 2, "--steps must be A:B with 1 <= A <= B, got '4'"),
+        ([str(folder), "--steps=4"], 2, "--steps must be all, or A:B with 1 <= A <= B, got '4'"),
         ([str(folder), f"--trace={tmp_path}/none"], 4, "cannot be read: No such file or directory; name another one with --trace"),
         ([str(folder), f"--output={tmp_path}/none/a.html"], 2, f"there is no directory {tmp_path}/none; make it, or choose another place"),
         ([str(folder), f"--output={tmp_path}"], 2, f"--output {tmp_path} is a directory; give a file"),
