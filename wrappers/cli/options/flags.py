@@ -190,9 +190,10 @@ def _read_flag(token: str, rest: list[str], table: Table) -> Iterator[tuple[str,
             text = OPTIONAL_VALUE[name]
         else:
             raise UsageError(f"--{name} needs a value, as in --{name}={flag.example}")
-    if (suffix := SUFFIXES.get(flag.field)) is not None:
-        other = suffix.flag.replace("_", "-")
-        raise UsageError(f"--{name} {text} is now the second part of another flag; use --{other} {table[other].example}{suffix.separator}{text}")
+    suffix = SUFFIXES.get(flag.field)
+    whole = None if suffix is None else table.get(suffix.flag.replace("_", "-"))
+    if suffix is not None and whole is not None:  # a command without that flag has one of its own, such as report --trace
+        raise UsageError(f"--{name} {text} is now the second part of another flag; use --{whole.name} {whole.example}{suffix.separator}{text}")
     yield from values_of(flag, text, f"--{name}", table).items()
 
 
