@@ -118,7 +118,7 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
 
 
 def adapted(model: LanguageModel) -> dict[str, dict[str, Linear]]:
-    """Return module name in the family's files -> {name: our layer}, for the layers whose weights the module joins, in the order of its columns."""
+    """Return the adapted layers by the module of the family's files that joins their weights: module -> {name: our layer}, in column order."""
     layers = _adaptable(model)
     factors = _factors(layers)
     base = {name: p.shape for name, p in model.named_parameters().items() if id(p) not in factors}

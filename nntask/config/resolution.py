@@ -99,7 +99,7 @@ def resolve_untiled(settings: TrainSettings, config: LanguageConfig, resumed: Ch
 
 
 def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint | None, machine: MachineSpec) -> dict[str, Any]:
-    """Return the fields of `LanguageRun` that any model has."""
+    """Return the fields of `LanguageRun` that models with and without tiles share."""
     optimizer, begin = settings.optimizer, settings.checkpoints
     lr, warmup_steps = known(optimizer.lr), known(optimizer.warmup_steps)
     is_continued = resumed is not None or bool(begin.resume)
@@ -147,7 +147,9 @@ def _terms(settings: TrainSettings, config: LanguageConfig, resumed: Checkpoint 
 def sized(
     settings: TrainSettings, config: ModelConfig, resumed: Checkpoint | None, device_class: Callable[[], str]
 ) -> tuple[TrainSettings, TrainSettings, ModelTiling]:
-    """Return the settings with every default filled in, the same with every tile size a number, and the tiling; for a resumed run, its own.
+    """Return the settings with every default filled in, these settings with every tile size as well, and the tiling.
+
+    A resumed run keeps the tile sizes of its checkpoint.
 
     Args:
         device_class: function that returns the key of the built-in table of tiles; called after the rules between values are checked.
@@ -263,7 +265,7 @@ def name_of(settings: TrainSettings) -> str:
 
 
 def directory_of(settings: TrainSettings, resumed: Checkpoint | None) -> Path:
-    """Return the directory of a run: the checkpoint's, relative to the working directory if below it; the flag's; else a new one in runs/."""
+    """Return the directory of a run: that of the resumed checkpoint (relative below the working directory), of --run-dir, or a new one in runs/."""
     if resumed is not None:
         here, run = Path.cwd(), run_of(resumed)
         return run.relative_to(here) if run.is_relative_to(here) else run

@@ -122,7 +122,7 @@ class Length:
     """Length of training: `steps` steps, or if that is 0 `epochs` passes over the data.
 
     Args:
-        warmup_epochs: number of first passes of these that do not count in the closing figures.
+        warmup_epochs: number of passes at the beginning, among `epochs`, that the closing figures leave out.
     """
 
     steps: int

@@ -39,7 +39,7 @@ class ModelSettings:
 
     @property
     def gpu_attention(self) -> Literal["own", "cudnn", "auto"]:
-        """Library that computes attention on GPUs: nntask's kernels, cuDNN, or the faster one, before it is known which."""
+        """Library that computes attention on GPUs: nntask's kernels, cuDNN, or "auto" until the faster one is measured."""
         return self.attention if self.attention in ("cudnn", "auto") else "own"
 
 
@@ -303,7 +303,7 @@ def known(value: T | None) -> T:
 
 
 def differences(stored: TrainSettings, now: TrainSettings) -> list[str]:
-    """Return flags of the locked groups whose values differ, as "--flag (was, is)", for resolved settings. Names of models and paths do not count."""
+    """Return the flags that a resumed run may not change and that differ, as "--flag (was A, is B)"; names of models and paths may change."""
     found = []
     for group in LOCKED:
         before, after = getattr(stored, group), getattr(now, group)
@@ -324,7 +324,7 @@ def typed(group: Any, name: str) -> str:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting, for messages; of one in `SUFFIXES`, its part of the flag."""
+    """Return the name of a setting for messages: its flag, or for one in `SUFFIXES` its part of a flag, such as "FILE in --trace-steps"."""
     suffix = SUFFIXES.get(name)
     return f"--{name.replace('_', '-')}" if suffix is None else f"{suffix.name} in --{suffix.flag.replace('_', '-')}"
 

@@ -42,7 +42,7 @@ def _in_blocks(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig
 
 
 def in_tiles(settings: TrainSettings, tiling: ModelTiling, config: ModelConfig) -> tuple[TrainSettings, ModelTiling]:
-    """Return filled settings with the sizes of `tiling` for those that are open, and the tiling; the settings no longer say where sizes are from."""
+    """Return filled settings whose open tile sizes are taken from `tiling`, and the resulting tiling. `auto_tile` and `tile_table` are reset."""
     cut = settings.tiling
     sizes = {name: getattr(tiling, name) if getattr(cut, name) is None else getattr(cut, name) for name in TILE_FLAGS}
     tiling = ModelTiling(**sizes).resolve(config, cut.minibatch, known(settings.model.seq_len))

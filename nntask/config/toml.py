@@ -10,7 +10,7 @@ _OF_ONE_START: Final = frozenset({"run_dir", "resume", "dry_run"})
 
 
 def to_toml(settings: Any) -> str:
-    """Return `settings` (groups of values) as TOML, one section per group, without unset values and without those of `_OF_ONE_START`."""
+    """Return `settings` (groups of values) as TOML, one section per group, without unset values and those that belong to a single start."""
     lines: list[str] = []
     for group in dataclasses.fields(settings):
         inner = getattr(settings, group.name)

@@ -125,7 +125,7 @@ class Answers:
     def _behind_prompt(self, at: int, begin: int) -> int:
         """Return the beginning of answer `at`, whose content begins at `begin`.
 
-        It is the end of the prompt for the answer, or of the longest beginning of the prompt (more than half of it) that the text has.
+        It is the end of the prompt for the answer, or of the longest beginning of the prompt (more than half of it) that the text contains.
         """
         prompt, floor = self._prompt(at), 0
         if at:

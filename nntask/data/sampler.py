@@ -44,7 +44,9 @@ class Examples(Protocol):
         """Return the error message for fewer sequences than `batch`."""
 
     def arrays(self, numbers: npt.NDArray[np.int64], epoch: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of some sequences, except `factor`; a sequence depends only on its number, the epoch and the seed.
+        """Return the arrays of some sequences, except `factor`, which needs the whole batch.
+
+        A sequence depends only on its number, the epoch and the seed.
 
         Args:
             numbers: (n,) int64, numbers of the sequences.
@@ -162,8 +164,8 @@ class BatchStream:
         seed: seed of the shuffling.
         cursor: position of the first batch; None for the beginning.
         select: number of sequences to use, from the first; -1 for all.
-        rows: indices of the sequences of each batch to return; None for all. The others are read only if a batch has a `factor`, which depends on the
-            whole batch. If `rows` is empty, nothing is read.
+        rows: indices of the sequences of each batch to return; None for all. The others are read only if a batch has the array `factor`
+            (1 / number of targets), which depends on the whole batch. If `rows` is empty, nothing is read.
 
     Raises:
         DataError: there are fewer than `batch` sequences.
@@ -215,14 +217,15 @@ class BatchStream:
 
 
 def with_factor(batch: Batch) -> Batch:
-    """Return the batch with `factor`, which is computed from all of its targets."""
+    """Return the batch with the array `factor`, 1 / (number of targets that are not ignored)."""
     return Batch({**batch.arrays, "factor": factor_of(batch.targets)}, batch.begin)
 
 
 def in_order(examples: Examples, batch: int, num_batches: int) -> list[Batch]:
-    """Return the first `num_batches` batches of B sequences of validation data, fewer if the data are short. They have no `factor`.
+    """Return the first `num_batches` batches of B sequences of validation data, fewer if the data are short.
 
-    A last batch with too few sequences is padded with zeros, and with targets of -1, which the loss ignores.
+    A last batch with too few sequences is padded with zeros, and with targets of -1, which the loss ignores. The batches lack the array `factor`,
+    because validation sums losses and divides the total.
     """
     total = examples.num_sequences
     batches = []

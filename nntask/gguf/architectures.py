@@ -29,11 +29,11 @@ class Architecture:
         name: value of general.architecture.
         model_types: our families that are written with it; a file is read as the first, unless its keys determine another.
         blocks: prefix of the names of blocks in transformers' files.
-        inside: module of a block in transformers' files -> its name here.
+        inside: module of a block in transformers' files -> its name in GGUF files.
         outside: other modules.
         transposed: names of modules whose matrices are (in, out) in transformers' files.
         paired: whether rows of queries and keys are in pairs.
-        norm_shift: number that is added to the weights of norms here.
+        norm_shift: number that GGUF files add to the weights of norms.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Architecture:
         object.__setattr__(self, "theirs", swapped)
 
     def name_here(self, name: str) -> str | None:
-        """Return the name here of a tensor of transformers' files; None if it has none."""
+        """Return the name in GGUF files of a tensor of transformers' files; None if it has none."""
         path, _, kind = name.rpartition(".")
         if path in self.outside:
             return f"{self.outside[path]}.{kind}"
@@ -69,15 +69,15 @@ class Architecture:
         return f"{self.theirs[path]}.{kind}" if path in self.theirs else name
 
     def is_transposed(self, name: str) -> bool:
-        """Return whether the matrix of a name here is (in, out) in transformers' files."""
+        """Return whether the matrix with this name in GGUF files is (in, out) in transformers' files."""
         return name.endswith(tuple(f".{short}.weight" for short in self.transposed))
 
     def is_paired(self, name: str) -> bool:
-        """Return whether the rows of a name here are in pairs."""
+        """Return whether the rows of the matrix with this name in GGUF files are in pairs."""
         return self.paired and name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
 
     def shift(self, name: str) -> float:
-        """Return the number that is added to the values of a name here."""
+        """Return the number that GGUF files add to the values of the tensor with this name there."""
         return self.norm_shift if name.endswith("norm.weight") else 0.0
 
 

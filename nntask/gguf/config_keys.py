@@ -60,7 +60,7 @@ class _Tensors:
     """Facts about the config that are read from the tensors of a file.
 
     Args:
-        shapes: name here -> shape.
+        shapes: name in the GGUF file -> shape.
         rotary_factors: name -> values of those `architectures.ALL_FACTORS` that the file has.
         is_tied: whether the head is the embedding.
     """
@@ -81,7 +81,7 @@ def config_from(
 
     Args:
         metadata: metadata of the file.
-        shapes: name here -> shape.
+        shapes: name in the GGUF file -> shape.
         source: name of the file, for messages.
         rotary_factors: name -> values of those `architectures.ALL_FACTORS` that the file has.
         ties: whether a head in the file repeats the embedding.
@@ -145,12 +145,17 @@ def _gpt2(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _hidden(keys: Keys, tensors: _Tensors, *, eps: str = _RMS, is_partial: bool = False) -> dict[str, Any]:
-    """Return the values of all architectures except GPT-2, with `eps` as the key of the term in norms; if `is_partial`, a part of a head may turn."""
+    """Return the values of all architectures except GPT-2.
+
+    Args:
+        eps: key of the term in norms.
+        is_partial: whether a part of a head may stay without rotation.
+    """
     width, heads = keys.count("embedding_length"), keys.count("attention.head_count")
     size = keys.count("attention.key_length", width // heads)
     keys.equal("attention.value_length", size, "the size of a head")
     if not is_partial:
-        keys.equal("rope.dimension_count", size, "the size of a head, as all of it turns here")
+        keys.equal("rope.dimension_count", size, "the size of a head, as these models rotate whole heads")
     values = {
         **{name: keys.number(key) for key, name in _HIDDEN_KEYS.items()},
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
@@ -237,7 +242,7 @@ def _phi3(keys: Keys, tensors: _Tensors) -> dict[str, Any]:
 
 
 def _turned(keys: Keys, values: Values) -> float:
-    """Return the fraction of a head that turns."""
+    """Return the rotated fraction of a head."""
     size = _head_size(values)
     return float(keys.number("rope.dimension_count", size) / size)
 

@@ -96,6 +96,6 @@ def _chosen(rest: list[int], tokens: Sequence[str], words: Sequence[str]) -> int
 
 
 def unknown_ends(ends: Sequence[int], keys: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
-    """Return ends that are only in the list of all ends, so that llama.cpp continues after them."""
+    """Return the ids in `ends` at which llama.cpp does not stop, because neither a metadata key nor their word marks them as ends."""
     told = {keys.get(PREFIX + name) for name in _ENDS} | set(ends_by_word(tokens))
     return [end for end in ends if end not in told]

@@ -126,7 +126,7 @@ def _unlike(content: Mapping[str, Any]) -> str | None:
 
 
 def _unlike_bytes(content: Mapping[str, Any]) -> str | None:
-    """Return the same for a byte-level BPE."""
+    """Return why llama.cpp's tokens differ from those of a byte-level BPE, completing "which ..."; None if they are the same."""
     if rule_of(content) is None:
         step = content.get("pre_tokenizer")
         known = step if isinstance(step, Mapping) and step.get("type") == "ByteLevel" else {}
@@ -138,7 +138,7 @@ def _unlike_bytes(content: Mapping[str, Any]) -> str | None:
 
 
 def _unlike_pieces(content: Mapping[str, Any]) -> str | None:
-    """Return the same for SentencePiece's BPE."""
+    """Return why llama.cpp's tokens differ from those of SentencePiece's BPE, completing "which ..."; None if they are the same."""
     if _puts_space(content) is None:
         return "changes or cuts texts otherwise than SentencePiece"
     known = content["model"]["vocab"]

@@ -63,9 +63,10 @@ def flop_counts(
     num_source: int = 0,
     num_adapter_weights: int = 0,
 ) -> FlopCounts:
-    """Return the counts for one sequence of n tokens; a and k are d by default. If there are adapters, only they are trained.
+    """Return the counts for one sequence of n tokens. If there are adapters, only they are trained.
 
     Args:
+        a, k: width of all heads of queries together, and of all heads of keys; None for the width d.
         scored: number of tokens that the head scores; None for n.
         num_source: number of an encoder's tokens that each layer also attends to; their keys and values are not counted here.
     """
@@ -169,7 +170,7 @@ def gemm_peak(num_workers: int, dtype: str = "fp32") -> float:
 
 
 def _product(dtype: str) -> tuple[Callable[[Array, Array], None], np.dtype[Any]]:
-    """Return the product a @ a -> out of CPU workers in a type, and the type of its matrices."""
+    """Return the function a @ a -> out with which CPU workers compute products of `dtype`, and the type of the matrices that it takes."""
     from tiles.kernels import BF16, bf16_kernel, gemm, has_bf16_products
 
     native = bf16_kernel("matmul") if dtype == "bf16" and has_bf16_products() else None

@@ -68,7 +68,7 @@ def why_not_cudnn(gpus: GpuPlan) -> str:
 
 
 def time_attention(gpus: GpuPlan, dtype: str, counts: Mapping[WholeShape, tuple[int, int]]) -> AttentionSeconds:
-    """Measure both on the first device of each kind of card; takes a second or two for each.
+    """Measure the attention of nntask's kernels and of cuDNN on the first device of each kind of card; takes a second or two for each.
 
     Args:
         dtype: value of --dtype.

@@ -48,7 +48,7 @@ class Spelling:
         """Return the number of certain characters before each of `ids`, which are appended to the text.
 
         Args:
-            goes_on: predicate of a token in whose front nothing is spelled, so that runs of such tokens are spelled as a whole.
+            goes_on: predicate on tokens: if it is true, nothing is spelled before the token, so that runs of such tokens are spelled as a whole.
         """
         found, count, was_inside = [], 0, False
         for token in ids:
@@ -134,9 +134,9 @@ class TokenBytes:
 class TokenOffsets:
     """Offsets of the tokens of a text: the position of the first character that begins in a token, or of the one that contains its bytes.
 
-    A replaced character has one sign, but each byte of SentencePiece has its own sign if a run of bytes contains anything else than whole
-    characters. So an offset in such a run is unknown until its character is shown or the run ends. Characters already shown do not change, and later
-    bytes have the positions that they have in the run.
+    A broken character is usually decoded to one replacement character (U+FFFD). If a run of SentencePiece's byte tokens has anything but whole
+    characters, each byte is decoded to a replacement character of its own. So an offset in such a run is unknown until its character is shown or the
+    run ends. Characters already shown do not change, and later bytes have the positions that they have in the run.
 
     Args:
         words: bytes of tokens.

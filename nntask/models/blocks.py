@@ -151,7 +151,7 @@ class Attention(Module):
         return functional.attention(q, k, v, head_size=self.shape.head_size, scale=self.shape.scale, **more, **how)
 
     def _placed(self, x: Tensor, norm: HeadNorm | None, given: ForwardPass) -> Tensor:
-        """Return queries or keys, normed head by head and turned by their positions: (B, T, H*D) -> (B, T, H*D)."""
+        """Return queries or keys, normed head by head and rotated by their positions: (B, T, H*D) -> (B, T, H*D)."""
         rotary = self.shape.rotary
         if norm is not None:
             x = norm(x)

@@ -22,7 +22,8 @@ from ..io.json_file import read_json
 LARGEST_COUNT: Final = (1 << 31) - 1
 LARGEST_DEPTH: Final = 1 << 14
 LARGEST_CLASSES: Final = 1 << 20
-"""Largest numbers of anything, of blocks and of classes. The objects of a block take host memory before the memory check can refuse the model."""
+"""Largest value of any count, largest number of blocks, and largest number of classes. Blocks have a limit of their own because their Python objects
+take host memory before the memory check can refuse the model."""
 
 
 Check = Callable[[str, Any, str], None]
@@ -167,7 +168,7 @@ def json_type(value: object) -> str:
 
 
 def _field(check: Check, default: Any, *, or_null: bool = False, convert: Callable[[Any], Any] | None = None, is_token: bool = False) -> Any:
-    """Declare a field with a check; null is legal if it is the default or allowed."""
+    """Declare a field with a check; null is legal if it is the default, or with `or_null`."""
     takes_null = or_null or default is None
 
     def check_value(key: str, value: Any, source: str) -> None:
@@ -178,7 +179,7 @@ def _field(check: Check, default: Any, *, or_null: bool = False, convert: Callab
 
 
 def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_null: bool = False, or_zero: bool = False) -> Any:
-    """Declare a whole number from 1 to `most`; 0 is legal if it is allowed. Error messages give `usual` as an example."""
+    """Declare a config field: a whole number from 1 to `most`, or 0 with `or_zero`. Error messages give `usual` as an example."""
 
     def check(key: str, value: Any, source: str) -> None:
         if not (or_zero and type(value) is int and value == 0):
@@ -188,37 +189,37 @@ def count(usual: int, default: Any = MISSING, most: int = LARGEST_COUNT, *, or_n
 
 
 def depth(usual: int, default: Any = MISSING) -> Any:
-    """Declare a number of blocks."""
+    """Declare a config field: a number of blocks, from 1 to `LARGEST_DEPTH`."""
     return count(usual, default, LARGEST_DEPTH)
 
 
 def classes(usual: int, default: Any = MISSING, *, or_zero: bool = False) -> Any:
-    """Declare a number of classes."""
+    """Declare a config field: a number of classes, from 1 to `LARGEST_CLASSES`, or 0 with `or_zero`."""
     return count(usual, default, LARGEST_CLASSES, or_zero=or_zero)
 
 
 def positive(usual: float, default: Any = MISSING, *, or_null: bool = False) -> Any:
-    """Declare a number above 0."""
+    """Declare a config field: a number above 0."""
     return _field(partial(check_positive, usual=usual), default, or_null=or_null, convert=float)
 
 
 def probability(default: float | None) -> Any:
-    """Declare a number in [0, 1)."""
+    """Declare a config field: a number in [0, 1)."""
     return _field(check_probability, default, convert=float)
 
 
 def switch(default: bool | None) -> Any:
-    """Declare a value that is true or false."""
+    """Declare a config field: true or false."""
     return _field(check_switch, default)
 
 
 def choice(names: Collection[str], default: Any = MISSING) -> Any:
-    """Declare a choice from some strings."""
+    """Declare a config field: one of the strings `names`."""
     return _field(partial(check_choice, names=names), default)
 
 
 def token(default: int | None) -> Any:
-    """Declare the id of a token, or null; `ModelConfig` checks that the vocabulary has it."""
+    """Declare a config field: the id of a token, or null; `ModelConfig` checks that the vocabulary has it."""
 
     def check(key: str, value: Any, source: str) -> None:
         if type(value) is not int or value < 0:
@@ -228,7 +229,7 @@ def token(default: int | None) -> Any:
 
 
 def layer_kinds(kinds: Collection[str]) -> Any:
-    """Declare a list with one of `kinds` for every block, or null."""
+    """Declare a config field: a list with one of `kinds` for every block, or null."""
 
     def check(key: str, value: Any, source: str) -> None:
         if not isinstance(value, (list, tuple)) or any(kind not in kinds for kind in value):

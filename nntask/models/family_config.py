@@ -69,7 +69,7 @@ class ModelConfig:
 
     @classmethod
     def _check(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check every present value by the rule of its field, those of the shape first, then the rules between them."""
+        """Check every present value by the rule of its field, required fields first, then the rules between fields."""
         for f in sorted(fields(cls), key=lambda f: f.default is not MISSING):
             if f.name in values and "check" in f.metadata:
                 f.metadata["check"](f.name, values[f.name], source)
@@ -199,12 +199,12 @@ class ModelConfig:
         return 4 * self.n_embd if given is None else int(given)
 
     def attention_shape(self, **more: Any) -> AttentionShape:
-        """Return attention with scores divided by sqrt(D) and one deviation for all weights, unless `more` has other fields of `AttentionShape`."""
+        """Return attention with scores divided by sqrt(D) and one standard deviation for all weights, with the fields `more` replaced."""
         std, heads = self.initializer_range, {"num_heads": self.n_head, "num_kv_heads": self.n_kv_head, "head_size": self.head_size}
         return AttentionShape(**{**heads, "scale": self.head_size**-0.5, "std": std, "kv_std": std, "out_std": std, **more})
 
     def feed_forward_shape(self, activation: str, **more: Any) -> FeedForwardShape:
-        """Return a feed-forward layer without a gate, with biases and one deviation for all weights, unless `more` has other fields.
+        """Return a feed-forward layer without a gate, with biases and one standard deviation for all weights, with the fields `more` replaced.
 
         Args:
             activation: name in configs, a key of `ACTIVATIONS`.

@@ -158,7 +158,7 @@ class Names:
         return arrays
 
     def today(self, name: str) -> str:
-        """Return a name in files as transformers writes it today: with the prefix, which files of the part under it lack, and without older ends."""
+        """Return a name in files as transformers writes it today: with the prefix, which some files lack, and with `older` ends replaced."""
         for old, new in self.older.items():
             if name.endswith(old):
                 name = name.removesuffix(old) + new

@@ -62,13 +62,13 @@ class RotaryConfig(HiddenConfig):
 
     @classmethod
     def turned_size(cls, values: Mapping[str, Any]) -> int:
-        """Return the number of features of a head that turn, from checked values of all fields."""
+        """Return the number of rotated features of a head, from checked values of all fields."""
         size: int = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
         return size
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check that heads of keys divide heads of queries, and that an even number of features turns."""
+        """Check that heads of keys divide heads of queries, and that the number of rotated features is even."""
         heads, shared, size = (values[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         if shared is not None:
             check_divisible("num_attention_heads", heads, "num_key_value_heads", shared, source)
@@ -102,10 +102,10 @@ class RotaryConfig(HiddenConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRotaryConfig(RotaryConfig):
-    """Base of the configs in which a part of each head turns.
+    """Base of the configs in which a part of each head is rotated.
 
     Args:
-        partial_rotary_factor: fraction of each head's features that turns, rounded down.
+        partial_rotary_factor: rotated fraction of each head's features, rounded down.
 
     Attributes:
         factor_keys, theta_keys: older keys of partial_rotary_factor and rope_theta.
@@ -136,7 +136,7 @@ class PartialRotaryConfig(RotaryConfig):
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check that an even number of features turns."""
+        """Check that the number of rotated features is even."""
         super().check_together(values, source)
         size = super().turned_size(values)
         turned = int(size * min(values["partial_rotary_factor"], 2))  # the limit keeps the product finite
@@ -148,7 +148,7 @@ class PartialRotaryConfig(RotaryConfig):
 
     @classmethod
     def turned_size(cls, values: Mapping[str, Any]) -> int:
-        """Return the number of features of a head that turn, from checked values of all fields."""
+        """Return the number of rotated features of a head, from checked values of all fields."""
         return int(super().turned_size(values) * values["partial_rotary_factor"])
 
     def to_dict(self) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def run_backward(root: Edge, gradient: TileTensor | None) -> None:
 
 @contextmanager
 def _set(variable: ContextVar[_T], value: _T) -> Iterator[_T]:
-    """Give a variable another value inside."""
+    """Give a context variable another value inside the ``with`` block."""
     token = variable.set(value)
     try:
         yield value
@@ -257,7 +257,7 @@ def tape_enabled() -> bool:
 
 
 def no_grad() -> AbstractContextManager[object]:
-    """Leave operations inside off the tape: for evaluation and sampling."""
+    """Keep operations inside the ``with`` block off the tape: for evaluation and sampling."""
     return _set(_enabled, False)
 
 

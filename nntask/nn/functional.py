@@ -201,7 +201,7 @@ def rotary(x: Tensor, cos: TileTensor, sin: TileTensor, head_size: int, rotary_s
     Args:
         cos, sin: (T, R / 2), of the angles, rows cut like T; or (B, T, R / 2), cut like B and T, if sequences have positions of their own.
         head_size: D.
-        rotary_size: R, even: number of first features of each head that turn, in pairs (i, i + R / 2); None for D.
+        rotary_size: R, even: number of first features of each head that are rotated, in pairs (i, i + R / 2); None for D.
     """
     y = elementwise.rotary(x.data, cos, sin, head_size, rotary_size)
     return _mapped("rotary", x, y, lambda dy: elementwise.rotary(dy, cos, sin, head_size, rotary_size, inverse=True))

@@ -251,7 +251,7 @@ def kept(x: TileTensor, num_beams: int = 1) -> TileTensor:
 
 
 def source_documents(keys: TileTensor, is_text: npt.NDArray[np.integer], num_tokens: int = 1) -> tuple[TileTensor, TileTensor]:
-    """Return the documents of an `EncoderPast` over `keys` (B, S, G*D) for `num_tokens` new tokens.
+    """Return the document numbers of an `EncoderPast` over `keys` (B, S, G*D): (B, w) of w = `num_tokens` new tokens, and (B, S) of the source.
 
     Args:
         is_text: (texts, S), 1 where the source has text and 0 in its padding; each text has B / texts rows.

@@ -139,7 +139,7 @@ class Embedding(Module):
         self.weight = Parameter((num_rows, width), tile, normal(std))
 
     def __call__(self, tokens: TileTensor, first: int = 0) -> Tensor:
-        """(B, T) int32, counted from row `first` -> (B, T, C)."""
+        """Look up the rows `first` + tokens of the weight, (B, T) int32 -> (B, T, C)."""
         return functional.embedding(tokens, self.weight, first)
 
 

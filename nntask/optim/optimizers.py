@@ -44,7 +44,7 @@ class Group:
 
 
 class Options(NamedTuple):
-    """Numbers of a group that may change between steps.
+    """Learning rate, weight decay and other options of a group, which may change between steps.
 
     Attributes:
         lr: learning rate.
@@ -142,7 +142,7 @@ class Optimizer(ABC):
         return None if self.tiles_of is None else self.tiles_of[name]
 
     def prepare(self, step: int, lr: float | None = None) -> None:
-        """Write the numbers of step `step`, which counts from 1. Call it before each replay.
+        """Write the step number `step`, from 1, and the options of all groups to `hyper`. Call it before each replay.
 
         Args:
             lr: learning rate from now on.
@@ -154,7 +154,7 @@ class Optimizer(ABC):
         self.prepare_groups([step] * len(self.groups), [self.options._replace(weight_decay=group.weight_decay) for group in self.groups])
 
     def prepare_groups(self, steps: Sequence[int], options: Sequence[Options]) -> None:
-        """Write the numbers of the next step for each group; replaces `prepare`.
+        """Write the step number and the options of each group to `hyper`; replaces `prepare`.
 
         Args:
             steps: number of the step for each group's parameters, from 1; any number for a group that the step does not update.

@@ -218,7 +218,7 @@ def owners_of(buckets: Sequence[Bucket]) -> dict[tuple[int, int], int]:
 
 
 class Emission:
-    """One emission of an exchange."""
+    """Emission of the tasks of an exchange, for one recorded step."""
 
     def __init__(self, exchange: Exchange, optimizer: Optimizer) -> None:
         self.shard, self.transport, self.optimizer = exchange.shard, exchange.transport, optimizer

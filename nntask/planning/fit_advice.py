@@ -74,8 +74,8 @@ def advice(
     """Return changes, each of which would make the step fit, verified if that is quick. Settings of a resumed run's checkpoint are kept.
 
     Args:
-        full: memory that was too small although the machine has the least that the step needs; "" for none.
-        anew: function that returns the run on a machine with larger devices, if its tiles follow them.
+        full: name of a memory that filled up although its budget is at least the minimum; "" for none.
+        anew: function that returns the run on a machine with larger devices; None if tile sizes do not depend on devices.
     """
     found = more_memory(target, needs, full=full, anew=anew)
     if run.start.is_continued:
@@ -91,7 +91,7 @@ def advice(
 
 
 def more_memory(target: MachineModel, needs: Needs, *, full: str = "", anew: Callable[[MachineModel], RunConfig] | None = None) -> list[str]:
-    """Return budgets, each of which would make a step fit. The arguments are those of `advice`."""
+    """Return flags that raise budgets, such as --ram, each of which would make a step fit. The arguments are those of `advice`."""
     is_given_room = not (short := needs.short(target))
     if is_given_room:
         at = next((at for at, (name, _) in enumerate(target.nodes) if name == full), 0)
@@ -127,7 +127,7 @@ def _raised(target: MachineModel, short: Sequence[tuple[int, int]], *, is_new: b
 
 
 def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[MachineModel], RunConfig] | None) -> list[tuple[int, int]]:
-    """Return the budgets of nodes, rounded as in messages, with which the step fits in the tiles that follow from them."""
+    """Return (node, bytes) with which the step fits, rounded as in messages. Larger devices get larger tiles, so the step is checked in those."""
     for _ in range(MOST_ENLARGED):
         rounded = {at: rounded_up(nbytes) for at, nbytes in short}
         larger = target.enlarged(rounded)
@@ -142,7 +142,7 @@ def _enough(short: list[tuple[int, int]], target: MachineModel, anew: Callable[[
 def _short(run: RunConfig, target: MachineModel) -> list[tuple[int, int]]:
     """Return the nodes that are too small for a step, as `Needs.short` does.
 
-    A long step is estimated from three minibatches: each further one needs as much more as the third.
+    A long step is estimated from three minibatches: each further minibatch adds as many bytes as the third.
     """
     count = run.step.num_minibatches
     looked_at = count if TASKS_PER_WORK * count * work_of(run) <= MOST_WHOLE else min(count, 3)
@@ -176,7 +176,7 @@ def with_free_order(run: RunConfig) -> RunConfig:
 
 
 def _smaller_minibatch(run: RunConfig, target: MachineModel) -> str:
-    """Return --minibatch of one tile, or of one sequence with tiles of one, if the step then fits; "" if it does not."""
+    """Return the flag for a minibatch of one tile, or of one sequence, with which the step fits; "" if it fits with neither."""
     tile = run.model.tiling.minibatch_tile
     for size in sorted({size for size in (tile, 1) if size < run.step.minibatch}, reverse=True):
         changed = with_free_order(run.cut(minibatch=size, minibatch_tile=size))
@@ -217,5 +217,5 @@ def _smaller_tile(run: RunConfig, target: MachineModel, needs: Needs) -> str:
 
 
 def _is_long(run: RunConfig) -> bool:
-    """Return whether a step would have too many tasks, or too many in one of its minibatches to be tried for advice."""
+    """Return whether a step has too many tasks to run, or whether one of its minibatches has too many to be captured for advice."""
     return TASKS_PER_WORK * work_of(run) > MOST_TRIED or has_too_many_tasks(run)

@@ -299,7 +299,7 @@ def has_too_many_tasks(run: RunConfig) -> bool:
 
 
 def most_tiles(run: RunConfig) -> int:
-    """Return the largest number of such minibatches in a step, or in one larger minibatch, that is not refused for its number of tasks."""
+    """Return the number of minibatches of the run's size with which a step reaches the limit on tasks, whether separate or merged into one."""
     return MOST_TASKS // (TASKS_PER_WORK * work_of(run))
 
 

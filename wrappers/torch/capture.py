@@ -311,7 +311,7 @@ def _twins_of(module: torch.nn.Module, recorder: CallRecorder, own: Mapping[int,
 
 
 def with_hooks_of(parameter: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
-    """Register the gradient hooks of a parameter at its twin, and return the twin."""
+    """Register the gradient hooks of a parameter on its twin, the fake tensor that replaces it, and return the twin."""
     if twin.requires_grad:
         for hook in (parameter._backward_hooks or {}).values():
             twin.register_hook(hook)
@@ -327,7 +327,7 @@ class Applied(torch.nn.Module):  # type: ignore[misc]
         self.replaced: dict[str, tuple[torch.Tensor, Any]] = {}  # buffers that the function has replaced by new tensors: (old, new)
 
     def forward(self, batch: Mapping[str, Any]) -> Any:
-        """Return the result of the function, after `then`."""
+        """Return `then` of the function's result, and note the buffers that the function has replaced."""
         before = dict(self.module.named_buffers(remove_duplicate=False))
         result = self.function(self.module, batch)
         after = dict(self.module.named_buffers(remove_duplicate=False))

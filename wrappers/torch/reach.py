@@ -27,7 +27,7 @@ _LIBRARIES: Final = tuple({os.path.join(sysconfig.get_path(name), "") for name i
 
 @lru_cache(maxsize=4096)
 def origin_of(filename: str) -> Origin:
-    """Return the origin of the code in a file."""
+    """Return whose code a file has: "torch" for PyTorch and this project, "library" for Python's library and installed packages, else "user"."""
     if filename.startswith((_TORCH, *_OURS)):
         return "torch"
     if filename.startswith("<frozen") or filename.startswith(_LIBRARIES):
@@ -36,19 +36,19 @@ def origin_of(filename: str) -> Origin:
 
 
 def is_foreign(kind: type) -> bool:
-    """Return whether a class is not one of Python's standard library."""
+    """Return whether a class is defined outside Python's standard library."""
     return kind.__module__.partition(".")[0] not in sys.stdlib_module_names or kind.__module__ == "__main__"
 
 
 @lru_cache(maxsize=4096)
 def origin_of_class(kind: type) -> Origin:
-    """Return the origin of a class."""
+    """Return whose code a class is, as `origin_of` does for a file."""
     module = sys.modules.get(kind.__module__)
     return "user" if module is None else origin_of_module(module)
 
 
 def origin_of_module(module: ModuleType) -> Origin:
-    """Return the origin of a Python module."""
+    """Return whose code a Python module is, as `origin_of` does for a file."""
     name = module.__name__.partition(".")[0]
     if getattr(module, "__file__", None) is None:
         return "library" if name in sys.stdlib_module_names and name != "__main__" else "user"

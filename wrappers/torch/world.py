@@ -63,7 +63,7 @@ class World:
         self._is_certain = False
 
     def walked(self) -> Snapshot:
-        """Return the current state, from a new walk.
+        """Return a new snapshot of all objects that the module and the loss reach.
 
         Raises:
             UsageError: objects are nested too deeply to be walked before each step.

@@ -73,7 +73,7 @@ class Foresight:
         return len(oldest.tasks) - frontier + positions[0], use_schedule.modes[0] == W
 
     def next_use_of(self, replica: Replica) -> tuple[int, bool]:
-        """Return the same for one replica.
+        """Return the number of planned tasks until the next use of one replica, as `next_use` does, and whether it is overwritten unread.
 
         If the data is on other nodes as well, reads by tasks of other nodes do not count, and writes by them overwrite the replica.
         """
@@ -140,7 +140,7 @@ class EvictionPolicy(Protocol):
         tolerance: maximum cost, relative to the cheapest candidates, at which a replica of exactly the wanted size or a contiguous hole is still
             preferred.
         adds_up: whether prices are bytes to move, so that the prices of neighbours add up to the price of the hole they leave.
-        foresees: whether the policy follows the planned order, so that the data that leaves is what the forecast of that order says
+        foresees: whether the policy follows the planned order, so that it evicts the data that the forecast of that order evicts
             (`Foresight.leaves`).
     """
 
@@ -149,7 +149,7 @@ class EvictionPolicy(Protocol):
     foresees: bool
 
     def key(self, replica: Replica) -> float:
-        """Return the key of a replica: the larger, the sooner it goes. It does not change until the replica is used again."""
+        """Return the key of a replica; replicas with larger keys are evicted first. The key does not change until the replica is used again."""
 
     def price(self, key: float, *, dirty: bool) -> float:
         """Return the cost of dropping a replica now; the cheaper of the best clean and the best dirty replica goes."""
@@ -180,7 +180,7 @@ class NextUse:
     def price(self, key: float, *, dirty: bool) -> float:
         """Return the bytes to move per byte freed, divided by the distance of the next use.
 
-        An unknown next use is assumed to be the later, the longer ago the last use was.
+        An unknown next use counts as further away than any known one; its distance grows with the time since the last use.
         """
         foresight = self.foresight
         distance = key - foresight.order if is_foreseen(key) else FAR * (1 + foresight.clock + key - NEVER)

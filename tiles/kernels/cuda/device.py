@@ -279,7 +279,7 @@ class CudaDevice(CupyGpu):
         raise error
 
     def _cause(self, error: RuntimeError) -> RuntimeError:
-        """Return the device's own error: a fault of an earlier kernel surfaces in the next call, and a library reports it in words of its own."""
+        """Return the driver's error in place of a library's. A fault of an earlier kernel surfaces in the next call, which may be a library's."""
         try:
             self._cuda.streamSynchronize(self._local.stream)
         except RuntimeError as cause:

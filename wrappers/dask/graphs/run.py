@@ -352,7 +352,7 @@ class GraphRun:
         """Return the requested values by key, in host memory; this ends the run.
 
         Args:
-            hand_over: called with each block of these values, to count it further; None if it is not counted any more.
+            hand_over: callback that continues to count each block of these values; None to stop counting them.
 
         Raises:
             DoesNotFit: the values together do not fit the budget.

@@ -284,7 +284,7 @@ class Store:
         client.refused(number, action.error)
 
     def _impossible(self, action: object) -> None:
-        """Raise: on nodes that only count bytes, memory is not in pieces and extents belong to blocks; graphs are submitted, not recorded."""
+        """Raise `AssertionError` for an action that the machine of graphs never takes: its nodes only count bytes, and its tasks are not recorded."""
         raise AssertionError(f"{action} for a graph")
 
     move_tile = discard_extent = report_step_done = _impossible
