@@ -109,7 +109,7 @@ class FrozenBase:
             if (present := self._fingerprint(file)) != written:
                 raise DataError(
                     f"{owner} holds adapters for {file} as it was, with fingerprint {written}, and it is {present} now; "
-                    "adapters mean nothing with other weights, so put the old file back"
+                    "adapters only fit the weights that they were trained with, so restore the old file"
                 )
 
     def weights(self, shapes: Mapping[str, tuple[tuple[int, ...], Any]], config: ModelConfig) -> dict[str, tuple[str, Stored]] | None:

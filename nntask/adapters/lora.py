@@ -102,7 +102,7 @@ def add_adapters(model: LanguageModel, lora: LoRA, *, seed: int = 0) -> None:
     if lora.rank > limit:
         raise UsageError(f"a LoRA's rank must be at most {limit}, the smallest width of a matrix that it adapts, got {lora.rank}; lower it")
     if any(layer.lora is not None for layer in _adaptable(model).values()):
-        raise UsageError("a model takes adapters once, and this one has some; build it again for others")
+        raise UsageError("a model can have only one set of adapters, and this one has some; build a new model for others")
     groups = adapted(model)
     if lora.dropout and len(groups) > SITES // 2:
         raise UsageError(f"a LoRA with dropout adapts {SITES // 2} matrices at most, and the model has {len(groups)}; set its dropout to 0")

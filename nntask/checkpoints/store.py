@@ -212,7 +212,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not steps:
             raise DataError(f"{directory} {_why_none(directory)}")
         if steps[-1].resolve().parent.parent != directory.resolve():
-            raise DataError(f"{steps[-1]} must be a directory of the run {directory}, and a link leads to {steps[-1].resolve()}; name that one")
+            raise DataError(f"{steps[-1]} must be a directory of the run {directory}, got a link to {steps[-1].resolve()}; name the target")
         directory = steps[-1]
     checkpoint = Checkpoint(directory, _read_state(directory / STATE))
     name = _STEP_NAME.fullmatch(directory.resolve().name)

@@ -94,7 +94,7 @@ class ConfinedRequest:
     Args:
         content: JSON text for the service.
         limits: limits of the request.
-        subject: subject of error messages; a predicate such as "takes more than 5 s of a processor" follows.
+        subject: subject of error messages; a predicate such as "takes more than 5 s of processor time" follows.
         advice: remedy at the end of error messages.
     """
 
@@ -242,7 +242,7 @@ class ConfinedProcess:
         try:
             line = b"" if self._is_closed else pipes.line(limits.answer_nbytes, time.monotonic() + limits.wall_seconds)
         except TimeoutError:
-            raise ProcessUnavailable(f"{self._name} did not answer within {limits.wall_seconds} s, and is ended; try again later") from None
+            raise ProcessUnavailable(f"{self._name} did not answer within {limits.wall_seconds} s, and was stopped; try again later") from None
         if line.endswith(b"\n"):
             kind, value = json.loads(line)
             return kind, value
@@ -253,12 +253,12 @@ class ConfinedProcess:
         if self._is_closed:
             raise ProcessUnavailable(self._closed)
         if code == -signal.SIGXCPU:
-            raise DataError(f"{what} takes more than {limits.seconds} s of a processor; {advice}")
+            raise DataError(f"{what} takes more than {limits.seconds} s of processor time; {advice}")
         if code == -signal.SIGABRT:  # native code aborts when it gets no memory
             raise DataError(f"{what} takes more memory than it may have; {advice}")
         if code is None or -code in _OF_OTHERS:  # the kernel's out-of-memory killer looks the same
-            raise ProcessUnavailable(f"{self._name} was ended by others, or as memory is short; try again later")
-        raise DataError(f"{what} takes more than its process has, which has ended with code {code}; {advice}")
+            raise ProcessUnavailable(f"{self._name} was stopped from outside, or because memory is short; try again later")
+        raise DataError(f"{what} ended its process with exit code {code}; {advice}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> int | None:

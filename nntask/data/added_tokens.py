@@ -103,5 +103,5 @@ def _token(entry: Any, file: str, where: str, *, special: bool = False) -> Any:
     content = entry.get("content") if isinstance(entry, Mapping) else None
     flags = {} if content is None else {name: entry[name] for name in _FLAGS if name in entry}
     if not isinstance(content, str) or not content or not all(type(flag) is bool for flag in flags.values()):
-        raise DataError(f"{file} of {where} has an added token that is none: {str(entry)[:60]}; copy it again")
+        raise DataError(f"{file} of {where} has an added token of an unknown form: {str(entry)[:60]}; copy it again")
     return AddedToken(content, **{**flags, **({"special": True} if special else {})})

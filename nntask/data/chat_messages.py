@@ -131,7 +131,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 def _is_learnt(message: Mapping[str, Any], where: str) -> bool:
     weight, role = message.get("weight"), message["role"]
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise DataError(f'{where} must have 0 or 1 as the "weight" of a message, got {json.dumps(weight)[:40]}; an answer is learnt or not')
+        raise DataError(f'{where} must have 0 or 1 as the "weight" of a message, got {json.dumps(weight)[:40]}; use 1 to learn it, else 0')
     if weight == 1 and role != ASSISTANT:
         raise DataError(
             f'{where} has "weight" 1 in a message of the role {role}, and only what the role {ASSISTANT} says is learnt; remove the weight'

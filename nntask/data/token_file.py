@@ -86,7 +86,7 @@ class TokenFile:
         if nbytes % self.dtype.itemsize:
             raise DataError(
                 f"{self._where} has {nbytes} bytes, not a multiple of {self.dtype.itemsize} ({self.dtype.name} ids); the file is cut short, "
-                f'or its ids are of another type: say so in {self.path.name}.json as {{"dtype": "uint32"}}'
+                f'or its ids are of another type: declare the type in {self.path.name}.json, as {{"dtype": "uint32"}}'
             )
         self.num_tokens = nbytes // self.dtype.itemsize
         self._checksums = self._checksums_of(digits, nbytes)

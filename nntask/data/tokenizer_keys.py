@@ -67,8 +67,8 @@ def check_keys(inner: Any, rules: TokenRules, objects: Mapping[str, Mapping[str,
     for key, value, given in _repeated(rules.sections, config):
         if type(value) is bool and value != given:
             raise DataError(
-                f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so a text would "
-                "have other tokens by one than by the other; make both say what the model was trained with"
+                f"{key} in tokenizer_config.json of {where} is {str(value).lower()}, and tokenizer.json has it {str(given).lower()}, so they "
+                "cut texts into different tokens; set both to the value that the model was trained with"
             )
     if config.get("fix_mistral_regex") is True:
         raise DataError(

@@ -93,7 +93,7 @@ def built(directory: Path, rule: str, config: Mapping[str, Any]) -> Any:
             vocab, merges = models.BPE.read_file(*files)
             inner = Tokenizer(models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False))
     except Exception as error:  # the package raises bare Exception for any broken file
-        raise DataError(f"{' and '.join(files)} are no vocabulary: {error}; copy the files again") from None
+        raise DataError(f"{' and '.join(files)} are not a vocabulary: {error}; copy the files again") from None
     if rule == "bert":
         inner.normalizer = normalizers.BertNormalizer(
             clean_text=True,

@@ -93,7 +93,7 @@ def check_apart(path: Path, source: Path, what: str = "the source") -> None:
     """
     ours, theirs = path.resolve(), source.resolve()
     if ours == theirs or (not is_gguf(source) and theirs in ours.parents) or ours in theirs.parents:
-        raise UsageError(f"{path} is, holds or lies in {source}, which is {what}; name another place")
+        raise UsageError(f"{path} must not be, contain or lie in {source}, which is {what}; name another place")
 
 
 def check_replaceable(path: Path, *, force: bool) -> None:

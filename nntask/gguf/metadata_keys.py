@@ -158,10 +158,11 @@ class Keys:
                 allowed, meaning = NEUTRAL[key]
                 if not any(np.array_equal(value, each) for each in allowed):
                     raise DataError(
-                        f"{whole} in {self._source} is {str(value)[:60]}: the model has {meaning}, which no {self.name} has here; use another model"
+                        f"{whole} in {self._source} is {str(value)[:60]}: the model has {meaning}, which "
+                        f"nntask's {self.name} does not support; use another model"
                     )
             elif key in _KNOWN.split() or key.startswith(_KNOWN_PREFIXES):
-                raise DataError(f"{whole} in {self._source} changes the model, and no {self.name} is read with that key here; use another model")
+                raise DataError(f"{whole} in {self._source} changes the model in a way that nntask's {self.name} does not support; use another model")
             else:
                 unread.append(whole)
         return unread
@@ -189,7 +190,7 @@ def check_kind(metadata: Values, source: str) -> None:
     """
     kind = metadata.get("general.type", "model")
     if kind != "model":
-        raise DataError(f"general.type in {source} is {str(kind)[:60]!r}, and models are read; give the file of a model")
+        raise DataError(f"general.type in {source} is {str(kind)[:60]!r}, not a model; give the file of a model")
 
 
 def unread_of_others(metadata: Values, name: str) -> list[str]:

@@ -220,7 +220,7 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     if free < 1 << 20:
         raise DoesNotFit(
             f"GPU {least.index} ({least.name}) has {format_size(least.free_nbytes)} of {format_size(least.nbytes)} free, too little for {split} "
-            f"part{'' if split == 1 else 's'} of it; end what else uses the card, or use --ngpu 0"
+            f"part{'' if split == 1 else 's'} of it; end other programs that use the card, or use --ngpu 0"
         )
     if not text:
         return int(DEFAULT_SHARE * free)
@@ -229,8 +229,8 @@ def _budget(text: str, found: Sequence[GpuFacts], split: int) -> int:
     if nbytes > free:
         raise DoesNotFit(
             f"--gpu-memory {text} is {format_size(nbytes)} a part, above the {free:,} B that GPU {least.index} ({least.name}) has free for "
-            f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end what else "
-            "uses the card"
+            f"each of its {split} part{'' if split == 1 else 's'} after {format_size(CONTEXT_NBYTES)} for CUDA itself; lower it, or end "
+            "other programs that use the card"
         )
     return nbytes
 

@@ -204,7 +204,7 @@ class ModelDirectory:
         """Raise DataError if a tensor does not belong to the model, is empty, or has a type that is not floating-point."""
         if empty := [name for name, each in self.ranges.items() if 0 in each.shape]:
             shape = self.ranges[empty[0]].shape
-            raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and holds nothing; remove it, or copy the file again")
+            raise DataError(f"{empty[0]} in {self._where(empty[0])} has shape {shape} and no elements; remove it, or copy the file again")
         for ours, (name, _) in self.weights().items():
             if ours not in shapes:
                 raise DataError(

@@ -46,7 +46,7 @@ def fill(model: LanguageModel, ids: TextIds, text: Sequence[int], count: int = 5
     positions = [at for at, each in enumerate(text) if each == mask]
     if not positions:
         word = ids.tokenizer.word(mask)
-        raise UsageError(f"a masked language model fills masks, and the prompt has none; write {word} where a word is to be found")
+        raise UsageError(f"a masked language model fills masks, and the prompt has none; write {word} where a word should be predicted")
     tokens = model.inputs(1, len(text), ("tokens",))["tokens"]
     tokens.write(np.array([text], np.int32))
     model.eval()

@@ -41,7 +41,7 @@ def check_writes(config: ModelConfig) -> None:
     """
     if config.objective not in ("causal", "seq2seq"):
         what = "predicts masked tokens" if config.objective == "masked" else "predicts a class"
-        raise UsageError(f"a {config.model_type} that {what} writes no texts; use a model that predicts the next token")
+        raise UsageError(f"a {config.model_type} that {what} cannot generate text; use a model that predicts the next token")
 
 
 class Generator:
@@ -60,15 +60,15 @@ class Generator:
 
         Raises:
             UsageError: there is no prompt; a prompt is empty, longer than the context, or has ids that the model does not know; or the model
-                writes no texts.
+                cannot generate text.
         """
         check_writes(self.model.config)
         if not prompts:
-            raise UsageError("texts begin with a prompt each, and there are none; give at least one")
+            raise UsageError("generation needs at least one prompt, got none; give one")
         for number, prompt in enumerate(prompts, 1):
             which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
             if not prompt:
-                raise UsageError(f"{which} has no tokens, and a text begins with at least one; give it some")
+                raise UsageError(f"{which} must have at least one token, got none; give it a text")
             if len(prompt) > self.context:
                 raise UsageError(f"{which} has {len(prompt)} tokens, more than the model's context of {self.context}; shorten it")
             if bad := [each for each in prompt if not 0 <= each < self.model.config.vocab_size]:

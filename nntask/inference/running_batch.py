@@ -131,7 +131,7 @@ class RunningBatch:
         num_shared: number of tokens of prompts that were in the cache already.
 
     Raises:
-        UsageError: the model writes no texts, or reads prompts with an encoder.
+        UsageError: the model cannot generate text, or reads prompts with an encoder.
     """
 
     def __init__(self, model: LanguageModel, runtime: Runtime, shape: BatchShape, *, vocab_size: int | None = None) -> None:
@@ -162,7 +162,7 @@ class RunningBatch:
         """
         length, size = len(request.prompt), self._model.config.vocab_size
         if not request.prompt or request.limit < 1:
-            raise UsageError(f"a text has a prompt and new tokens, at least 1 each, got {length} and {request.limit}; give it some")
+            raise UsageError(f"a text needs at least 1 prompt token and 1 new token, got {length} and {request.limit}; give it some")
         if bad := [each for each in request.prompt if not 0 <= each < size]:
             raise UsageError(f"the prompt has the id {bad[0]}, and the model knows 0 to {size - 1}; use its own tokenizer")
         if length + request.limit - 1 > self.shape.longest:

@@ -40,7 +40,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     """
     target = target.absolute()
     if target.exists() and not (target.is_file() or target.is_dir()):
-        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and a file is to be written")
+        raise OSError(errno.EINVAL, "it must be a regular file or new, and is a device, a pipe or a socket")
     make_directories(target.parent)
     with _locked(target.parent):  # without this lock, another writer would remove the new directory as stale before it is locked
         _remove_stale(target.parent, target.name)

@@ -143,11 +143,11 @@ class GgufFile:
         version = cursor.scalar("I")
         if version not in (2, 3):
             how = "is of a big-endian machine" if version and version & 0xFFFF == 0 else f"has version {version}"
-            raise cursor.broken(f"it {how}, and versions 2 and 3, little-endian, are read")
+            raise cursor.broken(f"it {how}, and only versions 2 and 3 in little-endian order can be read")
         num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
         for count, most, what in ((num_keys, _MOST_KEYS, "keys"), (num_tensors, _MOST_TENSORS, "tensors")):
             if most < count <= self._nbytes:  # larger numbers are refused by `expect` below
-                raise cursor.broken(f"it has {count} {what}, and there may be {most}")
+                raise cursor.broken(f"it must have at most {most} {what}, got {count}")
         cursor.expect(num_keys, 13, "keys")  # at least a length (8), a type (4) and a value (1 byte) each
         cursor.expect(num_tensors, 32, "tensors")  # at least a length, a rank, one extent, a type and an offset each
         return num_tensors, num_keys
@@ -161,7 +161,7 @@ class GgufFile:
                 raise cursor.broken(f"it has the tensor {name[:80]!r} twice")
             rank = cursor.scalar("I")
             if not 1 <= rank <= _LARGEST_RANK:
-                raise cursor.broken(f"its tensor {name[:80]!r} has {rank} axes, and there may be 1 to {_LARGEST_RANK}")
+                raise cursor.broken(f"its tensor {name[:80]!r} must have 1 to {_LARGEST_RANK} axes, got {rank}")
             shape = tuple(reversed([cursor.scalar("Q") for _ in range(rank)]))
             number, offset = cursor.scalar("I"), cursor.scalar("Q")
             kind = TENSOR_TYPES.get(number)
@@ -185,16 +185,16 @@ class GgufFile:
             count = prod(shape)
             if count == 0 or shape[-1] % kind.block_values:
                 raise cursor.broken(
-                    f"its tensor {name[:80]!r} of type {kind.name} has shape {shape}, and rows are whole blocks of {kind.block_values}"
+                    f"rows of its tensor {name[:80]!r} of type {kind.name} must be whole blocks of {kind.block_values} values, got shape {shape}"
                 )
             nbytes, start = count // kind.block_values * kind.block_bytes, first + offset
             if offset % alignment or start + nbytes > self._nbytes:
                 raise cursor.broken(
-                    f"its tensor {name[:80]!r} claims bytes {start} to {start + nbytes} of {self._nbytes}, and must lie inside, "
-                    f"at a multiple of {alignment} after {first}"
+                    f"its tensor {name[:80]!r} must begin at a multiple of {alignment} from byte {first} on and end within the file of "
+                    f"{self._nbytes} bytes, got bytes {start} to {start + nbytes}"
                 )
             if start < end:
-                raise cursor.broken(f"its tensor {name[:80]!r} begins at byte {start}, inside of {before}")
+                raise cursor.broken(f"its tensor {name[:80]!r} begins at byte {start}, which belongs to {before}")
             found[name] = GgufTensor(kind, shape, start, nbytes)
             end, before = start + nbytes, name[:80]
         return {name: found[name] for name in entries}
@@ -208,15 +208,15 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
         value = cursor.scalar(_SCALARS[kind])
         return bool(value) if kind == _BOOL else value
     if kind != _ARRAY:
-        raise cursor.broken(f"its {key[:80]!r} has the type number {kind} of values, which does not exist")
+        raise cursor.broken(f"its {key[:80]!r} has values of the unknown type number {kind}")
     inner, count = cursor.scalar("I"), cursor.scalar("Q")
     if inner == _ARRAY:
-        raise cursor.broken(f"its {key[:80]!r} is a list of lists, which no known key is")
+        raise cursor.broken(f"its {key[:80]!r} is a list of lists, which no known key has as its value")
     if inner == _STRING:
         cursor.expect_texts(count, key)
         return [cursor.text(f"a text of {key[:80]!r}") for _ in range(count)]
     if inner not in _SCALARS:
-        raise cursor.broken(f"its {key[:80]!r} is a list of the type number {inner}, which does not exist")
+        raise cursor.broken(f"its {key[:80]!r} is a list of values of the unknown type number {inner}")
     dtype = np.dtype(f"<{_SCALARS[inner]}")
     cursor.expect(count, dtype.itemsize, f"values of {key[:80]!r}")
     values = np.frombuffer(cursor.take(count * dtype.itemsize, f"values of {key[:80]!r}"), dtype)
@@ -239,14 +239,14 @@ class _Cursor:
     def expect(self, count: int, each: int, what: str) -> None:
         """Check that `count` items of at least `each` bytes fit into the rest of the header."""
         if count * each > self._available():
-            raise self.broken(f"it claims {count} {what} from byte {self.offset} on, and {self._available()} bytes of a header can follow")
+            raise self.broken(f"it claims {count} {what} from byte {self.offset} on, and at most {self._available()} bytes of the header are left")
 
     def expect_texts(self, count: int, key: str) -> None:
         """Check that `count` strings fit into the rest of the header and into the limit on strings."""
         self.expect(count, 8, f"texts of {key[:80]!r}")
         self._num_texts += count
         if self._num_texts > _MOST_TEXTS:
-            raise self.broken(f"its lists have {self._num_texts} texts up to {key[:80]!r}, and there may be {_MOST_TEXTS}")
+            raise self.broken(f"its lists must have at most {_MOST_TEXTS} texts together, got {self._num_texts} with those of {key[:80]!r}")
 
     def take(self, count: int, what: str) -> bytes:
         """Read the next `count` bytes."""
@@ -266,7 +266,7 @@ class _Cursor:
         """Read the next string: its length, then that many bytes of UTF-8."""
         count = self.scalar("Q")
         if count > most:
-            raise self.broken(f"{what} at byte {self.offset} has {count} bytes, and there may be {most}")
+            raise self.broken(f"{what} at byte {self.offset} must have at most {most} bytes, got {count}")
         raw = self.take(count, what)
         try:
             return raw.decode("utf-8")
@@ -277,7 +277,7 @@ class _Cursor:
         """Read the next string as a name, which must be printable and have no line breaks."""
         found = self.text(what, _LARGEST_NAME)
         if not found.isprintable():
-            raise self.broken(f"{what} before byte {self.offset} is {found[:40]!r}, and names must be printable")
+            raise self.broken(f"{what} before byte {self.offset} must be printable, got {found[:40]!r}")
         return found
 
     def _available(self) -> int:

@@ -42,4 +42,4 @@ def check_size(text: str, per_letter: int = _PER_LETTER, besides: int = _BESIDES
     """
     nbytes = _CONTAINER_NBYTES * (text.count("[") + text.count("{")) + _VALUE_NBYTES * text.count(",") + _TEXT_NBYTES * (text.count('"') // 2)
     if nbytes > per_letter * len(text) + besides:
-        raise ValueError(f"its {len(text):,} letters would become lists and objects of {nbytes:,} bytes, which no such file has")
+        raise ValueError(f"its {len(text):,} characters would take {nbytes:,} bytes when decoded, far more than any such file needs")

@@ -223,13 +223,13 @@ class TensorFile:
         try:
             header = decoded_header(os.pread(self._file.fd, length, 8))
             if len(header) > _MOST_TENSORS:
-                raise ValueError(f"it names {len(header)} tensors, and there may be {_MOST_TENSORS}")
+                raise ValueError(f"it must name at most {_MOST_TENSORS} tensors, got {len(header)}")
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             if not all(isinstance(each, str) for each in self.metadata.values()):
                 raise TypeError("__metadata__ must be an object of texts")
             self.entries = {name: self._entry(name, value, nbytes - 8 - length) for name, value in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise self._corrupt(f"its header does not read: {error}") from None
+            raise self._corrupt(f"its header cannot be parsed: {error}") from None
         self._check_spans(nbytes - 8 - length)
         self._data = 8 + length
 
@@ -306,14 +306,14 @@ class TensorFile:
         if value["dtype"] not in _DTYPES:
             raise DataError(
                 f"{name} in {self.path} has element type {value['dtype']}, which is not read here; store it as F32, F16 or BF16, "
-                "of a quantised model the weights that it was made from"
+                "or for a quantised model use the weights that it was made from"
             )
         dtype, shape = _DTYPES[value["dtype"]], tuple(value["shape"])
         first, last = value["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, first, last)) or len(shape) > _MOST_AXES:
-            raise TypeError(f"shape and data_offsets of {name} must be whole numbers from 0 on, of at most {_MOST_AXES} axes")
+            raise TypeError(f"shape and data_offsets of {name} must be whole numbers of at least 0, for at most {_MOST_AXES} axes")
         if not 0 <= first <= last <= available or last - first != prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} of shape {shape} and type {value['dtype']} claims bytes {first} to {last} of {available}")
+            raise ValueError(f"{name} of shape {shape} and type {value['dtype']} claims bytes {first} to {last} of {available} bytes of data")
         return TensorEntry(dtype, shape, first, last)
 
     def _check_spans(self, nbytes: int) -> None:
@@ -324,7 +324,7 @@ class TensorFile:
                 raise self._corrupt(f"{name} begins at byte {entry.first} and the tensors before it end at byte {end}")
             end = entry.last
         if end != nbytes:
-            raise self._corrupt(f"its tensors take {end} bytes and {nbytes} are there")
+            raise self._corrupt(f"its tensors take {end} bytes, and the file has {nbytes} bytes of data")
 
     def _corrupt(self, how: str) -> DataError:
         return DataError(f"{self.path} is not a whole safetensors file: {how}; copy it again or use another checkpoint")

@@ -30,12 +30,12 @@ def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"the name {name} occurs twice")
         found[name] = value
     return found
 
 
 def _whole_number(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits)} digits, and sizes have at most {_MOST_DIGITS}")
+        raise ValueError(f"a size must have at most {_MOST_DIGITS} digits, got {len(digits)}")
     return int(digits)

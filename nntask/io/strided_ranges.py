@@ -111,7 +111,7 @@ class OpenFile:
             StorageError: the file's size or modification time has changed.
         """
         if self._stamp() != self._found:
-            raise StorageError(f"{self.path} has changed since it was opened, and must not while it is used; copy it again and start anew")
+            raise StorageError(f"{self.path} must not change while it is in use, and has changed since it was opened; copy it again and start anew")
 
     def _stamp(self) -> tuple[int, int]:
         found = os.fstat(self.fd)

@@ -316,7 +316,7 @@ def check_divisors(scaling: RopeScaling | None, size: int, source: str) -> None:
     for key in _LISTS:
         if (count := len(getattr(scaling, key) or ())) != size // 2:
             raise UsageError(
-                f"{key} in rope_scaling in {source} must have {size // 2} numbers, one for each pair of the {size} features of a head that turn, "
+                f"{key} in rope_scaling in {source} must have {size // 2} numbers, one for each pair of the {size} rotated features of a head, "
                 f"got {count}; copy it from the config of the model"
             )
     if scaling.original_max_position_embeddings == 1 and scaling.factor > 1 and scaling.attention_factor is None:

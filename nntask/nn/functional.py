@@ -56,7 +56,7 @@ class Masks:
             UsageError: `site` is not below `SITES`.
         """
         if not 0 <= site < SITES:
-            raise UsageError(f"a model drops out at {SITES} places at most, numbered from 0, got place {site}; use fewer layers, or no dropout")
+            raise UsageError(f"dropout sites must be numbers from 0 to {SITES - 1}, got {site}; use fewer layers, or no dropout")
         return self.minibatch * SITES + site
 
 

@@ -90,7 +90,8 @@ class CachedLayer:
         each token's own -> (B, w, H*D)."""
         if self.window is not None and self.window != scoring.window:
             raise UsageError(
-                f"a layer attends through its cache's window, {self.window}, got {scoring.window}; give KVCache the windows of all layers"
+                f"the window of attention must be that of the layer's cache, {self.window}, got {scoring.window}; "
+                "give KVCache the windows of all layers"
             )
         tile = self.keys.tile[1]
         first = cache_ops.first_seen_tile(scoring.window, self.written, tile)

@@ -154,7 +154,7 @@ def with_few_tasks(run: RunConfig, target: MachineModel, flag: str = "--devices"
         if target.rates is not None and not has_too_many_tasks(_in_coarse_tiles(run, larger)):
             flops = target.rates["sim"].flops
             raise DoesNotFit(
-                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step; look at larger "
+                f"tiles for devices of {target.largest_node_nbytes:,} B would make more than {MOST_TASKS:,} tasks of a step; plan for larger "
                 f"ones, such as {flag} {format_devices(target.num_devices, enough, flops).removeprefix('1x')}, or lower --batch"
             )
     return _in_coarse_tiles(run, target)  # the tiles that were given are too small: `capture` says so

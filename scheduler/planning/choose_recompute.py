@@ -252,7 +252,7 @@ def _asked_mix(values: Values, recompute: str) -> Mix:
         found = [group for group in groups if name in (group.name, group.op)]
         if not found:
             known = ", ".join(sorted({repr(group.op) for group in groups})) or "no operation"
-            raise ValueError(f"this step has nothing to make again that {name!r} makes; name some of {known}")
+            raise ValueError(f"this step has no results of {name!r} to recompute; name some of {known}")
         again.update(handle for group in found for handle in group.leading(_share_of(share)))
     return Mix(inside=again, asked=recompute)
 

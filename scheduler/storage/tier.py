@@ -43,7 +43,7 @@ class DiskTier:
             parent = self.directory.absolute().parent
             if parent.is_dir():
                 raise PermissionError(errno.EACCES, f"{parent} is not a writable directory", str(self.directory)) from error
-            raise FileNotFoundError(errno.ENOENT, f"there is no directory {parent} to create it in", str(self.directory)) from error
+            raise FileNotFoundError(errno.ENOENT, f"its parent directory {parent} does not exist", str(self.directory)) from error
         except FileExistsError as error:
             raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", str(self.directory)) from error
         self._fd, name = tempfile.mkstemp(prefix="nntask-", suffix=".tier", dir=self.directory)

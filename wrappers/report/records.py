@@ -184,7 +184,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
         if figures:
             figures["order"], headline(figures), cells(figures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        raise DataError(f"{path} has figures that are none of nntask's; remove it, or restore it") from None
+        raise DataError(f"{path} has figures that nntask did not write; remove it, or restore it") from None
     return figures
 
 
@@ -226,7 +226,7 @@ def read_trace(path: Path) -> TraceRecord:
     try:
         return _parsed(path, document["traceEvents"], about)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
-        raise DataError(f"the trace {path} has events that are none of nntask's; {_AGAIN}") from None
+        raise DataError(f"the trace {path} has events that nntask did not write; {_AGAIN}") from None
 
 
 def _unpacked(path: Path) -> bytes:

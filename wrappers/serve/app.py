@@ -136,7 +136,7 @@ class Application:
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if self._service.is_local and not is_loopback(name):
             raise ApiError(
-                403, f"this server answers to localhost and addresses of loopback, got the host {host[:80]!r}; start it with --host for others"
+                403, f"this server answers to localhost and addresses of loopback, got the host {host[:80]!r}; start it with another --host"
             )
 
     def _check_key(self, request: Request) -> None:
@@ -235,7 +235,8 @@ class Application:
 
     def _check_model(self, name: str) -> None:
         if name != self._service.name:
-            raise ApiError(404, f"the model here is {self._service.name!r}, got {name[:80]!r}; ask for that", param="model", code="model_not_found")
+            message = f"this server has the model {self._service.name!r}, got {name[:80]!r}; set model to that name"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _about(self) -> dict[str, Any]:
         return {"id": self._service.name, "object": "model", "created": self._service.created, "owned_by": "nntask"}

@@ -61,7 +61,7 @@ def check_module(module: torch.nn.Module, *, has_weights: bool = False) -> None:
             first_name, first = owners.setdefault(value.untyped_storage().data_ptr(), (name, value))
             if first is not value and (isinstance(value, torch.nn.Parameter) or isinstance(first, torch.nn.Parameter)):
                 raise UsageError(
-                    f"{name} and {first_name} are two tensors of one memory, and would be apart in a session; use one tensor for both, or a copy"
+                    f"{name} and {first_name} are two tensors of one memory, and a session would separate them; use one tensor for both, or a copy"
                 )
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag) and child.sparse:

@@ -327,7 +327,7 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="at most 24, the smallest width of a matrix that it adapts, got 25"):
         add_adapters(model, LoRA(25, 1.0))
     add_adapters(model, LoRA(2, 1.0))
-    with pytest.raises(UsageError, match="takes adapters once"):
+    with pytest.raises(UsageError, match="can have only one set of adapters"):
         add_adapters(model, LoRA(2, 1.0))
 
 

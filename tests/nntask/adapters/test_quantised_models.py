@@ -112,8 +112,8 @@ def test_what_is_refused(plain: Path, tmp_path: Path) -> None:
             loss_of(tmp_path / "small", ModelTiling())
 
     good = {name: "q8_0" for name, value in tensors.items() if value.dtype == np.uint8}
-    refused("{", DataError, "does not read")
-    refused("[]", DataError, "does not read")
+    refused("{", DataError, "cannot be parsed")
+    refused("[]", DataError, "cannot be parsed")
     refused({**good, name: "q3_x"}, DataError, "only q8_0, q4_0, q4_1, ")
     refused({**good, "nothing": "q8_0"}, DataError, "nothing in .* and is not there")
     refused({**good, "model.norm.weight": "q8_0"}, DataError, "is float32")

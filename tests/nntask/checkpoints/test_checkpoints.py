@@ -87,7 +87,7 @@ def test_misfits_name_the_tensor_and_both_shapes(tmp_path, tensors, words):
     [
         (b"", "not a whole safetensors file"),
         (b"\xff" * 40, "header claims"),
-        (b"\x08\0\0\0\0\0\0\0not json", "does not read"),
+        (b"\x08\0\0\0\0\0\0\0not json", "cannot be parsed"),
         (b"PK\x03\x04" + b"\0" * 50, "torch pickle"),
         (b"\x80\x02}q\x00." + b"\0" * 20, "torch pickle"),
     ],

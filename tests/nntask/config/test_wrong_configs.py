@@ -85,7 +85,7 @@ def test_counts_are_counts(name: str) -> None:
         (("gpt_neo",), {"attention_types": [[["far"], 3]]}, "attention_layers in x.json must be a list of global and local"),
         (("gpt_neox", "phi"), {**NO_ROPE, "partial_rotary_factor": 0.1, "rotary_pct": 0.1}, "must make an even number of the 8 features"),
         (("gpt_neox", "phi"), {**NO_ROPE, "partial_rotary_factor": 1.5, "rotary_pct": 1.5}, "must make an even number of the 8 features"),
-        (("llama", "mistral", "qwen3", "gemma3"), {"head_dim": 7}, "head_dim in x.json must be even, because rotary embeddings turn pairs, got 7"),
+        (("llama", "mistral", "qwen3", "gemma3"), {"head_dim": 7}, "head_dim in x.json must be even, because rotary embeddings rotate pairs, got 7"),
         (("bert classifier", "roberta classifier"), {"num_labels": 7}, "id2label in x.json must name num_labels = 7 classes, got"),
         (("bert classifier", "roberta classifier"), {"num_labels": 10**9}, "num_labels in x.json must be at most 1048576, got 1000000000"),
         (("bert classifier",), {"id2label": {"0": "a", "2": "b", "3": "c"}}, "must be an object from the numbers 0, 1, ... to names"),

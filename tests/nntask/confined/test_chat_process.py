@@ -28,13 +28,13 @@ TALK: list[dict[str, Any]] = [{"role": "user", "content": "is it é or 😀?"}]
 MOST = 10_000
 EVIL: list[dict[str, Any]] = [{"role": "user", "content": "evil"}]
 HOSTILE = {
-    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of a processor"),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of processor time"),
     "macros that call themselves": ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", "more than 1 s"),
     "a text beyond memory": ("{{ messages[0].role * 10**10 }}", "more memory than it may have"),
     "a text that doubles": ("{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "more memory than"),
     "a constant beyond memory": ("{{ 'a' * 10**10 }}", "more memory than it may have"),
     "a filter beyond memory": ("{{ messages[0].role | center(10**10) }}", "more memory than it may have"),
-    "a large number": ("{{ (messages | length + 9) ** (10 ** 9) }}", "more than 1 s of a processor"),
+    "a large number": ("{{ (messages | length + 9) ** (10 ** 9) }}", "more than 1 s of processor time"),
     "a long text": ("{{ messages[0].role * 5000 }}", "writes 20,032 characters of at most 10,000"),
     "a date beyond memory": ("{{ strftime_now(messages[0].role * 10**8) }}", "more memory than it may have"),
     "a bug": ("{{ messages | sort(attribute='role') | round }}", "the request is not for the chat template"),
@@ -70,7 +70,7 @@ def test_hostile_conversations(name: str, processes: list[ChatProcess]) -> None:
     ("source", "words"),
     [
         ("{{ 'a' * 200000000 ~ 'b' }}", "the chat template of t.jinja takes more memory"),
-        ("{{ 10**(10**9) }}", "the chat template of t.jinja takes more than 1 s of a processor"),
+        ("{{ 10**(10**9) }}", "the chat template of t.jinja takes more than 1 s of processor time"),
         ("{% for %}", "the chat template of t.jinja has an error"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_process_that_others_end_or_stop(begun: Callable[..., tuple[ChatProces
     long: list[dict[str, Any]] = [{"role": "user", "content": "a" * (MOST - 100)}]
     want = ours.prompt(TALK, "the request")
     other.suspend()
-    with pytest.raises(ProcessUnavailable, match="did not answer within 4 s, and is ended; try again later"):
+    with pytest.raises(ProcessUnavailable, match="did not answer within 4 s, and was stopped; try again later"):
         ours.prompt(long, "the request")
     assert not other.is_running()
     assert ours.prompt(TALK, "the request") == want
@@ -156,7 +156,7 @@ def test_a_process_that_others_end_or_stop(begun: Callable[..., tuple[ChatProces
         found = pool.submit(ours.prompt, EVIL, "the request")
         until_busy(other)
         other.kill()
-        with pytest.raises(ProcessUnavailable, match="was ended by others, or as memory is short; try again later"):
+        with pytest.raises(ProcessUnavailable, match="was stopped from outside, or because memory is short; try again later"):
             found.result(DEADLINE)
     assert ours.prompt(TALK, "the request") == want
 

@@ -43,7 +43,7 @@ def test_a_process_that_exits(process: ConfinedProcess) -> None:
     """Its request is refused, those ahead of it are answered, and the next one gets another process."""
     found = process.answers(map(request, ["own environment", "exit", "own environment"]))
     assert next(found) == "[]"
-    with pytest.raises(DataError, match="the attempt takes more than its process has, which has ended with code 3; try another"):
+    with pytest.raises(DataError, match="the attempt ended its process with exit code 3; try another"):
         next(found)
     assert process.ask(request("own environment")) == "[]"
 

@@ -69,7 +69,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-MORE_MEMORY, MORE_TIME = "(takes more memory than it may have|writes more than [\\d,]+ bytes)", r"(takes more than \d+ s of a processor|fails)"
+MORE_MEMORY, MORE_TIME = "(takes more memory than it may have|writes more than [\\d,]+ bytes)", r"(takes more than \d+ s of processor time|fails)"
 HOSTILE: dict[str, tuple[dict[str, Any], str, str]] = {
     "a normalizer that doubles 27 times": (many("normalizer", DOUBLE, 27), "a", MORE_MEMORY),
     "a normalizer that doubles 34 times": (many("normalizer", DOUBLE, 34), "a", MORE_MEMORY),

@@ -59,7 +59,7 @@ def test_folders_are_classes(tmp_path: Path, channels: int) -> None:
     assert named.fingerprint != dataset.fingerprint
     assert dataset_of(tmp_path / "all", ImageLearner(num_channels=channels), val_path=str(tmp_path / "all")).scored_examples(0).num_sequences == 30
     (tmp_path / "all" / "a" / "00.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"00\.png is no image that Pillow can read"):
+    with pytest.raises(DataError, match=r"00\.png is not an image that Pillow can read"):
         dataset_of(tmp_path / "all", ImageLearner(num_channels=channels)).examples(0).arrays(np.arange(29), 0)
 
 
@@ -165,7 +165,7 @@ def test_files_of_images_that_cannot_be_read_are_refused(tmp_path: Path, monkeyp
     with pytest.raises(DataError, match="read with 1, 3 or 4 channels, and the config's num_channels is 2"):
         dataset_of(tmp_path, ImageLearner(num_channels=2))
     monkeypatch.setattr(image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(DataError, match="is no image that Pillow can read: Image size"):
+    with pytest.raises(DataError, match="is not an image that Pillow can read: Image size"):
         dataset_of(tmp_path, ImageLearner()).examples(0).arrays(np.arange(2), 0)
 
 

@@ -99,8 +99,8 @@ def test_added_tokens_are_known(case: str, tmp_path: Path) -> None:
         ({"added_tokens__json": {"<|extra|>": 900}}, "the id 900, and"),
         ({"tokenizer_config__json": {"added_tokens_decoder": []}}, r"must be an object of ids and tokens, got \[\]"),
         ({"tokenizer_config__json": {"added_tokens_decoder": {"x": token("a")}}}, "has 'x' as the id"),
-        ({"tokenizer_config__json": {"added_tokens_decoder": {"666": {"content": ""}}}}, "an added token that is none"),
-        ({"tokenizer_config__json": {"added_tokens_decoder": {"666": {"content": "a", "lstrip": 1}}}}, "an added token that is none"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": {"666": {"content": ""}}}}, "an added token of an unknown form"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": {"666": {"content": "a", "lstrip": 1}}}}, "an added token of an unknown form"),
         ({"added_tokens__json": {"<|extra|>": -1}}, "has -1 as the id"),
     ],
 )
@@ -290,7 +290,7 @@ def test_broken_vocabularies_are_refused(tmp_path: Path) -> None:
     """With the names of both files."""
     directory = old_directory(tmp_path / "m", "gpt2", {})
     (directory / "merges.txt").write_text("a b c d\n")
-    with pytest.raises(DataError, match=r"vocab.json and .*merges.txt are no vocabulary: .*; copy the files again"):
+    with pytest.raises(DataError, match=r"vocab.json and .*merges.txt are not a vocabulary: .*; copy the files again"):
         load_tokenizer(directory)
 
 

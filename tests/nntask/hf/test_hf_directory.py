@@ -217,7 +217,7 @@ def test_headers_that_lie(tmp_path, change, words):
         TensorFile(tmp_path / "x")
     header = b'{"a":' + b"[" * 200_000
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(DataError, match="does not read"):
+    with pytest.raises(DataError, match="cannot be parsed"):
         TensorFile(tmp_path / "x")
 
 
@@ -243,7 +243,7 @@ def test_every_value_that_is_not_finite_is_found(dtype):
         (_set(BIAS, np.zeros(7, np.float32)), [BIAS, "has shape (7,), config.json makes it ("]),
         (_set("transformer.h.0.attn.c_attn.weight", np.zeros((4, 9), np.float32)), ["h.0.attn.c_attn.weight", "has shape (4, 9)"]),
         (lambda tensors: {**tensors, "h.0.mlp.c_fc.bias": tensors[BIAS]}, ["has both ", "h.0.mlp.c_fc.bias and ", "are the same weight; remove"]),
-        (_set("transformer.nothing", np.zeros(0, np.float32)), ["transformer.nothing", "has shape (0,) and holds nothing; remove it"]),
+        (_set("transformer.nothing", np.zeros(0, np.float32)), ["transformer.nothing", "has shape (0,) and no elements; remove it"]),
         (_set("transformer.h.0.extra.weight", np.zeros((4, 9), np.float32)), ["has a tensor transformer.h.0.extra.weight of shape (4, 9)", "lacks"]),
     ],
 )

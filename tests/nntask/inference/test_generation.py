@@ -25,7 +25,7 @@ CONTEXT, COUNT = 80, 64
 
 @pytest.mark.parametrize(
     ("prompts", "words"),
-    [([], "there are none; give at least one"), ([[1], [2, 61]], "prompt 2 has the id 61, and the model knows 0 to 60"), ([[-1]], "id -1")],
+    [([], "at least one prompt, got none; give one"), ([[1], [2, 61]], "prompt 2 has the id 61, and the model knows 0 to 60"), ([[-1]], "id -1")],
 )
 def test_prompts_that_are_none(prompts, words):
     """A refusal, not a kernel that fails."""

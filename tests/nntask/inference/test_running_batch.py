@@ -218,8 +218,8 @@ def test_requests_that_cannot_run():
     runtime = InlineRuntime()
     batch = RunningBatch(GPT2(SMALL, COARSE, runtime, seed=4), runtime, BatchShape.of(2, 48, 2))
     for request, words in (
-        (TextRequest((), 1), "at least 1 each"),
-        (TextRequest((1,), 0), "at least 1 each"),
+        (TextRequest((), 1), "at least 1 prompt token and 1 new token"),
+        (TextRequest((1,), 0), "at least 1 prompt token and 1 new token"),
         (TextRequest((61,), 1), "the model knows 0 to 60"),
         (TextRequest((1,) * 30, 4), "at most 33 tokens together"),
     ):

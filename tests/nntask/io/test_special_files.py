@@ -97,8 +97,8 @@ def changed_header(path: Path, change: Callable[[str], bytes]) -> None:
 
 
 HEADERS: dict[str, tuple[Callable[[str], bytes], str]] = {
-    "a name twice": (lambda text: (text[:-1] + "," + text[1:]).encode(), "w is there twice"),
-    "a key of a tensor twice": (lambda text: text.replace('"dtype"', '"dtype":"F16","dtype"').encode(), "dtype is there twice"),
+    "a name twice": (lambda text: (text[:-1] + "," + text[1:]).encode(), "the name w occurs twice"),
+    "a key of a tensor twice": (lambda text: text.replace('"dtype"', '"dtype":"F16","dtype"').encode(), "the name dtype occurs twice"),
     "UTF-16": (lambda text: text.encode("utf-16"), "header"),
     "a byte order mark": (lambda text: b"\xef\xbb\xbf" + text.encode(), "header"),
     "a fraction": (lambda text: text.replace("[4]", "[4.0]").encode(), "whole numbers"),

@@ -190,7 +190,7 @@ def test_windows_are_one_for_each_layer() -> None:
     cache = KVCache(config, ModelTiling(seq_tile=2), runtime, B, 8, np.float32, windows=[3, None])
     _, positions = cache.inputs(1)
     x = Tensor(TileTensor(runtime, (B, 1, H * D), (B, 1, -1), np.float32))
-    with pytest.raises(UsageError, match="attends through its cache's window"):
+    with pytest.raises(UsageError, match="window of attention must be that of the layer's cache"):
         F.attention(x, x, x, head_size=D, scale=1.0, past=cache.past(positions, range(1)).layers[0])
 
 

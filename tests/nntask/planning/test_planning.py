@@ -260,7 +260,7 @@ def test_devices_far_too_small_are_told_what_they_need(monkeypatch: pytest.Monke
     asked = replace(asked, tiling=replace(asked.tiling, batch=1))
     advice = all_advice_helps(asked, wide, "2x128KiB")
     assert advice[0].startswith("--devices 2x")
-    with pytest.raises(DoesNotFit, match=r"more than .* tasks of a step; look at larger ones, such as --devices 2x") as refused:
+    with pytest.raises(DoesNotFit, match=r"more than .* tasks of a step; plan for larger ones, such as --devices 2x") as refused:
         plan_run(asked, wide, imaginary_machine("2x1KiB", asked.resources))
     _, others = with_advice(asked, str(refused.value))
     plan_run(asked, wide, imaginary_machine(others["devices"].rstrip(","), asked.resources))

@@ -171,7 +171,7 @@ def test_names_of_operations() -> None:
     for share in ("1.5", "0", "-1", "nan", "half"):
         with pytest.raises(ValueError, match=f"a share of an operation's layers must be above 0 and at most 1, got '{share}'; for example 0.5"):
             as_asked(plan, f"forward:{share}")
-    with pytest.raises(ValueError, match=r"nothing to make again that 'glue' makes; name some of .*forward"):
+    with pytest.raises(ValueError, match=r"no results of 'glue' to recompute; name some of .*forward"):
         as_asked(plan, "forward,glue")
 
 

@@ -44,7 +44,7 @@ def test_pages_come_back(tmp_path: Path) -> None:
 
 def test_a_directory_is_made_but_not_what_it_lies_in(tmp_path: Path) -> None:
     """A mistyped place is refused, named, and leaves nothing behind."""
-    with pytest.raises(FileNotFoundError, match=rf"there is no directory {tmp_path}/new/a to create it in"):
+    with pytest.raises(FileNotFoundError, match=rf"its parent directory {tmp_path}/new/a does not exist"):
         Runtime(1, ram=PAGES * PAGE, disk=tmp_path / "new" / "a" / "b")
     assert not list(tmp_path.iterdir())
     with pytest.raises(PermissionError, match=r"/proc is not a writable directory"):

@@ -45,7 +45,7 @@ def test_masks_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["generate", "m", f"--prompt={prompt}", "--ncpu=1"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == found["text"]
     code, err = refuse(capsys, ["perplexity", "m", "--dataset=stdlib", "--ncpu=1"])
-    assert (code, "perplexity is of models that predict the next token, and m is a bert" in err) == (2, True), err
+    assert (code, "perplexity needs a model that predicts the next token, and m is a bert" in err) == (2, True), err
     for flags, said in (
         (["--max-new-tokens=3"], "--max-new-tokens 3"),
         (["--no-cache"], "--no-cache"),
@@ -53,7 +53,7 @@ def test_masks_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (["--num-beams=2"], "--num-beams 2"),
     ):
         code, err = refuse(capsys, ["generate", "m", f"--prompt={prompt}", *flags, "--ncpu=1"])
-        assert (code, f"{said} is for texts that grow, and m fills masks; drop it" in err) == (2, True), err
+        assert (code, f"{said} is for text generation, and m fills masks; drop it" in err) == (2, True), err
     code, err = refuse(capsys, ["generate", "m", "--prompt=no masks", "--ncpu=1"])
     assert (code, "the prompt has none; write [MASK]" in err) == (2, True), err
 
@@ -76,7 +76,7 @@ def test_a_classifier_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written(tmp_path / "m", "bert classifier", BERT)
     capsys.readouterr()
     code, err = refuse(capsys, ["generate", "m", "--prompt=ab", "--ncpu=1"])
-    assert (code, "predicts a class writes no texts" in err) == (2, True), err
+    assert (code, "predicts a class cannot generate text" in err) == (2, True), err
 
 
 def test_a_model_of_images_is_not_asked_for_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,4 +90,4 @@ def test_a_model_of_images_is_not_asked_for_a_tokenizer(tmp_path: Path, monkeypa
     assert "token" not in capsys.readouterr().out
     for model in ("run", "out"):
         code, err = refuse(capsys, ["generate", model, "--prompt=ab", "--ncpu=1"])
-        assert (code, "a mlp_mixer that predicts a class writes no texts" in err) == (2, True), err
+        assert (code, "a mlp_mixer that predicts a class cannot generate text" in err) == (2, True), err

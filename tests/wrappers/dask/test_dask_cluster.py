@@ -613,7 +613,7 @@ def test_a_late_worker_whose_gpu_fails_does_not_end_the_run(late: Late, connecti
 def test_a_late_worker_that_peers_cannot_reach_is_tried_once(late: Late, connection: Connection) -> None:
     """All workers answer their client, and connections between nodes do not come about: a riddle among old nodes, with a newcomer the answer."""
     found, open_nodes, (_, new) = late(2, "--transport=nccl")
-    with pytest.raises(NodesChanged, match=f"worker {new} cannot take part .*could not be sent to, or receive from"), open_nodes():
+    with pytest.raises(NodesChanged, match=f"worker {new} cannot take part .*no data could be sent to or received from"), open_nodes():
         pass
     assert list(found._refused) == [new]
     assert found._num_unexplained == 0

@@ -70,7 +70,7 @@ def test_what_is_kept_moved_or_made_again(tmp_path: Path) -> None:
     (folder / "plan.json").write_text(json.dumps({**PLAN, "recompute": "none", "values": [], "forecast_bytes": {}}))
     assert "Recomputed instead of kept: none: everything fits." in text_of(page(read_run(folder)))
     (folder / "plan.json").write_text(json.dumps({**PLAN, "values": [{"name": "norm"}]}))
-    with pytest.raises(DataError, match=r"plan\.json has figures that are none of nntask's; remove it, or restore it"):
+    with pytest.raises(DataError, match=r"plan\.json has figures that nntask did not write; remove it, or restore it"):
         read_run(folder)
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").write_text(json.dumps({key: value for key, value in line(1).items() if not key.startswith("recompute")}) + "\n")
@@ -273,7 +273,7 @@ WHOLE = gzip.compress(json.dumps({"otherData": {"nntask": {"format": 1, **ABOUT}
         ("trace.json.gz", b'{"traceEvents": [', "trace.json.gz is not whole"),
         ("trace.json.gz", b'{"traceEvents": []}', "trace.json.gz is no trace of this version of nntask: it does not name its format, 1"),
         ("trace.json.gz", b'{"otherData": {"nntask": {"format": 7}}, "traceEvents": []}', "must have format 1, got 7, which another version"),
-        ("trace.json.gz", b'{"otherData": {"nntask": {"format": 1}}, "traceEvents": []}', "has events that are none of nntask's"),
+        ("trace.json.gz", b'{"otherData": {"nntask": {"format": 1}}, "traceEvents": []}', "has events that nntask did not write"),
     ],
 )
 def test_broken_files_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, words: str) -> None:

@@ -213,7 +213,7 @@ def test_a_template_from_a_file_that_refuses(model: Path, tmp_path: Path) -> Non
             client.chat.completions.create(model="org/other", messages=[message, message])
         for role, words in (
             ("bug", "more memory than it may have; change the messages"),
-            ("loop", "more than 1 s of a processor; change the messages"),
+            ("loop", "more than 1 s of processor time; change the messages"),
         ):
             with pytest.raises(openai.BadRequestError, match=words) as refusal:
                 client.chat.completions.create(model="org/other", messages=[{**message, "role": role}])

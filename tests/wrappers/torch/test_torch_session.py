@@ -686,6 +686,6 @@ def test_operations_made_again_change_nothing_and_are_of_training_alone() -> Non
     assert found[0] == found[1]
     with (
         Session(torch.nn.Linear(4, 4), "sgd", lr=0.1, loss=lambda out, batch: out.sum(), workers=1, ram="64MB", recompute="glue") as session,
-        pytest.raises(UsageError, match=r"^recompute='glue': this step has nothing to make again that 'glue' makes"),
+        pytest.raises(UsageError, match=r"^recompute='glue': this step has no results of 'glue' to recompute"),
     ):
         session.step(input=torch.ones(2, 4))

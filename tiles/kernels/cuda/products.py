@@ -137,7 +137,7 @@ def _library() -> Any:
                 return typed_cublas(ctypes.CDLL(f"libcublas.so.{version}", mode=mode))
             except OSError:
                 continue
-    raise ImportError("libcublas is not to be found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
+    raise ImportError("libcublas was not found; install CuPy with its libraries: pip install -e '.[cuda13]' or '.[cuda12]'")
 
 
 def typed_cublas(library: Any) -> Any:

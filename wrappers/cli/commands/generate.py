@@ -128,7 +128,7 @@ def _check_filled(asked: TextSettings, model: str) -> None:
     for name in (each.name for each in fields(asked) if each.name not in _OF_FILLED):
         if getattr(asked, name) != getattr(usual, name):
             flag = "--no-cache" if name == "cache" else f"--{name.replace('_', '-')} {getattr(asked, name)}"
-            raise UsageError(f"{flag} is for texts that grow, and {model} fills masks; drop it")
+            raise UsageError(f"{flag} is for text generation, and {model} fills masks; drop it")
 
 
 def _check_search(asked: TextSettings) -> None:
@@ -192,7 +192,7 @@ def check(asked: TextSettings) -> None:
             raise UsageError(f"{flag} must be {rule}, got {value}; the nearest legal value is {near}")
     if asked.num_beams == 1 and (asked.length_penalty, asked.early_stopping) != (1.0, "false"):
         flag = "--early-stopping" if asked.length_penalty == 1 else "--length-penalty"
-        raise UsageError(f"{flag} is of a search for the most probable text, and --num-beams is 1; raise it, or drop {flag}")
+        raise UsageError(f"{flag} is for a beam search, and --num-beams is 1; raise it, or drop {flag}")
     check_prompt(asked.prompt)
     if asked.prompt and asked.prompt_file:
         raise UsageError(f"--prompt and --prompt-file {asked.prompt_file} both say how texts begin; drop one of them")

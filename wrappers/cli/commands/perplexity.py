@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
 
     source = open_source(words[0])
     if source.config.objective != "causal":
-        raise UsageError(f"perplexity is of models that predict the next token, and {words[0]} is a {source.config.model_type}; use one of those")
+        raise UsageError(f"perplexity needs a model that predicts the next token, and {words[0]} is a {source.config.model_type}; use one of those")
     length = checked_length(asked.seq_len, source.config, source.context)
     dataset, tokenizer = _open(asked, source)
     split, file = _split_of(asked, dataset)

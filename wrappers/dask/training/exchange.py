@@ -160,7 +160,7 @@ class PeerComms:
             try:
                 await asyncio.wait_for(step, CONNECT_SECONDS)
             except TimeoutError:
-                raise PeerLost(rank, f"it could not be sent to, or receive from, within {CONNECT_SECONDS:g} s") from None
+                raise PeerLost(rank, f"no data could be sent to or received from it within {CONNECT_SECONDS:g} s") from None
             except Exception as error:
                 raise PeerLost(rank, error) from error
 
