@@ -210,7 +210,7 @@ class ResourceSettings(MachineSettings):
     """Devices and memory. Losses differ by rounding between CPU and GPUs; no other setting here changes them."""
 
     order: str = "auto"
-    """order of a step's tasks if memory is short: auto, submission, eager-update, layers, layers:G, turn:K/8 or forward"""
+    """order of a step's tasks if memory is short: auto, or one that the guide Memory and disk lists, e.g. layers or turn:4/8"""
     recompute: str = "auto"
     """activation checkpointing: auto (if memory is short), none, block (keep inputs of blocks only), or operations, e.g. layer_norm"""
     update_on: Literal["device", "cpu", "auto"] = "device"
@@ -242,7 +242,7 @@ class ObserveSettings:
     report_to: Literal["none", "tensorboard"] = "none"
     """tensorboard also writes the metrics of each step as event files to the folder tensorboard of the run"""
     explain: str = ""
-    """print for a task, by a part of its name, why it was placed on its worker, three times"""
+    """explain the first three placements on workers of tasks whose name contains this text"""
 
 
 @dataclass(frozen=True, slots=True)

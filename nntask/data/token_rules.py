@@ -118,35 +118,35 @@ class ConfinedRules:
 
     @property
     def sections(self) -> Mapping[str, Any]:
-        """See `LocalRules`."""
+        """Rules as sections of a tokenizer.json."""
         return self._sections
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[npt.NDArray[np.int64]]:
-        """See `LocalRules`."""
+        """Return the (n,) ids of each text, like `LocalRules.encode`."""
         requests = (self._request("encode", [text, special], text) for text in texts)
         return [np.array(ids, np.int64) for ids in self._process.answers(requests)]
 
     def row(self, first: str, second: str | None, limit: int) -> tuple[Ids, Ids, bool]:
-        """See `LocalRules`."""
+        """Return ids, types, and whether a text was cut, like `LocalRules.row`."""
         ids, types, is_cut = self._process.ask(self._request("row", [first, second, limit], first + (second or "")))
         return np.array(ids, np.int32), np.array(types, np.int32), bool(is_cut)
 
     def with_offsets(self, text: str) -> tuple[Ids, Offsets]:
-        """See `LocalRules`."""
+        """Return the (n,) ids of a text without the template, and their characters, like `LocalRules.with_offsets`."""
         ids, offsets = self._process.ask(self._request("with_offsets", [text], text))
         return np.array(ids, np.int32), [(first, last) for first, last in offsets]
 
     def around(self, text: str) -> tuple[list[int], list[bool]]:
-        """See `LocalRules`."""
+        """Return the ids of a text with its template, and whether each was added by the template."""
         ids, is_added = self._process.ask(self._request("around", [text], text))
         return ids, is_added
 
     def num_around(self, *, is_pair: bool) -> int:
-        """See `LocalRules`."""
+        """Return the number of ids that the template puts around a text or a pair."""
         return int(self._process.facts[is_pair])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `LocalRules`."""
+        """Return the text of ids, without special tokens."""
         return str(self._process.ask(self._request("decode", [list(map(int, ids))], None)))
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class Cards(Protocol):
 
 
 class CudaCards:
-    """Real ones."""
+    """The real GPUs of this machine."""
 
     @staticmethod
     @cache
@@ -77,7 +77,7 @@ class CudaCards:
         return devices
 
     def nccl(self, facts: GpuFacts) -> Nccl:
-        """CuPy's."""
+        """Return NCCL for a card, through CuPy."""
         return CupyNccl(facts)
 
 

@@ -71,7 +71,7 @@ def imaginary_machine(devices: str, resources: ResourceSettings, link: str = "",
         raise UsageError(f"--disk-rate {disk_rate} is about the disk of an imaginary machine and it has none; add --disk 2TB, or drop it")
     of_ram = parse_rate(ram_rate or DEFAULT_RAM_RATE, "--ram-rate")
     if ram_rate and resources.update_on == "device":
-        raise UsageError(f"--ram-rate {ram_rate} is about updates by CPU workers and devices update here; add --update-on auto, or drop it")
+        raise UsageError(f"--ram-rate {ram_rate} is about updates by CPU workers, and in this plan devices update; add --update-on auto, or drop it")
     if resources.update_on == "cpu":
         check_updaters(resources.ncpu)
     ram = parse_size(resources.ram, "--ram") if resources.ram else BOUNDLESS

@@ -112,7 +112,7 @@ class T5Config(KeyedConfig):
 
     @property
     def longest(self) -> int | None:
-        """None, for no limit."""
+        """Largest number of tokens of a sequence: None, since a T5 has no limit."""
         return None
 
     @property

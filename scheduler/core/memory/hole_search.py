@@ -75,14 +75,14 @@ class HoleSearch:
         return Holes(offsets, list(victims))
 
     def cheapest(self, sizes: Sequence[int], cost_of: Callable[[Replica], float]) -> Holes | None:
-        """Release, for every size in turn, the neighbours that cost least together.
+        """Return holes made by dropping, for each size in turn, the adjacent replicas that together cost least.
 
         Args:
             sizes: bytes of each extent.
             cost_of: cost of dropping a replica; infinite if it must stay.
 
         Returns:
-            None if some size finds no such neighbours.
+            None if no adjacent replicas make a hole for some size.
         """
         costs = {replica.offset: cost_of(replica) for replica in self._node.starts.values()}
         offsets: list[int] = []
@@ -104,7 +104,7 @@ class HoleSearch:
         return None if run is None else run[1]
 
     def _cheapest_neighbours(self, size: int, costs: Mapping[int, float]) -> list[Replica]:
-        """Return the cheapest neighbours that leave a hole of `size` bytes, found by sliding a window over the node; empty if there are none."""
+        """Return the cheapest adjacent replicas that leave a hole of `size` bytes, found by sliding a window over the node; empty if there are none."""
         spans: list[tuple[int, int, float, Replica | None]] = [(start, end, 0.0, None) for start, end in self._runs.items()]
         spans += [
             (offset, offset + replica.handle.size, costs[offset], replica)
@@ -156,7 +156,7 @@ class HoleSearch:
         return start, end
 
     def _carve(self, start: int, size: int, victims: dict[Replica, None]) -> int:
-        """Take `size` bytes at the end of a run where released replicas hold fewer bytes; return their offset.
+        """Take `size` bytes at that end of a run where the released replicas have fewer bytes; return their offset.
 
         Args:
             victims: receives the released replicas that the bytes overlap.

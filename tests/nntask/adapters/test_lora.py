@@ -219,7 +219,7 @@ def test_more_matrices_than_there_are_places_for_dropout() -> None:
     with pytest.raises(UsageError, match=r"2048 matrices at most, and the model has 2052; set its dropout to 0"):
         add_adapters(deep, LoRA(1, 1.0, 0.1))
     add_adapters(deep, LoRA(1, 1.0))
-    with pytest.raises(UsageError, match=r"4096 places at most, numbered from 0, got place 4096"):
+    with pytest.raises(UsageError, match=r"dropout sites must be numbers from 0 to 4095, got 4096"):
         Masks(deep.dropout_key).stream(4096)
 
 

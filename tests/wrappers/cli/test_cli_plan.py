@@ -190,7 +190,7 @@ def test_updates_by_cpu_workers_are_planned(config: str, capsys: pytest.CaptureF
     assert "weights             updated where devices compute (chosen: " in capsys.readouterr().out
     for argv, sentence in (
         (["plan", config, "--ram-rate=1GB/s"], "--ram-rate 1GB/s is about the RAM of an imaginary machine, and this one's is measured"),
-        ([*flags, "--ram-rate=1GB/s"], "--ram-rate 1GB/s is about updates by CPU workers and devices update here; add --update-on auto"),
+        ([*flags, "--ram-rate=1GB/s"], "--ram-rate 1GB/s is about updates by CPU workers, and in this plan devices update; add --update-on auto"),
         ([*flags, "--ram-rate=quick", "--update-on=cpu"], "--ram-rate must be bytes per second, got 'quick'"),
         ([*flags, "--update-on=gpu"], "--update-on"),
         ([*flags, "--update-on=cpu", "--ncpu=0"], "--update-on cpu needs CPU workers, and --ncpu 0 leaves none; use --ncpu 1, or --update-on device"),

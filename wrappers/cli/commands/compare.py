@@ -131,7 +131,7 @@ def _subject(word: str, asked: CompareSettings) -> _Subject:
         settings = replace(source.settings, checkpoints=CheckpointSettings(), observe=ObserveSettings())
     else:
         raise UsageError(
-            f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run, a model directory or a GGUF file, got {word!r}, which is none"
+            f"MODEL must be a preset ({', '.join(PRESETS)}), a config file, a run, a model directory or a GGUF file, got {word!r}; name one of these"
         )
     config = model_config(settings) if source is None else source.config
     settings = _with_flags(settings, asked, config, is_new=source is None or source.checkpoint is None)

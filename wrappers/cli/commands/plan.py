@@ -29,7 +29,7 @@ class PlanHelp:
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
-    """TOML file with any of these flags; the environment and the command line are stronger"""
+    """TOML file with any of these flags; the environment and the command line override it"""
     devices: str = ""
     """plan for an imaginary machine of devices, [COUNTx]MEMORY[@FLOPS], e.g. 8x80GiB@150TF; --ram and --disk (a SIZE) are then imaginary too"""
     link: str = ""

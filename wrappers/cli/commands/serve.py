@@ -48,9 +48,9 @@ class ServerSettings:
     queue: int = 64
     """number of requests that may wait for a slot; more are refused with status 429"""
     max_context: int = 0
-    """largest number of tokens of prompt and answer together (default: the context length of the model)"""
+    """largest number of tokens of prompt and answer together; 0 for the context length of the model"""
     cache_tokens: int = 0
-    """number of tokens of all texts together in the cache of keys and values (default: enough for all slots, or the free memory)"""
+    """number of tokens of all texts together in the cache of keys and values; 0 for enough for all slots, or what the free memory holds"""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """element type of weights and cache; auto is that of the run, and fp32 for a model directory"""
     tokenizer_path: str = ""

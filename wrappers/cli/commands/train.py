@@ -29,7 +29,7 @@ class TrainHelp:
 
     train: TrainSettings = field(default_factory=TrainSettings)
     config: str = ""
-    """TOML file with any of these flags; the environment and the command line are stronger"""
+    """TOML file with any of these flags; the environment and the command line override it"""
 
 
 def run(argv: Sequence[str], program: str = PROGRAM, *, changed: Changed | None = None, before: BeforeTraining | None = None) -> int:
