@@ -72,7 +72,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def cache_directory() -> Path:
-    """Return the directory for derived files that may be kept and reused; it is not created here."""
+    """Return the directory for derived files that may be kept and reused, without creating it."""
     if own := os.environ.get("NNTASK_CACHE"):
         return Path(own)
     from scheduler.storage import user_cache

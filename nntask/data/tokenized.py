@@ -57,7 +57,7 @@ def named_tokenizer(spec: DataSpec) -> Tokenizer:
 
 
 def _own_terms(spec: DataSpec) -> str:
-    """Return the part of the cache key by which tokenizers trained here differ between objectives."""
+    """Return the part of the cache key by which tokenizers that nntask trains differ between objectives."""
     return {"masked": " mask", "seq2seq": " sentinels" if spec.objective.form == "stream" else ""}.get(spec.objective.kind, "")
 
 
@@ -79,7 +79,7 @@ def tokenizer_of(spec: DataSpec, corpus: Corpus, report: Callable[[str], None]) 
 
 
 def cached_tokenizer(spec: DataSpec, corpus: Corpus, directory: Path, report: Callable[[str], None]) -> Tokenizer:
-    """Return the tokenizer of `spec`; a tokenizer trained here is cached in `directory`, with the data that it encodes.
+    """Return the tokenizer of `spec`; a tokenizer that nntask trains is cached in `directory`, with the data that it encodes.
 
     If the cached tokenizer has changed since it was written, the directory is removed, and the tokenizer is trained again.
     """

@@ -110,7 +110,7 @@ class Keys:
         return value
 
     def refusal(self, key: str, value: Any, rule: str) -> DataError:
-        """Return the error for a value that its key may not have here."""
+        """Return the error for a value of a key that nntask does not support."""
         return DataError(f"{self.name}.{key} in {self._source} must be {rule}, got {str(value)[:60]}; use another file")
 
     def text(self, key: str) -> str:

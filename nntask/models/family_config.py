@@ -88,7 +88,7 @@ class ModelConfig:
 
     @classmethod
     def check_together(cls, values: Mapping[str, Any], source: str) -> None:
-        """Check the rules between values; here, that heads divide the width, unless they have a size of their own.
+        """Check the rules between values. The base class checks that heads divide the width, unless they have a size of their own.
 
         Args:
             values: the value of every field.

@@ -23,7 +23,7 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A key that does not change the results of a model here.
+    """A key that does not change the results of nntask's model.
 
     Args:
         reason: why it does not.

@@ -131,7 +131,7 @@ def config_notes(values: Mapping[str, Any], source: str) -> list[str]:
 
 
 def untiled_type(values: Mapping[str, Any]) -> str:
-    """Return the model_type of a config if its family is not registered here; "" if it is registered or no model_type."""
+    """Return the model_type of a config if its family is not in `FAMILIES`; "" if it is, or if there is no model_type."""
     kind = values.get("model_type") if isinstance(values, Mapping) else None
     return kind if isinstance(kind, str) and kind not in FAMILIES else ""
 

@@ -324,7 +324,7 @@ def check_divisors(scaling: RopeScaling | None, size: int, source: str) -> None:
 
 
 def unread_of_rope(values: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the rotary scalings of a config.json that their kind does not have, here and in transformers.
+    """Return the keys of the rotary scalings of a config.json that their kind has neither in nntask nor in transformers.
 
     A config may have one scaling, or one for each kind of block.
     """

@@ -155,7 +155,7 @@ class Transformer(LanguageModel):
     def inputs(
         self, batch: int, seq_len: int | None = None, names: Sequence[str] = ("tokens", "targets"), target_len: int | None = None
     ) -> dict[str, TileTensor]:
-        """Return the tensors that `LanguageModel.inputs` does; constants for batches of this shape are written here, once."""
+        """Return the tensors that `LanguageModel.inputs` does; the first call for a shape also writes the constants of its batches."""
         found = super().inputs(batch, seq_len, names, target_len)
         self._constants_of(found["tokens"], ExtraInputs(**{name: found[name] for name in found if name in self.takes}))
         return found

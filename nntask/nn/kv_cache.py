@@ -229,8 +229,9 @@ class KVCache:
         return Past(positions, layers_past, self.last_position + 1)
 
     def take(self, texts: KVCache) -> None:
-        """Copy the past of each text, from a cache of the same length with one row a text, to all rows of that text here. The other cache releases
-        its memory layer by layer and is of no use afterwards."""
+        """Copy the past of each text, from a cache of the same length with one row a text, to all rows of that text in this one.
+
+        The other cache releases its memory layer by layer and cannot be used afterwards."""
         rows, batch = self.sources(), texts._layers[0][0].shape[0]
         rows.write(np.repeat(np.arange(batch, dtype=np.int32), rows.shape[0] // batch))
         for left, layer in zip(texts._left, self._layers, strict=True):

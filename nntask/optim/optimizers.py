@@ -76,7 +76,7 @@ class Optimizer(ABC):
         options: options until `prepare` or `prepare_groups` is given others; the weight decay is for parameters without a group.
         moments: kinds of state that each parameter has in addition to a master.
         max_norm: largest norm of the whole gradient, which is scaled down to it; 0 disables clipping.
-        tiles_of: numbers of the tiles whose state is held here, by name of the parameter; other tiles are updated elsewhere. None for all.
+        tiles_of: numbers of the tiles whose state this optimizer holds, by name of the parameter; other nodes update the rest. None for all.
         on_cpu: whether only CPU workers update, in host memory, where the state is, while devices compute the rest.
 
     Attributes:
@@ -138,7 +138,7 @@ class Optimizer(ABC):
                 elementwise.copy_into(parameter.data, masters[parameter.name], self._tiles(parameter.name))
 
     def _tiles(self, name: str) -> Sequence[int] | None:
-        """Return the tiles of a parameter whose state is held here; None for all."""
+        """Return the tiles of a parameter whose state this optimizer holds; None for all."""
         return None if self.tiles_of is None else self.tiles_of[name]
 
     def prepare(self, step: int, lr: float | None = None) -> None:

@@ -28,7 +28,7 @@ class InlineRuntime(TaskRuntime):
         data_class: DataClass = "activations",
         combine: Codelet | None = None,
     ) -> Handle:
-        """Register data of `nbytes` bytes; its memory is allocated here and freed with the last reference."""
+        """Register data of `nbytes` bytes; its memory is allocated at once and freed with the last reference."""
         memory = bytearray(max(nbytes, 1))
         return Handle(memory, nbytes, view, name=name, kind=kind, data_class=data_class, combine=combine, inbox=None)
 

@@ -157,7 +157,7 @@ class TaskRuntime(abc.ABC):
 
     @abc.abstractmethod
     def _examine(self, codelet: Codelet, accesses: Sequence[Access], *, combines: bool = False) -> Terms:
-        """Return the workers that may run a task; a task that no worker can run is refused here, before any state has changed.
+        """Return the workers that may run a task; refuse a task that no worker can run, before any state has changed.
 
         Args:
             combines: whether the task combines lanes: it then belongs to earlier submissions, and is not pinned.

@@ -121,7 +121,7 @@ def check_torch(session: type[Any]) -> None:
 
 
 def check_inductor() -> None:
-    """Check that a PyTorch outside the tested range has the parts of Inductor that are used here; the first session with compiled chains does so.
+    """Check that a PyTorch outside the tested range has the parts of Inductor that sessions use; the first session with compiled chains does so.
 
     Raises:
         UsageError: it lacks a name.

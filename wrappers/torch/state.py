@@ -111,7 +111,7 @@ class ModuleState:
             raise
 
     def handles(self, storages: Iterable[Storage], inputs: Mapping[str, TileTensor]) -> dict[Storage, Handle]:
-        """Return the handles of storages that exist before a pass; new constants get their values here.
+        """Return the handles of storages that exist before a pass; new constants get their values from the program's tensors.
 
         Args:
             storages: storages with roles and names.

@@ -104,7 +104,7 @@ class HoleSearch:
         return None if run is None else run[1]
 
     def _cheapest_neighbours(self, size: int, costs: Mapping[int, float]) -> list[Replica]:
-        """Return the cheapest adjacent replicas that leave a hole of `size` bytes, found by sliding a window over the node; empty if there are none."""
+        """Return the cheapest adjacent replicas that leave a hole of `size` bytes, found by sliding a window over the node; empty without any."""
         spans: list[tuple[int, int, float, Replica | None]] = [(start, end, 0.0, None) for start, end in self._runs.items()]
         spans += [
             (offset, offset + replica.handle.size, costs[offset], replica)

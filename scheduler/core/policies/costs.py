@@ -120,7 +120,7 @@ def missing_bytes(task: Task, node: NodeId) -> int:
 
 
 def assigned_seconds(worker: Worker, estimates: Estimates) -> float:
-    """Return the seconds of the tasks that the worker holds; the running one counts in full, since there is no clock here."""
+    """Return the seconds of the tasks that the worker holds; the running one counts in full, since the core has no clock."""
     return sum(estimates.task_seconds(task, worker.kind) for task in worker.assigned)
 
 

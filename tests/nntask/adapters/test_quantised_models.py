@@ -114,8 +114,8 @@ def test_what_is_refused(plain: Path, tmp_path: Path) -> None:
     good = {name: "q8_0" for name, value in tensors.items() if value.dtype == np.uint8}
     refused("{", DataError, "cannot be parsed")
     refused("[]", DataError, "cannot be parsed")
-    refused({**good, name: "q3_x"}, DataError, "only q8_0, q4_0, q4_1, ")
-    refused({**good, "nothing": "q8_0"}, DataError, "nothing in .* and is not there")
+    refused({**good, name: "q3_x"}, DataError, "one of q8_0, q4_0, q4_1, ")
+    refused({**good, "nothing": "q8_0"}, DataError, "nothing in .* but is not there")
     refused({**good, "model.norm.weight": "q8_0"}, DataError, "is float32")
     refused({**good, name: "q4_0"}, DataError, "whole blocks of 18|has shape")
     refused({}, DataError, "has shape")

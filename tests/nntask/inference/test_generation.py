@@ -168,7 +168,7 @@ def test_prompts_that_cannot_be_continued_are_refused():
         generator = Generator(GPT2(SMALL, CUT, runtime), runtime, 20)
         with pytest.raises(UsageError, match="the prompt has 21 tokens, more than the model's context of 20; shorten it"):
             next(generator.stream(prompts_of(61, 21), 1, GREEDY))
-        with pytest.raises(UsageError, match="prompt 2 has no tokens"):
+        with pytest.raises(UsageError, match="prompt 2 must have at least one token"):
             next(generator.stream([[1], []], 1, GREEDY))
 
 

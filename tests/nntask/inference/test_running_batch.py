@@ -226,7 +226,7 @@ def test_requests_that_cannot_run():
         with pytest.raises(UsageError, match=words):
             batch.join(request)
     config = CONFIGS["t5"]
-    with pytest.raises(UsageError, match="with an encoder"):
+    with pytest.raises(UsageError, match="has an encoder"):
         RunningBatch(our_model(hf_model(config), config, ModelTiling(), runtime), runtime, BatchShape.of(2, 48))
 
 

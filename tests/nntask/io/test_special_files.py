@@ -104,7 +104,7 @@ HEADERS: dict[str, tuple[Callable[[str], bytes], str]] = {
     "a fraction": (lambda text: text.replace("[4]", "[4.0]").encode(), "whole numbers"),
     "a truth": (lambda text: text.replace("[0,", "[false,").encode(), "whole numbers"),
     "a text": (lambda text: text.replace("[4]", '["4"]').encode(), "whole numbers"),
-    "thousands of digits": (lambda text: text.replace("[4]", f"[{','.join(['9' * 4000] * 300)}]").encode(), "4000 digits"),
+    "thousands of digits": (lambda text: text.replace("[4]", f"[{','.join(['9' * 4000] * 300)}]").encode(), "at most 19 digits, got 4000"),
     "a list": (lambda text: f"[{text}]".encode(), "object"),
 }
 

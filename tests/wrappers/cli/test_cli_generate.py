@@ -413,7 +413,7 @@ def test_models_that_do_not_fit_their_files(here, capsys):
 def test_a_prompt_longer_than_a_sequence_is_refused_before_training(here, capsys):
     """--prompt of train: lengths and flag, and no run directory."""
     code, err = refuse(capsys, [*TRAIN[:-1], "--sample-tokens=4", "--run-dir=run", f"--prompt={'words ' * 60}"])
-    assert (code, "a sequence --seq-len = 48; shorten it" in err) == (2, True)
+    assert (code, "at most --seq-len = 48 tokens, got" in err) == (2, True)
     assert not (here / "run").exists()
 
 

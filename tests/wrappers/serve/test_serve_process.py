@@ -273,7 +273,7 @@ def test_what_writes_no_texts_is_refused(folder: Path, capsys: pytest.CaptureFix
     pytest.importorskip("transformers")
     from support.transformers_oracle import CONFIGS
 
-    for name, words in (("bert", "predicts masked tokens"), ("t5", "with an encoder")):
+    for name, words in (("bert", "predicts masked tokens"), ("t5", "has an encoder")):
         directory = write_served_model(folder / name)
         (directory / "config.json").write_text(json.dumps({**CONFIGS[name].to_dict(), "vocab_size": 300}))
         code, message = refuse(capsys, ["serve", str(directory)])

@@ -97,7 +97,7 @@ def _address_by_ctypes(array: Array) -> int:
 
 
 def _choose_address() -> Callable[[Array], int]:
-    """Return the fast function for an array's address if it is correct here; else the slow one."""
+    """Return the fast function for an array's address if it is correct with this NumPy; else the slow one."""
     probe = np.zeros(3)[1:]
     return _address_in_fields if _address_in_fields(probe) == probe.ctypes.data else _address_by_ctypes
 

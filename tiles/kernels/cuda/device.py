@@ -63,7 +63,7 @@ class CudaDevice(CupyGpu):
         self._attention: LibraryAttention | None = None
 
     def open_attention(self, report: Callable[[str], None] = lambda sentence: None) -> None:
-        """Let cuDNN compute attention of whole sequences here, if it supports their shape. Threads must enter their streams afterwards.
+        """Let cuDNN compute attention of whole sequences on this GPU, if it supports their shape. Threads must enter their streams afterwards.
 
         The workspace of cuDNN is not part of the budget.
 

@@ -105,7 +105,7 @@ class HollowGpu:
         return HollowEvent(self)
 
     def enter(self, stream: HollowStream) -> None:
-        """Make the calling thread compute here."""
+        """Make the calling thread compute on this GPU."""
         use(self)
 
     def adopt(self) -> None:

@@ -141,7 +141,7 @@ def _library() -> Any:
 
 
 def typed_cublas(library: Any) -> Any:
-    """Declare the types of the functions that are called here, which return a cublasStatus_t; without them ctypes truncates addresses to 32 bits."""
+    """Declare the types of the cuBLAS functions that nntask calls; without types ctypes truncates addresses to 32 bits."""
     handle, integer, pointer = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
     matrix = [pointer, integer, integer]
     signatures: dict[str, list[Any]] = {

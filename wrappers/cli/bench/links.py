@@ -71,7 +71,7 @@ def run(settings: LinksSettings) -> tuple[dict[str, Any], list[str]]:
 
 
 def _directory_of(text: str) -> Path | None:
-    """Return the directory of --disk, which must have no size here; None without the flag.
+    """Return the directory of --disk, which must have no size in `nntask bench links`; None without the flag.
 
     Raises:
         UsageError: it has a size, or is only a size.

@@ -12,7 +12,9 @@ Tiles = Sequence[npt.NDArray[Any]]
 
 
 class Channel:
-    """The transport of bytes between this node and one peer, in both directions; here inside the messages. The event loop's thread calls all methods.
+    """The transport of bytes between this node and one peer, in both directions. The event loop's thread calls all methods.
+
+    This class puts the bytes into the messages; subclasses move them separately.
 
     Attributes:
         is_separate: whether bytes travel outside the messages, which then only have their number.
