@@ -93,7 +93,7 @@ class TextIds:
         """
         if self.encodes_rows:
             if not text:
-                raise UsageError("this model reads the prompt with an encoder, and the prompt is empty; give a text with --prompt")
+                raise UsageError("this model reads a prompt as a whole input, and the prompt is empty; give a text with --prompt")
             return self.known(RowEncoder(self.tokenizer).text(text, LARGEST_COUNT))
         if text:
             return self.known([*self.begin, *self.tokenizer.encode([text], special=self.adds_special)[0]])

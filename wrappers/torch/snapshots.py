@@ -73,7 +73,7 @@ NOWHERE: Final = Slot(None, None, None)
 
 
 class WatchedObject(NamedTuple):
-    """A container or object that a walk has visited.
+    """A container or object that a `Walk` has visited, with its content at that time.
 
     Attributes:
         state: function that reads its content.
@@ -94,7 +94,7 @@ class WatchedObject(NamedTuple):
 
 
 class Snapshot:
-    """The result of a walk.
+    """A snapshot of all Python state that a module and a loss reach, as a `Walk` has found it.
 
     Attributes:
         leaves: path -> value that is compared.

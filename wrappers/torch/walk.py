@@ -56,7 +56,7 @@ _ATTRIBUTES_COUNT: Final = (
 
 
 class Walk(CodeWalk):
-    """One walk.
+    """One walk over the Python objects that a module and a loss reach.
 
     Args:
         own: id -> name of the module's tensors that the session holds.

@@ -103,7 +103,10 @@ def test_scaling_of_positions_is_read(name: str, keys: dict[str, Any], expected:
         ({"logit_scale": 0.5}, "scaled logits"),
         ({"residual_scale": 0.2}, "scaled residuals"),
         ({"embedding_scale": 12.0}, "scaled embeddings"),
-        ({"expert_count": 8, "expert_used_count": 2}, "llama.expert_count in a.gguf is 8: the model has experts, which nntask's llama does not support"),
+        (
+            {"expert_count": 8, "expert_used_count": 2},
+            "llama.expert_count in a.gguf is 8: the model has experts, which nntask's llama does",
+        ),
         ({"expert_used_count": 2}, "the model has experts"),
         ({"expert_feed_forward_length": 64}, "llama.expert_feed_forward_length in a.gguf changes the model"),
         ({"pooling_type": 1}, "pooled embeddings"),
