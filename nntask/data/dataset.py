@@ -140,7 +140,7 @@ def _check_beside(spec: DataSpec) -> None:
         return
     if named.exists() and beside.is_file() and load_tokenizer(named).inner.get_vocab() != load_tokenizer(beside).inner.get_vocab():
         raise UsageError(
-            f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; train from weights that know the former, "
+            f"{_train_bin(spec.path)} holds ids of {beside}, and {named} gives words other ids; use weights trained with the former, "
             f"rewrite {_train_bin(spec.path).name} with nntask data prepare --tokenizer-path {shlex.quote(str(named))}, "
             f"or remove {beside} if it did not make the ids"
         )

@@ -84,7 +84,7 @@ def open_tokenizer(path: Path, *, has_template: bool = False) -> OpenedTokenizer
     rules: TokenRules = ConfinedRules(inner, sections or sections_of(inner), directory) if doubt else LocalRules(inner, directory)
     notes = check_keys(inner, rules, objects, str(directory))
     if doubt:
-        why = f"since it has a rule that is not known here: {doubt}; its tokens are the same, and encoding may be slower"
+        why = f"since it has a rule that nntask does not know: {doubt}; its tokens are the same, and encoding may be slower"
         notes = (f"the tokenizer runs in a separate process with limits of time and memory, {why}", *notes)
     if dropout:
         notes = (f"{TOKENIZER_FILE} drops {dropout:.0%} of its merges at random; that is off here, so a text always has the same tokens", *notes)

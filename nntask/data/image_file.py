@@ -42,11 +42,11 @@ def read_image(file: Path, size: int, channels: int) -> npt.NDArray[np.float32]:
         with os.fdopen(open_regular(file), "rb") as opened, Image.open(opened, formats=_FORMATS) as image:
             width, height = image.size
             if width * height > _MOST_PIXELS:
-                raise ValueError(f"it has {width} x {height} pixels, and at most {_MOST_PIXELS >> 20} Mi are read")
+                raise ValueError(f"it has {width} x {height} pixels, more than the limit of {_MOST_PIXELS >> 20} Mi")
             wanted = MODES[channels]
             each = _PIXEL_NBYTES.get(image.mode, 4) + (0 if image.mode == wanted else _PIXEL_NBYTES.get(wanted, 4))
             if width * height * each + (width + height) * _SIDE_NBYTES > _PER_BYTE * os.fstat(opened.fileno()).st_size + _BESIDES:
-                raise ValueError(f"it has {width} x {height} pixels in a file that is too small for them, so save it in a smaller size")
+                raise ValueError(f"its {width} x {height} pixels are far more than a file of its bytes should have, so save it with fewer pixels")
             found = _in_bytes(image)
             if found.mode != wanted:  # convert() would copy
                 found = found.convert(wanted)

@@ -155,7 +155,7 @@ def _by_names(listing: Listing, files: tuple[str, ...]) -> Splits | None:
         return None
     for name, found in marked.items():
         if "train" in found and len(found) > 1:
-            raise DataError(f"{listing.where} has {name}, whose name is of the splits {' and '.join(sorted(found))}; {_advice(listing, name)}")
+            raise DataError(f"{listing.where} has {name}, whose name belongs to the splits {' and '.join(sorted(found))}; {_advice(listing, name)}")
     train, test = (tuple(name for name, found in marked.items() if split in found) for split in ("train", "test"))
     validation = tuple(name for name, found in marked.items() if found == {"validation"})
     others = tuple(name for name in files if name not in marked)

@@ -94,7 +94,10 @@ def first_sentinel(tokenizer: Tokenizer | None, vocab_size: int, count: int) -> 
         is_down = count == 1 or inner.token_to_id(_SECOND) == own - 1
         if is_down and inner.token_to_id(f"<extra_id_{count - 1}>") is not None:
             return int(own)
-        raise DataError(f"the tokenizer must have sentinels {_FIRST} to <extra_id_{count - 1}>, each an id below the last; lower --seq-len")
+        raise DataError(
+            f"the tokenizer must have sentinels {_FIRST} to <extra_id_{count - 1}>, each with an id one below that of the sentinel before; "
+            "lower --seq-len"
+        )
     taken = 0 if tokenizer is None else tokenizer.vocab_size
     if taken + count > vocab_size:
         raise DataError(

@@ -66,7 +66,7 @@ def rule_of(directory: Path, objects: Mapping[str, Mapping[str, Any]]) -> str:
     if found is None or (found == "bert") != is_words:
         files = " and ".join(file.name for file in vocabulary_of(directory))
         raise DataError(
-            f"{directory} has {files} and no tokenizer.json, and how a {name} cuts texts into words is not known here; write one with: "
+            f"{directory} has {files} and no tokenizer.json, and nntask does not know how a {name} cuts texts into words; write one with: "
             f"{conversion(directory)}"
         )
     return found

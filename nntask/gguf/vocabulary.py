@@ -173,7 +173,7 @@ def _byte_level(metadata: Mapping[str, Any], known: Mapping[str, int], added: se
     name = metadata.get(f"{PREFIX}pre", "default")
     rule = BY_NAME.get(name) if isinstance(name, str) else None
     if rule is None:
-        raise UntranslatedError(f"cuts texts by the rule {_shown(name)} (tokenizer.ggml.pre), which is not known here")
+        raise UntranslatedError(f"cuts texts by the rule {_shown(name)} (tokenizer.ggml.pre), which nntask does not know")
     found: dict[str, Any] = {"pre_tokenizer": rule.pre_tokenizer(), "decoder": DECODER}
     if rule.is_composed:
         found["normalizer"] = {"type": "NFC"}

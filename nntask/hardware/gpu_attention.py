@@ -50,7 +50,7 @@ def gpus_with_cudnn(gpus: GpuPlan) -> GpuPlan:
     left = gpus.nbytes - ATTENTION_WORKSPACE_NBYTES
     if left <= 0:
         raise DoesNotFit(
-            f"--attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and this is {format_size(gpus.nbytes)}; "
+            f"--attention cudnn takes {format_size(ATTENTION_WORKSPACE_NBYTES)} of each GPU's budget, and the budget is {format_size(gpus.nbytes)}; "
             "raise --gpu-memory, or begin a run with --attention flash"
         )
     return replace(gpus, nbytes=left, has_cudnn=True)

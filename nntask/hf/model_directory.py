@@ -186,7 +186,7 @@ class ModelDirectory:
             if tied in theirs and tied not in self.config.names.spare and not is_equal(self.ranges[theirs[tied]], self.ranges[theirs[name]]):
                 raise DataError(
                     f"{theirs[tied]} in {self._where(theirs[tied])} is not {theirs[name]}, and {CONFIG} says that it is; "
-                    f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the former'
+                    f'write "tie_word_embeddings": false in {self.path / CONFIG} to use both, or remove the first'
                 )
 
     def _lacking(self, missing: Sequence[str], expected: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -279,7 +279,7 @@ def weight_ranges(path: Path) -> dict[str, FileRange]:
     ranges, formats = stored_ranges(path)
     if formats:
         name, kind = next(iter(formats.items()))
-        raise DataError(f"{name} in {path} is quantised as {kind.name}, which only models of tiles take; use the weights that it was made from")
+        raise DataError(f"{name} in {path} is quantised as {kind.name}, which only nntask's own models support; use the original weights")
     return ranges
 
 

@@ -167,7 +167,7 @@ class GgufFile:
             kind = TENSOR_TYPES.get(number)
             if kind is None:
                 raise StorageError(
-                    f"{name[:80]} in {self.path} has the type number {number}, which is not known here; "
+                    f"{name[:80]} in {self.path} has the type number {number}, which nntask does not know; "
                     "use a file of type F32, F16, BF16, Q8_0 or Q4_0"
                 )
             entries[name] = kind, shape, offset

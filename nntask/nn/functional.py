@@ -270,7 +270,7 @@ def linear_cross_entropy(
 
     def backward(gradients: Gradients) -> None:
         if gradients[0] is not None:
-            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, and here it came from a later tensor; use its scale=")
+            raise UsageError("a backward pass must begin at the loss of linear_cross_entropy, not at a tensor computed from it; use its scale=")
         dw, dbias = _accumulators(w_edge, bias_edge)
         add_to([x_edge], [loss_ops.linear_cross_entropy_backward(x_data, w_data, targets, lse, dw, dbias=dbias, **how)])
 

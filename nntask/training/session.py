@@ -181,7 +181,7 @@ def begin(
 
     Args:
         about: function that returns the lines about the model.
-        order: order in which a step executes; None if it is not known here.
+        order: order in which a step executes; None if this process does not know it.
         planned: figures of the order, from `order_figures`.
     """
     run = session.run

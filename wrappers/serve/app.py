@@ -202,7 +202,7 @@ class Application:
         for name in names:
             if name not in self._ignored and len(self._ignored) < _MOST_NAMED:
                 self._ignored.add(name)
-                print(f"nntask: the field {name} of requests is not known here and is ignored; --strict-fields refuses it", file=sys.stderr)
+                print(f"nntask: the field {name} of requests is unknown and is ignored; --strict-fields refuses it", file=sys.stderr)
 
     async def _beside(self, work: Callable[[], T]) -> T:
         """Run long work in another thread, at most `_MOST_LARGE` calls at a time, so that the event loop keeps answering."""

@@ -340,7 +340,7 @@ def _checked(
                 found[name] = table[name][0](name, value)
         elif name in _NOT_OFFERED:
             if value not in _EMPTY and value not in _NOTHING.get(name, ()):
-                raise ApiError(400, f"{name} is not offered here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
+                raise ApiError(400, f"{name} is not supported here, got {refused(name, '', value).message.partition('got ')[2]}", param=name)
         elif name not in _EFFECTLESS and value not in _EMPTY:
             unknown.append(_plain(name))
             if is_strict:

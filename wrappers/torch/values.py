@@ -20,7 +20,7 @@ ValueOf = Callable[[Storage], torch.Tensor]
 
 
 class HostValues:
-    """Values in one pass at one moment.
+    """Values of the tensors of one pass, computed on the host before a step.
 
     Args:
         value_of: function that returns values of storages that exist before the pass.

@@ -129,5 +129,5 @@ def test_what_is_refused(plain: Path, tmp_path: Path) -> None:
         model.hold_blocks(directory.blocks({name: tensor.shape for name, tensor in model.tensors().items()}))
     with pytest.raises(UsageError, match=r"norm\.weight is quantised"):
         model.hold_blocks({"norm.weight": Blocks(BLOCK_FORMATS["q8_0"])})
-    with pytest.raises(DataError, match="only models of tiles take"):
+    with pytest.raises(DataError, match="only nntask's own models support"):
         weight_ranges(tmp_path / "small")

@@ -63,10 +63,10 @@ def test_sentinels_of_a_tokenizer_are_used(tmp_path: Path) -> None:
     """T5's extra ids, wherever they are; as many as there are, each below the last."""
     tokenizer = load_tokenizer(tokenizer_in(tmp_path / "t5", ["a", "<extra_id_2>", "<extra_id_1>", "<extra_id_0>", "b"]))
     assert first_sentinel(tokenizer, 600, 3) == 8
-    with pytest.raises(DataError, match="must have sentinels <extra_id_0> to <extra_id_3>, each an id below the last"):
+    with pytest.raises(DataError, match="must have sentinels <extra_id_0> to <extra_id_3>, each with an id one below"):
         first_sentinel(tokenizer, 600, 4)
     upwards = load_tokenizer(tokenizer_in(tmp_path / "up", ["<extra_id_0>", "<extra_id_1>"]))
-    with pytest.raises(DataError, match="each an id below the last"):
+    with pytest.raises(DataError, match="each with an id one below"):
         first_sentinel(upwards, 600, 2)
     assert first_sentinel(None, 600, 2) == 599
 

@@ -165,7 +165,7 @@ def test_what_quantize_refuses_to_make_larger(here: Path, capsys: pytest.Capture
         assert {str(each.tensor_type.name) for each in gguf.GGUFReader("both.gguf").tensors} == {"F32", "Q4_0", "Q8_0"}
         printed(capsys, "quantize", path, "floats.gguf", "--type=f32", "--force")
     assert main(["quantize", "model", "head.gguf", "--head"]) == 2
-    assert "--head is about a head of its own, and that of model is the embedding; use --embeddings" in capsys.readouterr().err
+    assert "--head is for a head with its own weights, and the head of model is the embedding; use --embeddings" in capsys.readouterr().err
 
 
 def test_kinds_of_workers_are_compared(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -316,9 +316,9 @@ def test_a_tokenizer_that_is_not_read_is_named(tmp_path: Path, capsys: pytest.Ca
     path = write_small(tmp_path / "model.gguf", keys, len(keys["tokenizer.ggml.tokens"]))
     assert main(["generate", str(path), "--prompt=a"]) == 4
     err = capsys.readouterr().err
-    assert f"the tokenizer in {path} cuts texts by the rule '{name}' (tokenizer.ggml.pre), which is not known here" in err
+    assert f"the tokenizer in {path} cuts texts by the rule '{name}' (tokenizer.ggml.pre), which nntask does not know" in err
     assert err.count("\n") == 1
-    with pytest.raises(DataError, match="which is not known here"):
+    with pytest.raises(DataError, match="which nntask does not know"):
         load_tokenizer(path)
     write_model(tmp_path / "other")
     assert main(["generate", str(path), "--prompt=a", f"--tokenizer-path={tmp_path / 'other'}", "--max-new-tokens=2"]) == 0

@@ -190,7 +190,7 @@ def broken_keys() -> dict[str, tuple[dict[str, Any], str]]:
     wrong[5] = np.nan
     types = np.ones(420, np.int32)
     return {
-        "an unknown rule": ({f"{PRE}pre": "of the future"}, "cuts texts by the rule 'of the future' (tokenizer.ggml.pre), which is not known here"),
+        "an unknown rule": ({f"{PRE}pre": "of the future"}, "cuts texts by the rule 'of the future' (tokenizer.ggml.pre), which nntask does not"),
         "a rule that is no text": ({f"{PRE}pre": 7}, "cuts texts by the rule 7"),
         "an unknown kind": ({f"{PRE}model": "bert"}, "is of the kind 'bert', and those of the kinds gpt2 and llama are read"),
         "no tokens": ({f"{PRE}tokens": []}, "has no tokenizer.ggml.tokens"),

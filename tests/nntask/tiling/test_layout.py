@@ -73,7 +73,7 @@ def test_splits_by_name(files: list[str], train: list[str], validation: list[str
         (["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"], "may be for training; pass one, as in "
          "--dataset-path 'd/data/train_sft-00000-of-00001.parquet'"),
         (["data/a-00000-of-00002.parquet", "data/a-00001-of-00002.parquet", "data/b-00000-of-00001.parquet"], "--dataset-path 'd/data/a-*'"),
-        (["train_test.jsonl", "x.jsonl"], "train_test.jsonl, whose name is of the splits test and train; pass what is to train"),
+        (["train_test.jsonl", "x.jsonl"], "train_test.jsonl, whose name belongs to the splits test and train; pass what is to train"),
         (["a cat.txt", "a dog.txt", "a train.txt", "test tubes.txt"], "'d/**' to train on all"),
         (["train/a.py", "test/a.py", *(f"{n}.py" for n in "abcdef")], "6 files (a.py, b.py, c.py, ...) of no split; pass what is to train"),
         (["snapshots/1/a.txt", "snapshots/2/a.txt", "blobs/0"], "has 2 snapshots of a repository; name one, as in d/snapshots/1"),

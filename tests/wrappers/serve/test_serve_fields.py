@@ -132,7 +132,7 @@ def test_what_would_be_another_text_is_refused(name: str, server: Served) -> Non
         found = http.post("/v1/chat/completions", json={**CHAT, name: OFFERED_BY_OTHERS[name]})
         assert found.status_code == 400
         assert found.json()["error"]["param"] == name
-        assert "is not offered here" in found.json()["error"]["message"]
+        assert "is not supported here" in found.json()["error"]["message"]
 
 
 def test_no_limit(server: Served) -> None:

@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = source.tokenizer(settings.tokenizer_path) if has_tokenizer else None
     model = Convertible.of(source.path, source.config, source.checkpoint, tokenizer)
     if settings.head and model.config.names.head not in model.shapes():
-        raise UsageError(f"--head is about a head of its own, and that of {source.path} is the embedding; use --embeddings, or drop it")
+        raise UsageError(f"--head is for a head with its own weights, and the head of {source.path} is the embedding; use --embeddings, or drop it")
     asked = Conversion(settings.type, settings.embeddings, settings.head, keep, nbytes)
     write = write_gguf if target.suffix == ".gguf" else write_quantised
     done = write(model, target, asked, force=settings.force)
