@@ -144,7 +144,10 @@ def add_rows_backward(dy: Array, dp: Array, *, accumulate: bool) -> None:
 
 @register("rotary", "cpu")
 def rotary(x: Array, cos: Array, sin: Array, y: Array, *, head_size: int, inverse: bool) -> None:
-    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles; shapes as in the reference."""
+    """Rotate pairs (i, i + R/2) of the first R features of each head by the position's angles.
+
+    Shapes: x, y (mb, t, h * D); cos, sin ([mb,] t, R / 2).
+    """
     half = cos.shape[-1]
     source = x.reshape(*x.shape[:-1], -1, head_size)
     target = y.reshape(source.shape)

@@ -170,7 +170,7 @@ def _subtract_from_scaled(g: Array, gamma: Array, out: Array, work: Array) -> No
 
 @register("layer_norm_backward", "cpu")
 def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; g as in the reference."""
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; g = dy * gamma; dgamma (+)= dy * xhat; dbeta (+)= dy."""
     *extra, dx, dgamma, dbeta = rest
     x, dy, dx, mean, rstd = rows(x), rows(dy), rows(dx), mean.reshape(-1), rstd.reshape(-1)
     if not accumulate:
@@ -193,7 +193,7 @@ def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Ar
 
 @register("rms_norm_backward", "cpu")
 def rms_norm_backward(x: Array, gamma: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool, offset: float = 0.0) -> None:
-    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; g as in the reference."""
+    """dx = rstd * (g - xhat * mean(g * xhat)) [+ dresidual]; g = dy * (gamma + offset); dgamma (+)= dy * xhat."""
     gamma, tiles = _weights(gamma, offset, rest)
     *extra, dx, dgamma = tiles
     x, dy, dx, rstd = rows(x), rows(dy), rows(dx), rstd.reshape(-1)

@@ -154,7 +154,7 @@ def _norm_backward_scratch(views: Views, constants: Constants) -> int:
 
 @register_bf16("layer_norm_backward", takes=_takes_norm_backward, scratch_nbytes=_norm_backward_scratch)
 def layer_norm_backward(x: Array, gamma: Array, mean: Array, rstd: Array, dy: Array, *rest: Array, accumulate: bool, residual: bool) -> None:
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; dgamma (+)= dy * xhat; dbeta (+)= dy; g as in the reference."""
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) [+ dresidual]; g = dy * gamma; dgamma (+)= dy * xhat; dbeta (+)= dy."""
     *extra, dx, dgamma, dbeta, scratch = rest
     x, dy, dx, mean, rstd = rows(x), rows(dy), rows(dx), mean.reshape(-1), rstd.reshape(-1)
     wide, partials = gamma.astype(np.float32), np.empty((2, gamma.size), np.float32)
